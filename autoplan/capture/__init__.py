@@ -1,0 +1,1 @@
+"""Capture: an nn.Module and an example batch become a ModelGraph."""

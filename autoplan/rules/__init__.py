@@ -1,0 +1,1 @@
+"""Rules: how each operator may be sharded, as tables."""

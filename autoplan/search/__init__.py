@@ -1,0 +1,1 @@
+"""Search: choose a Plan for a ModelGraph on a Cluster."""
