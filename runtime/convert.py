@@ -1,0 +1,440 @@
+"""The conversions between types, by mesh-axis name, and the record of the collectives that really run.
+
+These are the only communication of an emitted program. Each works on the *local* tensor and delegates to
+``spmd_types``, which owns the forward/backward pairs and their types:
+
+======================  ==========  ====================  ====================
+function                types       forward               backward
+======================  ==========  ====================  ====================
+all_reduce(dst=I)       P -> I      all-reduce            nothing
+all_reduce(dst=R)       P -> R      all-reduce            all-reduce
+reduce_scatter          P -> S      reduce-scatter        all-gather
+all_gather(dst=R)       S -> R      all-gather            reduce-scatter
+all_gather(dst=I)       S -> I      all-gather            slice
+to_replicate            I -> R      nothing               all-reduce
+slice_(src=I)           I -> S      slice                 all-gather
+slice_(src=R)           R -> S      slice                 pad to P
+all_to_all              S -> S'     all-to-all            all-to-all
+to_partial(src=R)       R -> P      keep on index 0       keep on index 0
+to_partial(src=I)       I -> P      keep on index 0       nothing
+======================  ==========  ====================  ====================
+
+S on dim d means contiguous even chunks of tensor dim d, chunk i on index i of the axis. An axis of size 1 returns its
+argument. Gradients are communicated in the dtype of the forward value. Tensors whose types are wrong on the axis are
+refused by ``spmd_types.checker.typecheck()``, which is also when :func:`typed` does something.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import spmd_types
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from spmd_types import I, P, PerMeshAxisLocalSpmdType, R, S, V
+
+# Private torch APIs (tried on 2.13.0): whether ranks are simulated, and the group behind a name.
+from torch.distributed._local_tensor import enabled_local_tensor_mode
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoplan.runtime.mesh import AxisMesh, current_mesh
+
+__all__ = [
+    "CollectiveRecord",
+    "I",
+    "P",
+    "R",
+    "V",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "as_constant_beside",
+    "record_collectives",
+    "reduce_scatter",
+    "slice_",
+    "to_partial",
+    "to_replicate",
+    "typed",
+]
+
+Type = PerMeshAxisLocalSpmdType
+
+# spmd_types 0.3.1 calls functional collectives by the names that torch 2.13 deprecates; nothing for our users to do.
+warnings.filterwarnings(
+    "ignore",
+    message=r"`torch\.distributed\._functional_collectives\.(all_gather|reduce_scatter)_tensor` is deprecated",
+    category=FutureWarning,
+)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose backward hands on a contiguous gradient.
+
+    The all-reduce of spmd_types asserts contiguity, and gradients often are not: that of ``sum`` is an expanded scalar.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+spmd_types.register_local_autograd_function(_ContiguousGradient)
+
+
+def _contiguous_gradient(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _ContiguousGradient.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    # Not Tensor.contiguous(): on a LocalTensor that is an autograd function which the type checker does not know.
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _options(x: torch.Tensor) -> dict[str, Any]:
+    # Below fp32 spmd_types wants the dtype of the gradient's reduction spelled out; the ledger prices the forward's.
+    return {"backward_options": {"op_dtype": x.dtype}}
+
+
+def _dim(x: torch.Tensor, dim: int, what: str) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{what}: dim {dim} is out of range for a tensor of shape {tuple(x.shape)}")
+    return dim % x.ndim
+
+
+def _divisible(x: torch.Tensor, dim: int, parts: int, axis: str, what: str) -> int:
+    dim = _dim(x, dim, what)
+    if x.shape[dim] % parts != 0:
+        raise ValueError(f"{what}: dim {dim} of shape {tuple(x.shape)} does not divide by the size {parts} of {axis!r}")
+    return dim
+
+
+def _one_of(value: Type, name: str, allowed: tuple[Type, ...], what: str) -> Type:
+    if value not in allowed:
+        raise ValueError(f"{what}: {name} is {value!r}; it must be one of {allowed!r}")
+    return value
+
+
+def all_reduce(x: torch.Tensor, axis: str, dst: Type) -> torch.Tensor:
+    """Sum ``x`` over ``axis``: P -> R or P -> I (the backward is an all-reduce, or nothing).
+
+    Args:
+        x: the partial sum, any shape; V is accepted and read as P.
+        axis: mesh axis or group.
+        dst: R if the ranks use the result differently, I if they all do the same work with it.
+
+    Returns:
+        The sum, of the shape of ``x``.
+    """
+    _one_of(dst, "dst", (R, I), "all_reduce")
+    mesh = current_mesh()
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.all_reduce(_contiguous(x), mesh.group(axis), src=P, dst=dst, **_options(x))
+    return _contiguous_gradient(out) if dst is R else out
+
+
+def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """Sum ``x`` over ``axis`` and keep chunk ``index`` of tensor dim ``dim``: P -> S(dim) (backward: all-gather).
+
+    Args:
+        x: the partial sum; V is accepted and read as P.
+        axis: mesh axis or group.
+        dim: tensor dim to scatter, divisible by the size of the axis.
+
+    Returns:
+        The chunk: ``x.shape`` with dim ``dim`` divided by the size of the axis.
+    """
+    mesh = current_mesh()
+    dim = _divisible(x, dim, mesh.size(axis), axis, "reduce_scatter")
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.reduce_scatter(x, mesh.group(axis), src=P, dst=S(dim), **_options(x))
+    return out
+
+
+def all_gather(x: torch.Tensor, axis: str, dim: int, dst: Type) -> torch.Tensor:
+    """Concatenate the shards of tensor dim ``dim``: S(dim) -> R or I (backward: reduce-scatter, or slice).
+
+    Args:
+        x: the shard.
+        axis: mesh axis or group.
+        dim: the sharded tensor dim.
+        dst: R if the ranks use the result differently, I if they all do the same work with it.
+
+    Returns:
+        The whole: ``x.shape`` with dim ``dim`` multiplied by the size of the axis.
+    """
+    _one_of(dst, "dst", (R, I), "all_gather")
+    mesh = current_mesh()
+    dim = _dim(x, dim, "all_gather")
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.all_gather(x, mesh.group(axis), src=S(dim), dst=dst, **_options(x))
+    return out
+
+
+def slice_(x: torch.Tensor, axis: str, dim: int, src: Type) -> torch.Tensor:
+    """Keep chunk ``index`` of tensor dim ``dim``: R -> S(dim) or I -> S(dim) (backward: pad to P, or all-gather).
+
+    Args:
+        x: the whole value.
+        axis: mesh axis or group.
+        dim: tensor dim to slice, divisible by the size of the axis.
+        src: R or I, what ``x`` is.
+
+    Returns:
+        The chunk, contiguous: ``x.shape`` with dim ``dim`` divided by the size of the axis.
+    """
+    _one_of(src, "src", (R, I), "slice_")
+    mesh = current_mesh()
+    dim = _divisible(x, dim, mesh.size(axis), axis, "slice_")
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.convert(x, mesh.group(axis), src=src, dst=S(dim), **_options(x))
+    return out
+
+
+def to_replicate(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """I -> R: the value stays, its gradient is summed over ``axis`` by an all-reduce in the backward.
+
+    Args:
+        x: a value that is the same on every rank of the axis, any shape.
+        axis: mesh axis or group.
+    """
+    mesh = current_mesh()
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.convert(x, mesh.group(axis), src=I, dst=R, **_options(x))
+    return _contiguous_gradient(out)
+
+
+def all_to_all(x: torch.Tensor, axis: str, src_dim: int, dst_dim: int) -> torch.Tensor:
+    """Move the sharding from tensor dim ``src_dim`` to ``dst_dim``: S(src_dim) -> S(dst_dim) (backward: the reverse).
+
+    Args:
+        x: the shard.
+        axis: mesh axis or group.
+        src_dim: tensor dim that is sharded now, whole in the result.
+        dst_dim: another tensor dim, divisible by the size of the axis.
+
+    Returns:
+        ``x.shape`` with dim ``src_dim`` multiplied and dim ``dst_dim`` divided by the size of the axis.
+    """
+    mesh = current_mesh()
+    src_dim = _dim(x, src_dim, "all_to_all")
+    dst_dim = _divisible(x, dst_dim, mesh.size(axis), axis, "all_to_all")
+    if src_dim == dst_dim:
+        raise ValueError(f"all_to_all: src_dim and dst_dim are both {src_dim}")
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.all_to_all(x, mesh.group(axis), src=S(src_dim), dst=S(dst_dim), **_options(x))
+    return out
+
+
+def to_partial(x: torch.Tensor, axis: str, src: Type) -> torch.Tensor:
+    """Keep ``x`` on index 0 of ``axis`` and zeros elsewhere: R -> P or I -> P; their sum is ``x``.
+
+    How a bias joins a row-parallel product: added once.
+
+    Args:
+        x: the whole value, any shape.
+        axis: mesh axis or group.
+        src: R or I, what ``x`` is.
+    """
+    _one_of(src, "src", (R, I), "to_partial")
+    mesh = current_mesh()
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = spmd_types.convert(x, mesh.group(axis), src=src, dst=P, expert_mode=True, **_options(x))
+    return out
+
+
+def typed(x: torch.Tensor, default: Type | None = None, /, **types: Type) -> torch.Tensor:
+    """Assert the types of ``x`` by axis name, or set them on a value that has none; does nothing unless type-checking.
+
+    ``typed(w, I, tp=V)`` is I on every axis of the mesh except V on ``tp``. A value that is V may be asserted P: that
+    is how a local product over a sharded dim becomes the partial sum it is.
+
+    Args:
+        x: a tensor: an input, a parameter, a buffer, or a value to check.
+        default: the type on the axes not named; None leaves those alone.
+        types: R, I, V (also for a shard) or P by axis or group name.
+
+    Returns:
+        ``x`` itself.
+
+    Raises:
+        spmd_types.SpmdTypeError: ``x`` has another type.
+        ValueError: an unknown axis name.
+    """
+    if not spmd_types.is_type_checking():
+        return x
+    mesh = current_mesh()
+    per_axis = {key: kind for name, kind in types.items() for key in mesh.type_axes(name)}
+    if default is None:
+        spmd_types.assert_type(x, per_axis)
+    else:
+        spmd_types.assert_type(x, default, per_axis)
+    return x
+
+
+def as_constant_beside(x: Any, value: Any) -> Any:
+    """For typing hooks: the type of ``x``, which receives no gradient, as operand beside ``value``.
+
+    R and I differ only in the gradient, so a constant that is either may stand next to both. spmd_types does this for
+    torch operators, its ``rules`` do not.
+    """
+    beside = spmd_types.get_local_type(value)
+    for key, kind in tuple(spmd_types.get_local_type(x).items()):
+        wanted = I if beside.get(key) is I else R
+        if kind in (R, I) and kind is not wanted:
+            x = spmd_types.rules.convert(x, key, src=kind, dst=wanted)
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The record of what really runs.
+
+
+class CollectiveRecord(NamedTuple):
+    """One executed collective: ``bytes`` is the payload, the full (gathered or unreduced) local tensor on one rank."""
+
+    kind: str
+    axis: str
+    bytes: int
+    phase: Literal["forward", "backward", "recompute"]
+
+
+_RESULT = -1
+# Operator -> (kind, index of the argument that is the full tensor).
+_OPS: Mapping[str, tuple[str, int]] = {
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", _RESULT),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", _RESULT),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", _RESULT),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::broadcast_": ("broadcast", 0),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", 0),
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_coalesced_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::reduce_": ("reduce", 0),
+    "c10d::gather_": ("gather", 0),
+    "c10d::scatter_": ("scatter", 1),
+}
+_GROUP_ARGUMENTS = ("group_name", "process_group", "group")
+
+
+@contextmanager
+def record_collectives(mesh: AxisMesh | None = None) -> Iterator[list[CollectiveRecord]]:
+    """Yield a list that receives a record of every collective executed inside, in forward, backward and recompute.
+
+    It watches the dispatcher, not the functions of this module, so a collective added anywhere is seen; one over a
+    group that is no axis of the mesh is recorded under the description of its group. Point-to-point transfers are not
+    recorded, nor are collectives over a single rank, which move nothing.
+
+    Enter it inside ``LocalTensorMode`` or ``FakeTensorMode``: those answer collectives themselves and would hide them.
+
+    Args:
+        mesh: names the groups; the current mesh by default.
+
+    Raises:
+        RuntimeError: no mesh, or ``LocalTensorMode`` was entered inside.
+    """
+    with _Recorder(mesh if mesh is not None else current_mesh()) as recorder:
+        yield recorder.records
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, mesh: AxisMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records: list[CollectiveRecord] = []
+        self._mesh = mesh
+        self._simulated = enabled_local_tensor_mode() is not None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._simulated and enabled_local_tensor_mode() is not None:
+            raise RuntimeError("enter record_collectives inside LocalTensorMode, which otherwise hides the collectives")
+        # Only these two namespaces have collectives; everything else must cost next to nothing.
+        if func.namespace not in ("_c10d_functional", "c10d", "_dtensor") or func._schema.name not in _OPS:
+            return func(*args, **kwargs)
+        kind, index = _OPS[func._schema.name]
+        group = _group_of(func, args, kwargs)
+        # In-place collectives overwrite their input but keep its size, so the size may be read afterwards.
+        result = func(*args, **kwargs)
+        if dist.get_world_size(group) > 1:
+            payload = result if index == _RESULT else args[index]
+            axis = self._mesh.axis_of_group(group)
+            name = axis if axis is not None else f"group {group.group_desc}"
+            self.records.append(CollectiveRecord(kind, name, _bytes(payload), _phase()))
+        return result
+
+
+def _group_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name in _GROUP_ARGUMENTS:
+            group = args[i] if i < len(args) else kwargs[argument.name]
+            if isinstance(group, str):
+                return _resolve_process_group(group)  # type: ignore[arg-type]
+            if isinstance(group, dist.ProcessGroup):
+                return group
+            unboxed: dist.ProcessGroup = dist.ProcessGroup.unbox(group)
+            return unboxed
+    raise RuntimeError(f"collective {func} has no process group among its arguments")
+
+
+def _bytes(payload: Any) -> int:
+    total = 0
+    for tensor in tree_leaves(payload):
+        if isinstance(tensor, torch.Tensor):
+            # Simulated ranks may have shards of different sizes; the largest sets the pace.
+            shards = getattr(tensor, "_local_tensors", {0: tensor}).values()
+            total += max(shard.numel() * shard.element_size() for shard in shards)
+    return total
+
+
+def _phase() -> Literal["forward", "backward", "recompute"]:
+    # Private torch API (tried on 2.13.0): -1 unless the autograd engine is running this thread.
+    if torch._C._current_graph_task_id() == -1:
+        return "forward"
+    # Inside the engine: a recomputed forward was called by torch.utils.checkpoint, a backward by the engine itself.
+    frame = sys._getframe(1)
+    engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return "recompute"
+        if frame.f_code is engine.__code__:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return "backward"
