@@ -1,0 +1,236 @@
+"""Blocks: find the repeated layers of a model and delimit them while it is traced.
+
+Every element of an outermost `nn.ModuleList` is a layer. During the export its forward is wrapped: the first layer of a class of
+identical ones is traced in full between two marker ops, the others become one opaque op each, so capture cost does not grow with
+depth while everything outside the layers (loops, per-layer glue) is still traced as it is.
+
+Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes; an attribute that differs
+(`layer_idx`) is watched while the first layer runs, and if it was read the layers are traced one by one instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_INTERNAL = frozenset(nn.Module().__dict__)
+
+
+@torch.library.custom_op("autoplan::block_begin", mutates_args=())
+def block_begin(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
+    """Marker: the tensors that enter a layer."""
+    return [x.clone() for x in xs]
+
+
+@torch.library.custom_op("autoplan::block_end", mutates_args=())
+def block_end(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
+    """Marker: the tensors that leave a layer."""
+    return [x.clone() for x in xs]
+
+
+@torch.library.custom_op("autoplan::block_repeat", mutates_args=())
+def block_repeat(xs: list[torch.Tensor], like: list[int], layer: str, first: str) -> list[torch.Tensor]:
+    """A layer identical to `first`; output i looks like input `like[i]`."""
+    raise RuntimeError("autoplan::block_repeat is a capture marker and cannot be run")
+
+
+@block_begin.register_fake
+def _(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in xs]
+
+
+@block_end.register_fake
+def _(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in xs]
+
+
+@block_repeat.register_fake
+def _(xs: list[torch.Tensor], like: list[int], layer: str, first: str) -> list[torch.Tensor]:
+    return [torch.empty_like(xs[i]) for i in like]
+
+
+def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Full name -> module of every layer: the elements of the outermost ModuleLists that hold parameters."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            full = f"{path}.{name}" if path else name
+            if isinstance(child, nn.ModuleList):
+                for index, element in child.named_children():
+                    if any(True for _ in element.parameters()):
+                        found[f"{full}.{index}"] = element
+            else:
+                visit(child, full)
+
+    visit(model, "")
+    return found
+
+
+def _same(a: object, b: object) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, (nn.Module, torch.Tensor)):
+        return False
+    try:
+        return bool(a == b)
+    except Exception:  # an attribute whose comparison fails is treated as different, hence watched
+        return False
+
+
+def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | None:
+    """(submodule path, attribute) pairs that differ, or None if the modules differ in structure."""
+    left, right = dict(a.named_modules()), dict(b.named_modules())
+    if list(left) != list(right):
+        return None
+    out: set[tuple[str, str]] = set()
+    for path, m in left.items():
+        n = right[path]
+        if type(m) is not type(n) or m.training != n.training:
+            return None
+        for tensors in ("_parameters", "_buffers"):
+            p, q = getattr(m, tensors), getattr(n, tensors)
+            if list(p) != list(q):
+                return None
+            for key in p:
+                if (p[key] is None) != (q[key] is None):
+                    return None
+                if p[key] is not None and (
+                    p[key].shape != q[key].shape
+                    or p[key].dtype != q[key].dtype
+                    or p[key].requires_grad != q[key].requires_grad
+                ):
+                    return None
+        keys = (set(m.__dict__) | set(n.__dict__)) - _INTERNAL
+        for key in keys:
+            if key not in m.__dict__ or key not in n.__dict__ or not _same(m.__dict__[key], n.__dict__[key]):
+                out.add((path, key))
+    return out
+
+
+@contextmanager
+def _watch(module: nn.Module, attributes: set[tuple[str, str]], reads: set[tuple[str, str]]) -> Iterator[None]:
+    """Record reads of instance attributes by shadowing them with properties on a throw-away subclass."""
+    by_path: dict[str, set[str]] = {}
+    for path, key in attributes:
+        by_path.setdefault(path, set()).add(key)
+    changed: list[tuple[nn.Module, type]] = []
+    try:
+        for path, keys in by_path.items():
+            target = module.get_submodule(path)
+
+            def reader(key: str, path: str = path) -> property:
+                def read(self: nn.Module) -> Any:
+                    reads.add((path, key))
+                    return self.__dict__[key]
+
+                return property(read)
+
+            cls = type(target)
+            changed.append((target, cls))
+            target.__class__ = type(cls.__name__, (cls,), {key: reader(key) for key in keys})
+        yield
+    finally:
+        for target, cls in changed:
+            target.__class__ = cls
+
+
+def _metadata(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(tuple(str(d) for d in t.shape), t.dtype, t.requires_grad) for t in tensors]
+
+
+@dataclass
+class LayerTracer:
+    """Wraps layer forwards during one export. `unproved` collects layers whose identity the trace disproved."""
+
+    model: nn.Module
+    merge: bool = True
+    unproved: set[str] = field(default_factory=set)
+    _first: dict[str, str] = field(default_factory=dict)
+    _calls: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    _reads: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    _watched: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Patch the layers; everything is restored on exit."""
+        layers = layer_modules(self.model)
+        names = list(layers)
+        if self.merge:
+            heads: list[str] = []
+            for name in names:
+                for head in heads:
+                    found = differing_attributes(layers[head], layers[name])
+                    if found is not None:
+                        self._first[name] = head
+                        self._watched[head] |= found
+                        break
+                else:
+                    heads.append(name)
+                    self._watched[name] = set()
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(self._patched(name, layers[name]))
+            yield
+
+    @contextmanager
+    def _patched(self, name: str, layer: nn.Module) -> Iterator[None]:
+        original = layer.forward
+        layer.forward = self._wrapper(name, layer, original)
+        try:
+            yield
+        finally:
+            del layer.forward
+
+    def _wrapper(self, name: str, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            at = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+            tensors = [flat[i] for i in at]
+            rest = [x for x in flat if not isinstance(x, torch.Tensor)]
+            first = self._first.get(name)
+            if first is not None and first in self._calls:
+                metadata, first_rest, first_spec, like, out_spec = self._calls[first]
+                same_call = metadata == _metadata(tensors) and spec == first_spec and all(map(_same, first_rest, rest))
+                if same_call and like is not None:
+                    outs = torch.ops.autoplan.block_repeat(tensors, like, name, first)
+                    return pytree.tree_unflatten(list(outs), out_spec)
+            metadata = _metadata(tensors)
+            for i, x in zip(at, torch.ops.autoplan.block_begin(tensors, name), strict=True):
+                flat[i] = x
+            new_args, new_kwargs = pytree.tree_unflatten(flat, spec)
+            reads = self._reads.setdefault(name, set())
+            with _watch(layer, self._watched.get(name, set()), reads):
+                out = forward(*new_args, **new_kwargs)
+            outs, out_spec = pytree.tree_flatten(out)
+            if not all(isinstance(x, torch.Tensor) for x in outs):
+                outs_ok: list[int] | None = None
+                return out
+            outs_ok = self._like(tensors, outs)
+            if reads:
+                self.unproved.add(name)
+                outs_ok = None
+            if name not in self._calls:
+                self._calls[name] = (metadata, rest, spec, outs_ok, out_spec)
+            marked = torch.ops.autoplan.block_end(outs, name)
+            return pytree.tree_unflatten(list(marked), out_spec)
+
+        return run
+
+    @staticmethod
+    def _like(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[int] | None:
+        """For each output an input of the same shape and dtype; None if one has none."""
+        shapes = [(tuple(str(d) for d in t.shape), t.dtype) for t in inputs]
+        out = []
+        for t in outputs:
+            key = (tuple(str(d) for d in t.shape), t.dtype)
+            if key not in shapes:
+                return None
+            out.append(shapes.index(key))
+        return out

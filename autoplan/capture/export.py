@@ -1,0 +1,458 @@
+"""Capture: nn.Module + example inputs -> ModelGraph, through torch.export (non-strict, pre-dispatch ATen, fake tensors).
+
+The chain, in order (`capture`): wrap model and loss -> export with symbolic batch and sequence, layers marked -> inline no_grad
+regions -> translate ATen to IR ops -> cut into blocks and merge identical ones -> normalise the loss -> infer factors -> check.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoplan.capture.assemble import assemble
+from autoplan.capture.blocks import LayerTracer
+from autoplan.capture.huggingface import capture_attention, is_hf_model, refuse_padding
+from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
+from autoplan.cost_models.errors import CaptureError
+from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
+from autoplan.cost_models.symbols import Expr
+from autoplan.rules.factors import infer_factors
+
+LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+class LossModule(nn.Module):
+    """Model and loss as one module: tensors in (in the order of `names`), scalar loss out."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self._names, self._loss_fn = names, loss_fn
+        self._model_names = model_input_names(model, names)
+        self._extra: dict[str, Any] = {"use_cache": False} if is_hf_model(model) else {}
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The scalar loss of one micro-batch."""
+        batch = dict(zip(self._names, tensors, strict=True))
+        out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
+        if self._loss_fn is not None:
+            return self._loss_fn(out, batch)
+        loss = getattr(out, "loss", None)
+        loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
+        loss = out if loss is None and isinstance(out, torch.Tensor) and out.dim() == 0 else loss
+        if loss is None:
+            raise CaptureError(
+                f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in example_inputs"
+            )
+        return loss
+
+
+def model_input_names(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of the batch's tensors the model's forward takes; the rest go to the loss only."""
+    import inspect
+
+    accepted = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+        return names
+    chosen = tuple(n for n in names if n in accepted)
+    if not chosen:
+        raise CaptureError(
+            f"none of the inputs {', '.join(names)} is an argument of {type(model).__name__}.forward({', '.join(accepted)})"
+        )
+    return chosen
+
+
+@dataclass
+class Trace:
+    """The translated flat graph, before it is cut into blocks."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    region: dict[str, str] = field(default_factory=dict)  # node name -> layer, "" outside
+    inputs: list[str] = field(default_factory=list)
+    params: dict[str, str] = field(default_factory=dict)  # value -> full parameter name
+    buffers: dict[str, str] = field(default_factory=dict)
+    layer_inputs: dict[str, list[str]] = field(default_factory=dict)  # layer -> values that enter it
+    layer_outputs: dict[str, list[str]] = field(default_factory=dict)
+    repeats: list[tuple[str, str, list[str], list[str]]] = field(default_factory=list)  # layer, first, in, out
+    order: list[tuple[str, int]] = field(default_factory=list)  # ("node", i) | ("repeat", i), program order
+    output: str = ""
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    loss_fn: LossFn | None = None,
+) -> ModelGraph:
+    """Capture `model` and its loss.
+
+    Args:
+        model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta).
+        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's. Only shapes and
+            dtypes matter.
+        loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
+
+    Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input `loss_denominator`.
+    Raises: CaptureError naming the op and the source line that cannot be captured.
+    """
+    refuse_padding(example_inputs)
+    graph = _capture(model, example_inputs, loss_fn, merge=True)
+    if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
+        graph = _capture(model, example_inputs, loss_fn, merge=False)
+    if graph is None:
+        raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
+    return infer_factors(graph)
+
+
+def _capture(
+    model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None, *, merge: bool
+) -> ModelGraph | None:
+    names = tuple(example_inputs)
+    wrapper = LossModule(model, names, loss_fn)
+    tracer = LayerTracer(model, merge)
+    attention: AbstractContextManager[None] = capture_attention(model) if is_hf_model(model) else nullcontext()
+    with tracer.active(), attention:
+        program, symbols = _export(wrapper, example_inputs)
+    if tracer.unproved and merge:
+        return None
+    trace = _Translator(program, wrapper, symbols, names).run()
+    return assemble(trace, type(model).__name__, *_parameters(model))
+
+
+def _dims(example_inputs: Mapping[str, torch.Tensor]) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
+    """Dynamic dims and stand-in tensors: batch 2 and the given sequence length (made distinct so that no size is mistaken)."""
+    batch, sequence = torch.export.Dim("b"), torch.export.Dim("s")
+    first = next(iter(example_inputs.values()))
+    if first.dim() < 1:
+        raise CaptureError("the first example input needs a batch dim")
+    num_tokens = first.shape[1] if first.dim() > 1 else None
+    dims, tensors = [], []
+    stand_in = 2 if num_tokens != 2 else 3
+    for name, tensor in example_inputs.items():
+        if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
+            raise CaptureError(f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}")
+        mine: dict[int, Any] = {0: batch}
+        if tensor.dim() > 1 and tensor.shape[1] == num_tokens and num_tokens is not None and num_tokens > 1:
+            mine[1] = sequence
+        dims.append(mine)
+        tensors.append(torch.zeros((stand_in, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device))
+    return dims, tensors
+
+
+def _export(wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    dims, tensors = _dims(example_inputs)
+    quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        program = torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=(tuple(dims),))
+    except CaptureError:
+        raise
+    except Exception as exc:
+        raise CaptureError(f"torch.export cannot capture {type(wrapper.model).__name__}: {_where(exc)}{exc}") from exc
+    finally:
+        quiet.setLevel(level)
+    symbols: dict[str, str] = {}
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for spec, mine in zip(_user_inputs(program), dims, strict=True):
+        shape = placeholders[spec].meta["val"].shape
+        for i, dim in mine.items():
+            if isinstance(shape[i], torch.SymInt):
+                symbols[str(shape[i].node.expr)] = dim.__name__
+    return program, symbols
+
+
+def _where(exc: BaseException) -> str:
+    """The innermost frame outside torch, as 'file:line: '."""
+    import traceback
+
+    for frame in reversed(traceback.extract_tb(exc.__traceback__)):
+        if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
+            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
+    return ""
+
+
+def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
+    from torch.export.graph_signature import InputKind
+
+    return [s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+
+
+def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Parameters and buffers by their first name; further names of the same tensor are aliases."""
+
+    def collect(pairs: Any) -> dict[str, Parameter]:
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in pairs:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        out = {}
+        for key, mine in names.items():
+            t = tensors[key]
+            out[mine[0]] = Parameter(mine[0], tuple(t.shape), _dtype(t.dtype), bool(t.requires_grad), tuple(mine[1:]))
+        return out
+
+    return (
+        collect(model.named_parameters(remove_duplicate=False)),
+        collect(model.named_buffers(remove_duplicate=False)),
+    )
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def source_of(node: fx.Node) -> str:
+    """'file:line' of the user's code that made the node (base name only)."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+class _Translator:
+    """ATen graph -> Trace."""
+
+    def __init__(
+        self, program: torch.export.ExportedProgram, wrapper: LossModule, symbols: dict[str, str], names: tuple[str, ...]
+    ) -> None:
+        self.program, self.wrapper, self.symbols, self.names = program, wrapper, symbols, names
+        self.trace = Trace()
+        self.env: dict[fx.Node, Any] = {}
+        self.layer: list[str] = []
+        self.no_grad = False
+        self.counter: dict[str, int] = {}
+
+    def run(self) -> Trace:
+        """Translate the whole graph."""
+        module = self.program.graph_module
+        module.graph.eliminate_dead_code()  # first: what the loss does not need also need not be supported
+        self._placeholders()
+        self._graph(module, module.graph)
+        out = next(n for n in module.graph.nodes if n.op == "output").args[0]
+        outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
+        if self.program.graph_signature.buffers_to_mutate:
+            mutated = sorted(self.program.graph_signature.buffers_to_mutate.values())
+            raise CaptureError(
+                f"buffer {mutated[0]!r} is changed in the forward (BatchNorm statistics?); its value would depend on the split: "
+                "use LayerNorm, GroupNorm or eval() mode for that module"
+            )
+        self.trace.output = self._name_of(outputs[-1])
+        return self.trace
+
+    def _placeholders(self) -> None:
+        from torch.export.graph_signature import InputKind
+
+        targets = {s.arg.name: (s.kind, s.target) for s in self.program.graph_signature.input_specs}
+        params = {id(p): n for n, p in reversed(list(self.wrapper.model.named_parameters(remove_duplicate=False)))}
+        buffers = {id(p): n for n, p in reversed(list(self.wrapper.model.named_buffers(remove_duplicate=False)))}
+        users = iter(self.names)
+        for node in self.program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            kind, target = targets[node.name]
+            if kind is InputKind.USER_INPUT:
+                name = next(users)
+                self.trace.inputs.append(name)
+            elif kind is InputKind.PARAMETER:
+                full = params[id(self.wrapper.get_parameter(target))]
+                name = f"param:{full}"
+                self.trace.params[name] = full
+            elif kind is InputKind.BUFFER:
+                full = buffers[id(self.wrapper.get_buffer(target))]
+                name = f"buffer:{full}"
+                self.trace.buffers[name] = full
+            else:
+                raise CaptureError(f"the model makes a constant tensor ({target}) in its forward; register it as a buffer")
+            self.env[node] = name
+            value = node.meta["val"]
+            grad = kind is InputKind.PARAMETER and bool(self.wrapper.get_parameter(target).requires_grad)
+            self.trace.values[name] = Value(name, self._shape(value), _dtype(value.dtype), grad)
+
+    def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._node(module, node)
+
+    def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
+        target = str(node.target)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            self._inline(module, node)
+        elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
+            self._marker(target, node)
+        elif getattr(node.target, "__name__", "") == "getitem":
+            source = self.env[node.args[0]]
+            self.env[node] = source[node.args[1]]
+        elif target in SKIP or not self._has_tensor(node):
+            return
+        else:
+            self._op(target, node)
+
+    @staticmethod
+    def _has_tensor(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            return any(isinstance(v, torch.Tensor) for v in value)
+        return isinstance(value, torch.Tensor)
+
+    def _inline(self, module: fx.GraphModule, node: fx.Node) -> None:
+        """A torch.no_grad region: its nodes in place, without gradients."""
+        enabled, sub = node.args[0], module.get_submodule(str(node.args[1].target))
+        before, self.no_grad = self.no_grad, self.no_grad or not enabled
+        inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
+        for placeholder, actual in zip(inner, node.args[2:], strict=True):
+            self.env[placeholder] = self.env.get(actual)
+            placeholder.meta.setdefault("val", actual.meta.get("val"))
+        self._graph(sub, sub.graph)
+        out = next(n for n in sub.graph.nodes if n.op == "output").args[0]
+        self.env[node] = [self.env[o] for o in out] if isinstance(out, (tuple, list)) else self.env[out]
+        self.no_grad = before
+
+    def _marker(self, target: str, node: fx.Node) -> None:
+        tensors = [self._name_of(a) for a in node.args[0]]
+        if "begin" in target:
+            layer = node.args[1]
+            self.layer.append(layer)
+            self.trace.layer_inputs[layer] = tensors
+            self.env[node] = tensors
+        elif "end" in target:
+            layer = self.layer.pop()
+            self.trace.layer_outputs[layer] = tensors
+            self.env[node] = tensors
+        else:
+            _, like, layer, first = node.args
+            outs = []
+            for i, k in enumerate(like):
+                old = self.trace.values[tensors[k]]
+                name = self._fresh(f"{layer}.out{i}" if len(like) > 1 else f"{layer}.out")
+                value = node.meta["val"][i]
+                self.trace.values[name] = Value(name, self._shape(value), old.dtype, True)
+                outs.append(name)
+            self.env[node] = outs
+            self.trace.order.append(("repeat", len(self.trace.repeats)))
+            self.trace.repeats.append((layer, first, tensors, outs))
+
+    def _op(self, target: str, node: fx.Node) -> None:
+        where = source_of(node)
+        if target not in OPS:
+            if target.split(".")[1].endswith("_"):
+                raise CaptureError(f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y")
+            raise CaptureError(
+                f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its rule to "
+                "autoplan.rules.table"
+            )
+        try:
+            result = OPS[target](self._arguments(node))
+        except CaptureError as exc:
+            raise CaptureError(f"{where or node.name}: {exc}") from exc
+        meta = node.meta["val"]
+        if isinstance(result, Alias) or self._is_noop(result, node):
+            self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
+            return
+        results = result if isinstance(result, list) else [result]
+        previous = ""
+        for i, item in enumerate(results):
+            tensors = tuple(previous if t == "$0" else t for t in item.tensors)
+            metas = list(meta) if isinstance(meta, (list, tuple)) else [meta]
+            if item.op == "linear" and i < len(results) - 1:
+                pass  # the bias addition follows; same shape
+            names = self._emit(item, tensors, metas, where)
+            previous = names[0]
+            self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
+
+    def _is_noop(self, result: Any, node: fx.Node) -> bool:
+        """A cast to the same dtype, or a reshape/expand to the same shape."""
+        if not isinstance(result, Lowered) or result.op not in ("to", "reshape", "expand"):
+            return False
+        before = self.trace.values[str(result.tensors[0])]
+        value = node.meta["val"]
+        if result.op == "to":
+            return before.dtype == _dtype(value.dtype)
+        return before.shape == self._shape(value)
+
+    def _emit(self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str) -> list[str]:
+        base = self._fresh(item.op)
+        outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
+        inputs = [self.trace.values[t] for t in tensors if t is not None]
+        for name, meta in zip(outs, metas, strict=True):
+            dtype = _dtype(meta.dtype)
+            grad = any(v.requires_grad for v in inputs) and not self.no_grad and item.op != "detach" and "float" in dtype
+            self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
+        attrs = {k: v for k, v in item.attrs.items()}
+        if item.op in ("to", "arange", "full"):
+            attrs["dtype"] = _dtype(metas[0].dtype)
+        node = Node(base, item.op, tensors, tuple(outs), attrs, "", where)
+        self.trace.order.append(("node", len(self.trace.nodes)))
+        self.trace.nodes.append(node)
+        self.trace.region[base] = self.layer[-1] if self.layer else ""
+        return outs
+
+    def _fresh(self, base: str) -> str:
+        count = self.counter.get(base, 0)
+        self.counter[base] = count + 1
+        return base if count == 0 else f"{base}_{count}"
+
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        out: dict[str, Any] = {}
+        for argument, value in zip(schema, node.args, strict=False):
+            out[argument.name] = self._plain(value)
+        for key, value in node.kwargs.items():
+            out[key] = self._plain(value)
+        if "dtype" in out and isinstance(out["dtype"], torch.dtype):
+            out["dtype"] = _dtype(out["dtype"])
+        return out
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            meta = value.meta.get("val")
+            if isinstance(meta, (torch.SymInt, int)) and not isinstance(meta, bool):
+                return self._size(meta)
+            return self._name_of(value)
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        if isinstance(value, (list, tuple)):
+            return [self._plain(v) for v in value]
+        return value
+
+    def _name_of(self, node: fx.Node) -> str:
+        found = self.env.get(node)
+        if not isinstance(found, str):
+            raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")
+        return found
+
+    def _shape(self, tensor: torch.Tensor) -> tuple[Expr, ...]:
+        return tuple(self._size(d) for d in tensor.shape)
+
+    def _size(self, size: Any) -> Expr:
+        if isinstance(size, int):
+            return Expr.of(size)
+        return self._sympy(size.node.expr)
+
+    def _sympy(self, expr: Any) -> Expr:
+        if expr.is_Integer:
+            return Expr.of(int(expr))
+        if expr.is_Rational:
+            return Expr.of(Fraction(int(expr.p), int(expr.q)))
+        if expr.is_Symbol:
+            if str(expr) not in self.symbols:
+                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence")
+            return Expr.symbol(self.symbols[str(expr)])
+        if expr.is_Add or expr.is_Mul:
+            total = Expr.of(0 if expr.is_Add else 1)
+            for part in expr.args:
+                total = total + self._sympy(part) if expr.is_Add else total * self._sympy(part)
+            return total
+        if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
+            total = Expr.of(1)
+            for _ in range(int(expr.exp)):
+                total = total * self._sympy(expr.base)
+            return total
+        raise CaptureError(f"size {expr} is not a polynomial in batch and sequence")

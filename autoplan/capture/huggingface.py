@@ -1,0 +1,86 @@
+"""Hugging Face models: classes untouched, attention captured as one op.
+
+Tracing HF attention as it is builds an explicit S x S mask. Registering an attention function and a mask function for the time of
+the capture (both: without padding the mask is plain `is_causal`, which flash attention and context parallelism need) keeps it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoplan.cost_models.errors import CaptureError
+
+_NAME = "autoplan_capture"
+
+
+def is_hf_model(model: nn.Module) -> bool:
+    """True for a transformers PreTrainedModel, without importing transformers."""
+    return any(c.__module__.startswith("transformers.") and c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
+
+
+def refuse_padding(example_inputs: Mapping[str, torch.Tensor]) -> None:
+    """Padding masks are not captured: CaptureError says what to pass instead."""
+    if "attention_mask" in example_inputs:
+        raise CaptureError(
+            "attention_mask is not supported: pass unpadded or packed sequences and mark tokens that do not count with label -100"
+        )
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if kwargs.get("sliding_window") is not None:
+        raise CaptureError("sliding-window attention is not supported yet; set sliding_window=None in the config")
+    if kwargs.get("softcap") is not None:
+        raise CaptureError("attention with logit soft-capping is not supported")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=causal and attention_mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def capture_attention(model: nn.Module) -> Iterator[None]:
+    """Use the captured form of attention inside; the model's own choice is restored."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [(c, c._attn_implementation) for c in configs if hasattr(c, "_attn_implementation")]
+    try:
+        for config, _ in before:
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation = old
+
+
+def default_example(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Shapes to capture a causal language model with when the caller gives none: batch 2, up to 2,048 tokens."""
+    limit = getattr(model.config, "max_position_embeddings", None) or 2048
+    ids = torch.zeros(2, min(int(limit), 2048), dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}

@@ -1,0 +1,40 @@
+"""Errors of the planning side. Every one is caused by what the caller gave and says what would work.
+
+    AutoplanError(ValueError)
+      GraphError        a ModelGraph that breaks its own rules
+      CaptureError      a model that cannot be captured (names node and source line)
+      RuleError         an op without a rule, or a rule that does not fit its operands
+      LayoutError       a layout or conversion that cannot exist
+      PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
+      InfeasibleError   nothing satisfies the constraints
+"""
+
+from __future__ import annotations
+
+
+class AutoplanError(ValueError):
+    """Base of every error that autoplan raises about its input."""
+
+
+class GraphError(AutoplanError):
+    """A ModelGraph that breaks its own rules."""
+
+
+class CaptureError(AutoplanError):
+    """A model that cannot be captured."""
+
+
+class RuleError(AutoplanError):
+    """An op without a sharding rule, or a rule that does not fit its operands."""
+
+
+class LayoutError(AutoplanError):
+    """A layout or a conversion between layouts that cannot exist."""
+
+
+class PinError(AutoplanError):
+    """An illegal pin, degree, batch or cluster."""
+
+
+class InfeasibleError(AutoplanError):
+    """No assignment satisfies the constraints."""

@@ -1,0 +1,29 @@
+"""Units. GB is 1e9 bytes, GiB is 2**30: they are never mixed."""
+
+from __future__ import annotations
+
+GB = 10**9
+GIB = 2**30
+MIB = 2**20
+TERA = 10**12
+MICRO = 1e-6
+
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element. Raises KeyError with the known names for an unknown dtype."""
+    if dtype not in DTYPE_BYTES:
+        raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]

@@ -1,0 +1,98 @@
+"""Models used by the tests: a plain GPT (learned positions, biases, dropout, tied embeddings) and a small HF Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class GPTBlock(nn.Module):
+    """Pre-norm block with a fused q, k, v projection."""
+
+    def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (t.view(b, s, self.num_heads, d // self.num_heads).transpose(1, 2) for t in (q, k, v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d)
+        x = x + self.dropout(self.proj(a))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer as one would write it by hand."""
+
+    def __init__(
+        self,
+        vocab: int = 96,
+        dim: int = 32,
+        num_heads: int = 4,
+        num_layers: int = 4,
+        max_len: int = 64,
+        dropout: float = 0.0,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocab, dim), nn.Embedding(max_len, dim)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(GPTBlock(dim, num_heads, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.tok.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device)))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def gpt_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross-entropy over labels that are not -100."""
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].view(-1))
+
+
+def make_gpt(seed: int = 0, **kwargs: object) -> GPT:
+    """A GPT with random weights."""
+    torch.manual_seed(seed)
+    return GPT(**kwargs)  # type: ignore[arg-type]
+
+
+def make_llama(seed: int = 0, **kwargs: object) -> nn.Module:
+    """A small HF Llama with random weights; keyword arguments override the config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = dict(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    config.update(kwargs)  # type: ignore[arg-type]
+    torch.manual_seed(seed)
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**config))
+    return model
+
+
+def token_batch(batch: int, seq: int, seed: int = 1, vocab: int = 96, ignore: float = 0.0) -> dict[str, torch.Tensor]:
+    """Random tokens and labels; a share `ignore` of the labels is -100."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (batch, seq), generator=g)
+    labels = torch.randint(0, vocab, (batch, seq), generator=g)
+    labels[torch.rand(batch, seq, generator=g) < ignore] = -100
+    return {"input_ids": ids, "labels": labels}
