@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of what is dropped, not of who drops it.
 
 The mask of an element depends on (seed, step, site, global position) alone, so it is the same on one device and in
-every plan, for every micro-batch size, and again when a forward is recomputed. Torch's generators cannot do that: they number
-the elements of the local tensor in the order in which the ranks happen to draw.
+every plan, for every micro-batch size, and again when a forward is recomputed. Torch's generators cannot do that: they
+number the elements of the local tensor in the order in which the ranks happen to draw.
 
 The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) used as a
 counter-based generator: output i of the stream with state s is mix(s + i * golden), with Stafford's 64-bit mixer number
@@ -168,7 +168,7 @@ class _Dropout(torch.autograd.Function):
         for rng_key, kind in spmd_types.get_local_type(rng).items():
             if kind is V and types.get(rng_key) is not V:
                 raise spmd_types.SpmdTypeError(
-                    f"dropout: rng is V on {rng_key} but x is {types.get(rng_key)}: its ranks would draw different masks"
+                    f"dropout: rng is V on {rng_key} but x is {types.get(rng_key)}: its ranks would differ"
                 )
             if kind is not V and kind is not R and kind is not spmd_types.I:
                 raise spmd_types.SpmdTypeError(f"dropout: rng is {kind} on {rng_key}")

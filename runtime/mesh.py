@@ -2,8 +2,8 @@
 
 Emitted programs say ``'tp'`` or ``'dp'``; an :class:`AxisMesh` binds those names at start-up to ranks and process
 groups, because the names of process groups are counters that differ between runs. The device grid is a product of
-atomic sub-axes, listed major to minor over the ranks; a *group* is a named product of some of them (``'tp'`` = ``('tp0',
-'tp1')``) with one communicator of its own.
+atomic sub-axes, listed major to minor over the ranks; a *group* is a named product of some of them (``'tp'`` =
+``('tp0', 'tp1')``) with one communicator of its own.
 
 The same mesh serves real processes (gloo, NCCL), the fake process group, and ``LocalTensorMode``, where one process
 plays all ranks: whatever depends on the rank must then be a tensor that differs per rank
