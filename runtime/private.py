@@ -1,0 +1,161 @@
+"""Every use of a private PyTorch API by the runtime: which one, why, and the version it was tried on.
+
+| API | why | tried on |
+|---|---|---|
+| PipelineStage.backward_maybe_with_nosync | FSDP is told never to reduce or reshard before the end of the step, which makes ZeRO 2 and 3 hold whole gradients and ZeRO 3 whole parameters | 2.13.0 |
+| PipelineStage.perform_reduce_grad | would run FSDP's reductions again at the end of the step | 2.13.0 |
+| PipelineStage._setup_forward_recv_info, _setup_backward_recv_info, get_fwd_recv_ops, get_bwd_recv_ops, backward_one_chunk, args_recv_info, grad_recv_info | receive buffers are allocated for all micro-batches for good; here they live from the receive to the backward | 2.13.0 |
+| PipelineStage.forward_maybe_with_nosync | sends need contiguous tensors of the declared shapes | 2.13.0 |
+| pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
+| _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
+| distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
+| distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | 2.13.0 |
+
+A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py and test_failure.py cover each row.
+"""  # noqa: E501
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Store
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from autoplan.runtime.zero import GradientSync
+
+# Shape and dtype of one tensor that crosses from a stage to the next.
+Carried = tuple[Sequence[int], torch.dtype]
+
+
+def example(carried: Sequence[Carried] | None) -> tuple[torch.Tensor, ...] | None:
+    """Stand-ins without memory, as PipelineStage wants them. Floating point tensors carry a gradient back."""
+    if carried is None:
+        return None
+    return tuple(
+        torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+        for shape, dtype in carried
+    )
+
+
+class SyncedStage(PipelineStage):
+    """A PipelineStage for full-backward schedules in which ``sync`` decides when gradients are reduced."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        sync: GradientSync,
+        carried_in: Sequence[Carried] | None,
+        carried_out: Sequence[Carried] | None,
+    ) -> None:
+        outputs = example(carried_out)
+        if outputs is not None and index == count - 1:
+            outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
+        super().__init__(module, index, count, device, input_args=example(carried_in), output_args=outputs, group=group)
+        self._sync = sync
+        self._carried_out = None if carried_out is None or self.is_last else [(tuple(s), d) for s, d in carried_out]
+        self._backward_chunk = -1
+
+    # Receive buffers live from the receive to the end of the backward.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info = _without_buffers(self.args_recv_info[0], num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info = _without_buffers(self.grad_recv_info[0], num_microbatches)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._backward_chunk = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            info.buffer = None
+
+    # The module's own calls.
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.submod(*args, **kwargs)
+        if self.is_last:
+            return output
+        tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if self._carried_out is not None and found != self._carried_out:
+            # Without this check the next stage waits for bytes that never come, or reads the wrong ones.
+            raise ValueError(f"stage {self.stage_index} returned {found}, its declared outputs are {self._carried_out}")
+        return tuple(tensor.contiguous() for tensor in tensors)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], None]:
+        if backward_type != "full":
+            raise NotImplementedError(f"schedules with a split backward ({backward_type!r}) are not supported")
+        self._sync.before_backward(self._backward_chunk, last_backward)
+        gradients = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+        return gradients, None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if grad_scale_factor != 1:
+            raise ValueError("gradients are summed, never averaged: the schedule needs scale_grads=False")
+        self._sync.finish_step()
+
+
+def _without_buffers(infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
+    """``count`` copies of the descriptions of what one micro-batch receives, none with memory yet."""
+    return {
+        chunk: tuple(
+            type(info)(info.input_name, info.source, None, info.tensor_meta, is_root_arg=info.is_root_arg)
+            for info in infos
+        )
+        for chunk in range(count)
+    }
+
+
+def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
+    for info in infos:
+        # No metadata: a tensor without gradient, nothing comes back.
+        if not info.is_root_arg and info.tensor_meta is not None:
+            info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
+
+
+def run_schedule(
+    schedule: PipelineScheduleSingle, stage: SyncedStage, micro_batches: Sequence[Mapping[str, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Run one step with each micro-batch's tensors as keyword arguments of the stage; the losses on the last stage."""
+    stage.has_backward = True
+    stage.clear_runtime_states()
+    losses: list[torch.Tensor] = []
+    # A target is indexed and, where shapes are inferred, copied; the generated loss takes none.
+    targets = [torch.empty(0)] * len(micro_batches)
+    schedule._step_microbatches(
+        kwarg_mbs=[dict(inputs) for inputs in micro_batches], target_mbs=targets, losses=losses, return_outputs=False
+    )
+    return losses
+
+
+def default_store() -> Store:
+    """The key-value store that the default process group was made with."""
+    store = dist.distributed_c10d._get_default_store()
+    assert isinstance(store, Store)
+    return store
+
+
+def abort_process_groups() -> None:
+    """Close this rank's connections without waiting for anybody. No collective works in this process afterwards."""
+    dist.distributed_c10d._abort_process_group()

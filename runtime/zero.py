@@ -1,0 +1,243 @@
+"""ZeRO stages of one pipeline stage over its data-parallel ranks.
+
+Gradients are SUMMED over micro-batches and data-parallel ranks, never averaged: every micro-batch's loss is already
+divided by the token count of the whole batch. With dp ranks and P parameter bytes on this rank:
+
+| stage | parameters between steps | gradients between micro-batches | communication per step of M micro-batches |
+|---|---|---|---|
+| 0 | P | P, this rank's sum | one all-reduce |
+| 1 | P / dp, P from the first forward to the last backward | P, this rank's sum | all-gather, reduce-scatter |
+| 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
+| 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
+
+Stage 0 keeps plain parameters. Stages 1 to 3 are ``fully_shard`` per block; parameters become DTensors sharded on
+dim 0 and so do their gradients, so that the optimizer works on the shards without knowing.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+# What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
+BUCKET_BYTES = 25 * 2**20
+
+# Their backward runs in two parts, of which FSDP's hooks see only the first.
+SPLIT_BACKWARD_SCHEDULES = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+
+
+class ZeroStage(enum.IntEnum):
+    """What the data-parallel ranks share out among themselves instead of keeping a copy each."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+def check_schedule(zero: ZeroStage | int, schedule: str) -> None:
+    """Refuse ZeRO 3 under a pipeline schedule with a split backward.
+
+    torch 2.13 computes a right loss and silently wrong gradients there: parameters are resharded between the backward
+    of the inputs and the backward of the weights.
+
+    Raises:
+        ValueError: for ZeRO 3 with one of SPLIT_BACKWARD_SCHEDULES.
+    """
+    if ZeroStage(zero) is ZeroStage.PARAMETERS and schedule in SPLIT_BACKWARD_SCHEDULES:
+        raise ValueError(
+            f"ZeRO 3 under {schedule}: a schedule with a split backward gives silently wrong gradients; "
+            "use ZeRO 0, 1 or 2, or a schedule with a full backward such as 1F1B"
+        )
+
+
+class GradientSync:
+    """Tells a pipeline stage when to reduce its gradients. This class does nothing: one data-parallel rank.
+
+    The driver of the micro-batches calls ``before_backward`` right before every backward pass and ``finish_step``
+    after the last one. From then on every ``parameter.grad`` holds the sum over micro-batches and ranks (its shard
+    under ZeRO 1 to 3). The driver's caller resets the gradients between steps. A parameter that no micro-batch uses
+    keeps ``grad`` None; the program is the same on every rank, so it is unused on all of them or on none.
+    """
+
+    def __init__(self, zero: ZeroStage) -> None:
+        self.zero = zero
+
+    def before_backward(self, micro_batch: int, is_last: bool) -> None:
+        """Prepare for the backward pass of ``micro_batch`` (a count from 0), the last of the step if ``is_last``."""
+
+    def finish_step(self) -> None:
+        """Complete the reductions of this step.
+
+        Raises:
+            RuntimeError: if the last backward of the step was never announced.
+        """
+
+
+class _AllReduce(GradientSync):
+    """ZeRO 0: gradients accumulate locally, one bucketed all-reduce at the end of the step."""
+
+    def __init__(self, stage: nn.Module, group: dist.ProcessGroup, bucket_bytes: int) -> None:
+        super().__init__(ZeroStage.NOTHING)
+        # Backward order, so that what was written last is read first and may still be in a cache.
+        self._parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+
+    def finish_step(self) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        for bucket in buckets(gradients, self._bucket_bytes):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                flat = bucket[0]  # reduced where it lies, without a copy
+            else:
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+            assert work is not None  # async_op=True
+            pending.append((work, flat, bucket))
+            # Two in flight: one is sent while the next is filled; more would only hold memory.
+            if len(pending) == 2:
+                _unpack(*pending.pop(0))
+        for entry in pending:
+            _unpack(*entry)
+
+
+def _unpack(work: dist.Work, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    work.wait()
+    if bucket[0] is flat:
+        return
+    parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+    for gradient, part in zip(bucket, parts, strict=True):
+        gradient.copy_(part.view(gradient.shape))
+
+
+def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int) -> list[list[torch.Tensor]]:
+    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone."""
+    open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+    done: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        bucket, size = open_buckets.get(tensor.dtype, ([], 0))
+        if bucket and size + tensor.nbytes > limit_bytes:
+            done.append(bucket)
+            bucket, size = [], 0
+        bucket.append(tensor)
+        open_buckets[tensor.dtype] = (bucket, size + tensor.nbytes)
+    return done + [bucket for bucket, _ in open_buckets.values()]
+
+
+class _Sharded(GradientSync):
+    """ZeRO 1 to 3: ``fully_shard`` reduces inside the backward pass; this says in which ones."""
+
+    def __init__(self, stage: FSDPModule, zero: ZeroStage) -> None:
+        super().__init__(zero)
+        self._stage = stage
+        self._reduced = False
+
+    def before_backward(self, micro_batch: int, is_last: bool) -> None:
+        self._stage.set_is_last_backward(is_last)
+        self._stage.set_reshard_after_backward(is_last or self.zero is ZeroStage.PARAMETERS)
+        self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
+        self._reduced = is_last
+
+    def finish_step(self) -> None:
+        if not self._reduced:
+            raise RuntimeError("finish_step without a backward announced as the last: gradients are not reduced")
+        self._reduced = False
+
+
+def apply_zero(
+    stage: nn.Module,
+    mesh: DeviceMesh,
+    zero: ZeroStage | int,
+    *,
+    schedule: str = "1F1B",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> GradientSync:
+    """Apply a ZeRO stage to a generated pipeline stage, in place.
+
+    Args:
+        stage: has ``stage.blocks``, an nn.ModuleDict in execution order that holds every parameter of the stage.
+        mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says.
+        zero: 0 to 3, see the table of this module.
+        schedule: name of the pipeline schedule the stage will run under.
+        bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
+
+    Returns:
+        What the driver of the micro-batches calls around every backward pass.
+
+    Raises:
+        ValueError: ZeRO 3 with a split backward, a mesh of several axes, a parameter outside the blocks, one shared
+            by two blocks, a block with trainable parameters of several dtypes or with a 0-dim one (ZeRO 1 to 3).
+    """
+    zero = ZeroStage(zero)
+    check_schedule(zero, schedule)
+    if mesh.ndim != 1:
+        raise ValueError(f"ZeRO needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
+    blocks = _blocks_of(stage)
+    if mesh.size() == 1:
+        return GradientSync(zero)
+    if zero is ZeroStage.NOTHING:
+        return _AllReduce(stage, mesh.get_group(), bucket_bytes)
+
+    _check_shardable(blocks)
+    reshard_after_forward = zero is ZeroStage.PARAMETERS
+    for block in blocks.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
+    root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without this a factor of 1 becomes PREMUL_SUM, which gloo refuses and NCCL spends a multiplication on.
+            module.set_force_sum_reduction_for_comms(True)
+    _prefetch_in_block_order(list(blocks.values()))
+    return _Sharded(root, zero)
+
+
+def _prefetch_in_block_order(blocks: list[nn.Module]) -> None:
+    """In the backward pass gather block i-1 during block i.
+
+    The default follows the order of past forwards, which under 1F1B are those of a later micro-batch: at block 0 it
+    would gather the last block, which this backward has finished with. Naming a target turns the default off; block 0
+    names itself, and gathering what is gathered does nothing.
+    """
+    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    for previous, block in zip([sharded[0], *sharded], sharded, strict=False):
+        block.set_modules_to_backward_prefetch([previous])
+
+
+def _blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
+    blocks = getattr(stage, "blocks", None)
+    if not isinstance(blocks, nn.ModuleDict) or not blocks:
+        raise ValueError(f"{type(stage).__name__}.blocks must be a non-empty nn.ModuleDict")
+    inside = {id(parameter) for parameter in blocks.parameters()}
+    outside = [name for name, parameter in stage.named_parameters() if id(parameter) not in inside]
+    if outside:
+        raise ValueError(f"parameters outside {type(stage).__name__}.blocks: {', '.join(outside)}")
+    return dict(blocks.items())
+
+
+def _check_shardable(blocks: dict[str, nn.Module]) -> None:
+    owner: dict[int, str] = {}
+    for name, block in blocks.items():
+        dtypes = {parameter.dtype for parameter in block.parameters() if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"block {name!r} has trainable parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))}): "
+                "fully_shard reduces a block in one buffer; give each dtype its own block or use ZeRO 0"
+            )
+        for parameter_name, parameter in block.named_parameters():
+            if parameter.dim() == 0:
+                raise ValueError(
+                    f"parameter {parameter_name!r} of block {name!r} has no dim to shard: emit it as one element"
+                )
+            first = owner.setdefault(id(parameter), name)
+            if first != name:
+                raise ValueError(
+                    f"parameter {parameter_name!r} of block {name!r} is shared with block {first!r}: ZeRO 1 to 3 need "
+                    "both uses in one block, or ZeRO 0"
+                )

@@ -1,0 +1,247 @@
+"""Worker processes for tests that need real process groups.
+
+    from harness import pool, worker_mesh
+
+    def job(rank: int, world: int, x: int) -> float: ...       # at the top of a test module or a helper module
+
+    def test_something():
+        results = pool(4).run(job, 3)                          # one result per rank
+
+The workers of a world size are started once per pytest session (spawned, so they inherit no threads and no torch
+state; seconds each) and run every job of that size in one default gloo process group. A job that raises, hangs or
+dies ends the whole pool, since collectives may be half done; the next ``pool(world)`` starts a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+START_TIMEOUT_S = 120.0
+# Longer than any job: the parent's clock decides, a stuck collective must not be reported as something else.
+GROUP_TIMEOUT_S = 600.0
+# After the first failure the other ranks get this long to report theirs, which is often the more telling one.
+GRACE_S = 2.0
+
+
+class JobError(AssertionError):
+    """A job failed on some rank; the message holds every traceback that came back."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job on one rank. ``status``: "ok", "raised" (value: traceback), "died" or "hangs"."""
+
+    status: str
+    value: Any = None
+
+
+class Pool:
+    """``world`` worker processes in one gloo process group. Also a context manager, for a pool of one's own."""
+
+    def __init__(self, world: int, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
+        self.world = world
+        self.alive = True
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        # The child imports torch before it can limit its threads otherwise, and reads the interface at first use.
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
+            for rank in range(world):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_worker, args=(rank, world, there, group_timeout_s, os.getpid()), daemon=True
+                )
+                process.start()
+                there.close()
+                self._pipes.append(here)
+                self._processes.append(process)
+        _started.append(self)
+        # Rank 0 binds any free port and says which: nobody can take it in between.
+        port = self._collect([0], START_TIMEOUT_S, "start")[0].value
+        for pipe in self._pipes[1:]:
+            pipe.send_bytes(pickle.dumps(port))
+        self._collect(range(world), START_TIMEOUT_S, "start")
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Run ``fn(rank, world, *args)`` on every worker; the results by rank.
+
+        Raises:
+            JobError: if any rank raised, died or took longer than ``timeout_s``. The pool is gone then.
+        """
+        outcomes = self.run_each(fn, *args, timeout_s=timeout_s, grace_s=GRACE_S)
+        if any(outcome.status != "ok" for outcome in outcomes):
+            self.kill()
+            raise JobError(_report(fn, outcomes, timeout_s))
+        return [outcome.value for outcome in outcomes]
+
+    def run_each(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float | None = None
+    ) -> list[Outcome]:
+        """As ``run``, but says what became of each rank instead of raising. Only a rank that
+        hangs ends the pool here.
+
+        With ``grace_s``, ranks still busy that long after the first failure count as hanging.
+        """
+        if not self.alive:
+            raise RuntimeError("this pool has ended; call pool(world) for a new one")
+        job = pickle.dumps((fn, args))  # by reference: fn must be importable by its module's name
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # a dead worker, which _collect reports
+                pipe.send_bytes(job)
+        outcomes = self._collect(range(self.world), timeout_s, None, grace_s)
+        if any(outcome.status == "hangs" for outcome in outcomes):
+            self.kill()  # its late answer would be taken for that of the next job
+        return outcomes
+
+    def _collect(
+        self, ranks: Sequence[int], timeout_s: float, must: str | None, grace_s: float | None = None
+    ) -> list[Outcome]:
+        deadline = time.monotonic() + timeout_s
+        outcomes = dict.fromkeys(ranks, Outcome("hangs"))
+        waiting = set(ranks)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            # A dead worker's pipe reads as closed, so that the pipes alone are enough to wait on.
+            ready = wait([self._pipes[rank] for rank in waiting], left)
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
+                try:
+                    outcomes[rank] = Outcome(*pickle.loads(self._pipes[rank].recv_bytes()))
+                except (EOFError, ConnectionResetError):
+                    outcomes[rank] = Outcome("died")
+                waiting.remove(rank)
+                if outcomes[rank].status != "ok" and grace_s is not None:
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        found = [outcomes[rank] for rank in ranks]
+        if must and any(outcome.status != "ok" for outcome in found):
+            self.kill()
+            raise JobError(_report(must, found, timeout_s))
+        return found
+
+    def kill(self) -> None:
+        """End every worker at once and reap it."""
+        self.alive = False
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+_started: list[Pool] = []
+_pools: dict[int, Pool] = {}
+
+
+def pool(world: int) -> Pool:
+    """The session's pool of ``world`` workers, started at first use and again after it ended."""
+    found = _pools.get(world)
+    if found is None or not found.alive:
+        found = _pools[world] = Pool(world)
+    return found
+
+
+@atexit.register
+def _kill_all() -> None:
+    for started in _started:
+        if started.alive:
+            started.kill()
+
+
+@functools.cache
+def worker_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """In a worker: the CPU mesh of this shape over all ranks, made once (process groups are never given back)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, parent: int) -> None:
+    # The kernel ends this process with its parent, also when the parent is killed and this one stuck in a collective.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        timeout = timedelta(seconds=group_timeout_s)
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+            _answer(pipe, "ok", store.port)
+        else:
+            port = pickle.loads(pipe.recv_bytes())
+            store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        _answer(pipe, "ok", None)
+    except BaseException:
+        _answer(pipe, "raised", traceback.format_exc())
+        return
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        try:
+            fn, args = pickle.loads(job)
+            _answer(pipe, "ok", fn(rank, world, *args))
+        except BaseException:
+            _answer(pipe, "raised", traceback.format_exc())
+
+
+def _answer(pipe: Connection, status: str, value: Any) -> None:
+    # Plain pickle: Connection.send would pass tensors as shared memory, which dies with this process.
+    pipe.send_bytes(pickle.dumps((status, value)))
+
+
+def _report(fn: Callable[..., Any] | str, outcomes: Sequence[Outcome], timeout_s: float) -> str:
+    name = fn if isinstance(fn, str) else f"{fn.__module__}.{fn.__qualname__}"
+    lines = [f"{name} failed"]
+    for rank, outcome in enumerate(outcomes):
+        if outcome.status == "hangs":
+            lines.append(f"rank {rank}: no answer (limit {timeout_s:g} s)")
+        elif outcome.status == "died":
+            lines.append(f"rank {rank}: the process died")
+        elif outcome.status == "raised":
+            lines.append(f"rank {rank}:\n{outcome.value}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Environment variables for the processes started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
