@@ -41,7 +41,8 @@ class AxisMesh:
         axes: (name, size) of the atomic sub-axes, major to minor over the ranks: the last one varies fastest.
         groups: (name, atomic names) of the flattened groups. The atomic names must be in mesh order, since torch sorts
             the ranks of a group.
-        device_type: ``'cpu'`` or ``'cuda'``; by default ``'cuda'`` iff the default process group is NCCL.
+        device_type: ``'cpu'`` or ``'cuda'``; by default ``'cuda'`` if there is a GPU and the default process group
+            is not one for the CPU.
 
     Raises:
         ValueError: a name twice or unknown, a size below 1, a product of sizes that is not the world size, or a group
@@ -67,7 +68,9 @@ class AxisMesh:
         names = tuple(self._sizes)
         self._steps = {n: math.prod(self._sizes[m] for m in names[i + 1 :]) for i, n in enumerate(names)}
         if device_type is None:
-            device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            # With no backend named, torch picks by device; its own name for that is "undefined".
+            on_cpu = dist.get_backend() in ("gloo", "fake", "mpi") or not torch.cuda.is_available()
+            device_type = "cpu" if on_cpu else "cuda"
         self.device_mesh = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=names)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._canonical: dict[str, str] = {}

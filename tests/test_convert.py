@@ -6,9 +6,8 @@ duals.
 """
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import spmd_types
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from harness import pool
 from spmd_types import SpmdTypeError
 from spmd_types.checker import typecheck
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -337,11 +336,8 @@ def test_bad_arguments_name_the_value() -> None:
         AxisMesh([("a", 1)])
 
 
-def _gloo_worker(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    mesh = AxisMesh([("dp", 1), ("tp", 2)], {"all": ("dp", "tp")})
+def _conversions_on_two_processes(rank: int, world: int) -> int:
+    mesh = AxisMesh([("dp", 1), ("tp", world)], {"all": ("dp", "tp")})
     with use_mesh(mesh):
         for case in CASES:
             x = noncontiguous(shard(randn(1), case.src, rank, 2)).requires_grad_()
@@ -355,13 +351,16 @@ def _gloo_worker(rank: int, port: int) -> None:
                 everyone: list[Any] = [None, None]
                 dist.all_gather_object(everyone, got.contiguous())
                 torch.testing.assert_close(unshard(everyone, kind), randn(salt), atol=1e-13, rtol=0)
-    dist.barrier()
-    dist.destroy_process_group()
+    return len(CASES)
 
 
 @pytest.mark.processes
 def test_conversions_over_gloo() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_gloo_worker, args=(port,), nprocs=2)
+    assert pool(2).run(_conversions_on_two_processes) == [len(CASES)] * 2
+
+
+def test_threads_of_autograd_see_the_mesh() -> None:
+    # The backward of CUDA tensors, and what it recomputes, runs in threads that autograd starts.
+    with mesh_of([("tp", 2)]) as mesh, ThreadPoolExecutor(1) as threads:
+        assert threads.submit(current_mesh).result() is mesh
+        assert threads.submit(all_gather, torch.ones(2), "tp", 0, R).result().shape == (4,)
