@@ -148,7 +148,7 @@ def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p
     # many of them, for FakeTensorMode, where each operation costs the same whatever its size.
     rows = max(block // columns, -(-outer.shape[0] // 256))
     threshold = round((1.0 - p) * (1 << _BITS))
-    parts = [_shift(_mix_(part + inner), 64 - _BITS) < threshold for part in outer.split(rows)]
+    parts = [_shift(_mix_(part + inner), 64 - _BITS) < threshold for part in torch.split(outer, rows)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(-1)
 
 
