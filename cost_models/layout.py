@@ -143,7 +143,7 @@ COLLECTIVES: dict[tuple[ConversionKind, str], tuple[str | None, str | None]] = {
     (ConversionKind.TO_REPLICATE, "R"): (None, "all_reduce"),
     (ConversionKind.ALL_TO_ALL, "S"): ("all_to_all", "all_to_all"),
     (ConversionKind.TO_PARTIAL, "R"): (None, None),
-    (ConversionKind.TO_PARTIAL, "I"): (None, "all_reduce"),
+    (ConversionKind.TO_PARTIAL, "I"): (None, None),
 }
 
 

@@ -1,7 +1,9 @@
 """When one rank fails, every rank ends, within a stated time and with the reason of the rank that failed.
 
-What ends the others: gloo's connections close when the failing rank leaves ``guard``, at once; NCCL, or a rank that
-hangs, runs into the timeout of the process group (10 minutes, ``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S).
+What ends the others: gloo's connections close when the process of the failing rank ends, often when it leaves
+``guard``. With NCCL, or when a rank hangs or lives on, it is the timeout of collectives: 10 minutes, ``timeout_s=``, or
+the variable AUTOPLAN_TIMEOUT_S. ``guard`` sets it on every process group there is, since those of a DeviceMesh are made
+with torch's default (30 minutes for gloo), not with that of the default group.
 
 Where they get the reason: the failing rank writes it to the key-value store of the process group. A rank whose
 collective breaks looks there before it raises. A rank killed from outside writes nothing; it is the one that has not
@@ -64,6 +66,7 @@ class _State:
     server: Any
     rank: int
     world: int
+    timeout: timedelta
     first: RankFailure | None = None
 
 
@@ -96,17 +99,17 @@ def init_process_group(backend: str | None = None, *, timeout_s: float | None = 
         options: passed on (rank, world_size, store, init_method, device_id, ...).
     """
     dist.init_process_group(backend, timeout=timeout_of(timeout_s), **options)
-    watch()
+    watch(timeout_s)
 
 
-def watch() -> None:
+def watch(timeout_s: float | None = None) -> None:
     """Start to watch for failures of other ranks; needs the default process group. ``init_process_group`` does it."""
     global _state
     server: Any = private.default_store()  # Any: torch's stub of Store lacks clone
     store = server.clone()
     # Not the timeout of the process group: a store that is gone must not hold up the report that it is.
     store.set_timeout(timedelta(seconds=2 * GRACE_S))
-    _state = _State(store, server, dist.get_rank(), dist.get_world_size())
+    _state = _State(store, server, dist.get_rank(), dist.get_world_size(), timeout_of(timeout_s))
     threading.Thread(target=_watch, args=(_state, server.clone()), name="autoplan-failures", daemon=True).start()
 
 
@@ -132,14 +135,15 @@ def report_failure(exc: BaseException) -> None:
         _report(state, RankFailure(state.rank, _describe(exc)))
 
 
-def failure_reason(grace_s: float = GRACE_S) -> RankFailure | None:
-    """What another rank reported, waiting ``grace_s`` seconds for it, or a conclusion from who did not report.
+def failure_reason(grace_s: float | None = None) -> RankFailure | None:
+    """What another rank reported, waiting ``grace_s`` (GRACE_S) seconds for it, or a conclusion from who did not report.
 
     Call it when a collective broke. Returns None without ``init_process_group`` or ``watch``.
     """
     if _state is None:
         return None
     state = _state
+    grace_s = GRACE_S if grace_s is None else grace_s
     mine = f"{_REPORT}{state.rank}"
     try:
         state.store.set(mine, "")
@@ -179,13 +183,15 @@ def guard(rank: int | None = None) -> Iterator[None]:
         RankFailure: for every Exception inside, which is its cause. Other BaseExceptions (KeyboardInterrupt,
             SystemExit) are reported to the other ranks and pass through.
     """
+    if _state is not None and dist.is_initialized():
+        private.set_timeout(_state.timeout)
     try:
         yield
     except RankFailure:
         raise
     except BaseException as exc:
         failure = _failure_of(exc, rank)
-        _leave()
+        _leave(failure)
         if isinstance(exc, Exception):
             raise failure from exc
         raise
@@ -217,9 +223,8 @@ def is_broken_collective(exc: BaseException | None) -> bool:
     return False
 
 
-def _leave() -> None:
+def _leave(failure: RankFailure) -> None:
     """Close this rank's connections and, on the rank that hosts the store, stay until the others have the reason."""
-    global _state
     state = _state
     with contextlib.suppress(Exception):
         private.abort_process_groups()
@@ -228,7 +233,7 @@ def _leave() -> None:
     # torchrun hosts the store in its agent, which outlives the ranks.
     if state.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         deadline = time.monotonic() + GRACE_S
-        others = [f"{_COPIED}{rank}" for rank in range(1, state.world)]
+        others = [f"{_COPIED}{rank}" for rank in range(1, state.world) if rank != failure.rank]
         with contextlib.suppress(RuntimeError):
             while not all(state.store.check([key]) for key in others) and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -32,12 +32,14 @@ class PipelineRunner:
         pp_mesh: the pipeline's ranks, one axis, in stage order; None or size 1 for a model in one stage.
         device: where the stage runs. Default: the device of its first parameter, else the CPU.
         carried_in, carried_out: (shape, dtype) of each tensor received from the previous and sent to the next stage,
-            for one micro-batch; empty on the first and the last stage. Known on every stage, they save an exchange
-            and a rehearsal of the first micro-batch; None on any stage makes all stages infer them.
+            for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
+            infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
+            a gradient back.
         schedule: "1F1B".
 
     Raises:
-        ValueError: an unknown schedule, or one that ``sync``'s ZeRO stage forbids.
+        ValueError: an unknown schedule or one that ``sync``'s ZeRO stage forbids, a mesh of several axes, or carried
+            tensors that do not fit the stage's place in the pipeline.
     """
 
     def __init__(
@@ -47,8 +49,8 @@ class PipelineRunner:
         pp_mesh: DeviceMesh | None = None,
         *,
         device: torch.device | None = None,
-        carried_in: Sequence[Carried] | None = None,
-        carried_out: Sequence[Carried] | None = None,
+        carried_in: Sequence[Carried] = (),
+        carried_out: Sequence[Carried] = (),
         schedule: str = "1F1B",
     ) -> None:
         check_schedule(sync.zero, schedule)
@@ -62,12 +64,18 @@ class PipelineRunner:
         if pp_mesh is not None and pp_mesh.size() > 1:
             if pp_mesh.ndim != 1:
                 raise ValueError(f"the pipeline needs a mesh of one axis, this one has {pp_mesh.ndim}")
+            index, count = pp_mesh.get_local_rank(), pp_mesh.size()
+            if bool(carried_in) != (index > 0) or bool(carried_out) != (index < count - 1):
+                raise ValueError(
+                    f"stage {index} of {count} declares {len(carried_in)} tensors in and {len(carried_out)} out; "
+                    "only the first takes none in and only the last gives none out"
+                )
             parameter = next(stage.parameters(), None)
             default = torch.device("cpu") if parameter is None else parameter.device
             self._stage = SyncedStage(
                 stage,
-                pp_mesh.get_local_rank(),
-                pp_mesh.size(),
+                index,
+                count,
                 device or default,
                 pp_mesh.get_group(),
                 sync,

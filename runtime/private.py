@@ -9,12 +9,15 @@
 | pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
+| distributed_c10d._world.pg_map, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group | 2.13.0 |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | 2.13.0 |
 
 A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py and test_failure.py cover each row.
 """  # noqa: E501
 
+import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,10 +34,8 @@ from autoplan.runtime.zero import GradientSync
 Carried = tuple[Sequence[int], torch.dtype]
 
 
-def example(carried: Sequence[Carried] | None) -> tuple[torch.Tensor, ...] | None:
+def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
     """Stand-ins without memory, as PipelineStage wants them. Floating point tensors carry a gradient back."""
-    if carried is None:
-        return None
     return tuple(
         torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
         for shape, dtype in carried
@@ -52,15 +53,15 @@ class SyncedStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         sync: GradientSync,
-        carried_in: Sequence[Carried] | None,
-        carried_out: Sequence[Carried] | None,
+        carried_in: Sequence[Carried],
+        carried_out: Sequence[Carried],
     ) -> None:
         outputs = example(carried_out)
         if outputs is not None and index == count - 1:
             outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
         super().__init__(module, index, count, device, input_args=example(carried_in), output_args=outputs, group=group)
         self._sync = sync
-        self._carried_out = None if carried_out is None or self.is_last else [(tuple(s), d) for s, d in carried_out]
+        self._carried_out = [(tuple(shape), dtype) for shape, dtype in carried_out]
         self._backward_chunk = -1
 
     # Receive buffers live from the receive to the end of the backward.
@@ -96,7 +97,7 @@ class SyncedStage(PipelineStage):
             return output
         tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        if self._carried_out is not None and found != self._carried_out:
+        if found != self._carried_out:
             # Without this check the next stage waits for bytes that never come, or reads the wrong ones.
             raise ValueError(f"stage {self.stage_index} returned {found}, its declared outputs are {self._carried_out}")
         return tuple(tensor.contiguous() for tensor in tensors)
@@ -141,8 +142,7 @@ def run_schedule(
     stage.has_backward = True
     stage.clear_runtime_states()
     losses: list[torch.Tensor] = []
-    # A target is indexed and, where shapes are inferred, copied; the generated loss takes none.
-    targets = [torch.empty(0)] * len(micro_batches)
+    targets = [None] * len(micro_batches)  # indexed and handed to the loss function, which takes none
     schedule._step_microbatches(
         kwarg_mbs=[dict(inputs) for inputs in micro_batches], target_mbs=targets, losses=losses, return_outputs=False
     )
@@ -154,6 +154,14 @@ def default_store() -> Store:
     store = dist.distributed_c10d._get_default_store()
     assert isinstance(store, Store)
     return store
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of collectives in every process group that this rank is in (gloo and NCCL have one)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Set timeout is now only supported")
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def abort_process_groups() -> None:

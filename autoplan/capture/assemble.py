@@ -247,7 +247,7 @@ class _Builder:
             params=tuple(names[x] for x in params),
             buffers=tuple(names[x] for x in buffers),
             outputs=tuple(names[x] for x in outs),
-            nodes=tuple(self._rewrite(n, names) for n in nodes),
+            nodes=tuple(self._rewrite(n, names, self._relative(n.scope, layer)) for n in nodes),
             values={new: replace(self.trace.values[old], name=new) for old, new in names.items()},
         )
         block = self._intern(block, layer)
@@ -295,16 +295,26 @@ class _Builder:
                     names[x] = self._local(layer, self.trace.params[x])
                 elif x in self.trace.buffers and x not in names:
                     names[x] = self._local(layer, self.trace.buffers[x])
-            base = fresh(node.op)
+            base = fresh(self._base(node, layer))
             for i, x in enumerate(node.outputs):
                 names[x] = base if len(node.outputs) == 1 else f"{base}_{'abcdefghijklmnop'[i]}"
         return names
 
     @staticmethod
-    def _rewrite(node: Node, names: Mapping[str, str]) -> Node:
+    def _base(node: Node, layer: str) -> str:
+        """A name for what a node makes: the module's own name for projections, norms and tables, else the op's."""
+        leaf = node.scope.removeprefix(f"{layer}.").rsplit(".", 1)[-1] if layer else node.scope.rsplit(".", 1)[-1]
+        named = node.op in ("linear", "layer_norm", "rms_norm", "embedding") and leaf.isidentifier()
+        return leaf if named else node.op
+
+    def _relative(self, scope: str, layer: str) -> str:
+        return scope.removeprefix(layer).removeprefix(".") if layer and scope.startswith(layer) else scope
+
+    @staticmethod
+    def _rewrite(node: Node, names: Mapping[str, str], scope: str) -> Node:
         outs = tuple(names[x] for x in node.outputs)
         return replace(
-            node, name=outs[0], inputs=tuple(names[x] if x is not None else None for x in node.inputs), outputs=outs
+            node, name=outs[0], scope=scope, inputs=tuple(names[x] if x is not None else None for x in node.inputs), outputs=outs
         )
 
     def _repeat(self, segment: _Segment) -> None:

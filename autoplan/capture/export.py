@@ -217,6 +217,12 @@ def source_of(node: fx.Node) -> str:
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
 
 
+def _scope_of(node: fx.Node) -> str:
+    """Path of the module whose forward made the node, relative to the user's model."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
+
+
 class _Translator:
     """ATen graph -> Trace."""
 
@@ -358,12 +364,10 @@ class _Translator:
             return
         results = result if isinstance(result, list) else [result]
         previous = ""
-        for i, item in enumerate(results):
+        for item in results:
             tensors = tuple(previous if t == "$0" else t for t in item.tensors)
             metas = list(meta) if isinstance(meta, (list, tuple)) else [meta]
-            if item.op == "linear" and i < len(results) - 1:
-                pass  # the bias addition follows; same shape
-            names = self._emit(item, tensors, metas, where)
+            names = self._emit(item, tensors, metas, where, _scope_of(node))
             previous = names[0]
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
@@ -377,7 +381,7 @@ class _Translator:
             return before.dtype == _dtype(value.dtype)
         return before.shape == self._shape(value)
 
-    def _emit(self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str) -> list[str]:
+    def _emit(self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str) -> list[str]:
         base = self._fresh(item.op)
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
@@ -388,7 +392,7 @@ class _Translator:
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):
             attrs["dtype"] = _dtype(metas[0].dtype)
-        node = Node(base, item.op, tensors, tuple(outs), attrs, "", where)
+        node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
         self.trace.order.append(("node", len(self.trace.nodes)))
         self.trace.nodes.append(node)
         self.trace.region[base] = self.layer[-1] if self.layer else ""

@@ -125,6 +125,9 @@ def strategies(
 ) -> list[Strategy]:
     """Every strategy of `node` over `axes`; `sizes` gives the factor sizes as numbers. The batch is never split here: it
     belongs to the data-parallel sub-axes."""
+    if not axes:
+        none: Layout = ()
+        return [Strategy("R", (none,) * len(node.tensor_inputs), (none,) * len(node.outputs), (), 1)]
     per_axis = [c for c in axis_choices(node, values, factors) if c.factor is None or "b" not in factors[c.factor].symbols]
     total = 1
     for axis in axes:

@@ -1,0 +1,408 @@
+"""Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
+
+Each op of the IR has one line in `EMITTERS`; an unknown op is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from autoplan.codegen.lower import Convert, LoweredBlock, Op, local_factors, local_shape
+from autoplan.cost_models.errors import RuleError
+from autoplan.cost_models.graph import Value
+from autoplan.cost_models.layout import Axis, ConversionKind, Layout
+from autoplan.cost_models.symbols import Expr, product
+
+_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32", "bool": "bool"}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the text of a block needs to know."""
+
+    factors: Mapping[str, Expr]
+    axes: tuple[Axis, ...]
+    groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
+
+    def axis(self, indices: Sequence[int]) -> str:
+        """Name of one sub-axis or of a product."""
+        names = tuple(self.axes[i].name for i in indices)
+        return names[0] if len(names) == 1 else self.groups[names]
+
+
+def py(size: Expr) -> str:
+    """Python text of a symbolic size; exact integer division."""
+    denominator = 1
+    for _, coefficient in size.terms:
+        denominator = max(denominator, coefficient.denominator)
+    text = str(size.scale(Fraction(denominator))).replace("*", " * ").replace("+", " + ")
+    if denominator == 1:
+        return text
+    simple = len(size.terms) == 1
+    return f"{text} // {denominator}" if simple else f"({text}) // {denominator}"
+
+
+def _arg(size: Expr) -> str:
+    return py(size)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Expr):
+        return f"({py(value)})" if value.value is None else py(value)
+    return repr(value)
+
+
+def shape_text(sizes: Sequence[Expr]) -> str:
+    """Comma-separated local sizes."""
+    return ", ".join(_arg(s) for s in sizes)
+
+
+def describe(value: Value, layout: Layout, ctx: Context) -> str:
+    """Comment: dtype, local shape, types. `f32[b, s // 2, 64] tp:S(s)`."""
+    shape = shape_text(local_shape(value, layout, ctx.factors, ctx.axes))
+    types = []
+    for axis, kind in zip(ctx.axes, layout, strict=True):
+        name = kind.kind_name
+        if kind.is_shard:
+            name = f"S({(value.dims or ())[kind.dim][kind.factor]})"
+        types.append(f"{axis.name}:{name}")
+    return f"{_SHORT.get(value.dtype, value.dtype)}[{shape}] {' '.join(types)}".rstrip()
+
+
+class _OpText:
+    """Text of one op; `a` are its argument texts."""
+
+    def __init__(self, op: Op, ctx: Context, site: int) -> None:
+        self.op, self.ctx, self.site = op, ctx, site
+        self.a = [x for x in op.args if x is not None]
+        self.attrs = op.node.attrs
+        self.out_layout = op.strategy.outputs[0]
+
+    @property
+    def out_shape(self) -> str:
+        return shape_text(local_shape(self.op.values[0], self.out_layout, self.ctx.factors, self.ctx.axes))
+
+    def special(self, name: str) -> str:
+        """The axes of a special form, as a Python tuple or name; empty if the op is not in that form."""
+        if self.op.strategy.special != name:
+            return ""
+        return repr(self.ctx.axis(range(len(self.ctx.axes))))
+
+    def num_partial(self) -> int:
+        """Over how many ranks the output is a pending sum because of this op."""
+        total = 1
+        for axis, kind, choice in zip(self.ctx.axes, self.out_layout, self.op.strategy.choices, strict=True):
+            if kind.kind_name == "P" and choice.factor is not None:
+                total *= axis.size
+        return total
+
+
+def _unary(template: str) -> Callable[[_OpText], str]:
+    return lambda t: template.format(x=t.a[0])
+
+
+def _infix(symbol: str) -> Callable[[_OpText], str]:
+    return lambda t: f"{t.a[0]} {symbol} {t.a[1]}"
+
+
+def _scalar(template: str) -> Callable[[_OpText], str]:
+    return lambda t: template.format(x=t.a[0], c=_literal(t.attrs["scalar"]))
+
+
+def _linear(t: _OpText) -> str:
+    bias = f", {t.op.bias}" if t.op.bias else ""
+    return f"F.linear({t.a[0]}, {t.a[1]}{bias})"
+
+
+def _reduce(name: str) -> Callable[[_OpText], str]:
+    def text(t: _OpText) -> str:
+        dims, keep = t.attrs["dims"], ", keepdim=True" if t.attrs["keepdim"] else ""
+        over = "" if dims is None else repr(dims[0] if len(dims) == 1 else tuple(dims))
+        call = f"{t.a[0]}.{name}({over}{keep})" if over or not keep else f"{t.a[0]}.{name}()"
+        shards = t.num_partial()
+        return f"{call} / {shards}" if name == "mean" and shards > 1 else call
+
+    return text
+
+
+def _slice(t: _OpText) -> str:
+    value = t.op.inputs[0]
+    dim = t.attrs["dim"] % len(value.shape)
+    start, end, step = t.attrs["start"], t.attrs["end"], t.attrs["step"]
+    stop = "" if isinstance(end, int) and end >= 2**62 else _literal(end)
+    part = f"{_literal(start) if start else ''}:{stop}" + (f":{step}" if step != 1 else "")
+    if dim == len(value.shape) - 1:
+        return f"{t.a[0]}[..., {part}]"
+    return f"{t.a[0]}[{', '.join([':'] * dim + [part])}]"
+
+
+def _chunk(t: _OpText) -> str:
+    dim = t.attrs["dim"]
+    sizes = [local_shape(v, layout, t.ctx.factors, t.ctx.axes)[dim] for v, layout in zip(t.op.values, t.op.strategy.outputs, strict=True)]
+    if all(s == sizes[0] for s in sizes):
+        return f"{t.a[0]}.chunk({len(sizes)}, dim={dim})"
+    return f"{t.a[0]}.split([{', '.join(_arg(s) for s in sizes)}], dim={dim})"
+
+
+def _attention(t: _OpText) -> str:
+    mask = f", mask={t.a[3]}" if len(t.a) > 3 else ""
+    scale = t.attrs["scale"]
+    return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r})"
+
+
+def _embedding(t: _OpText) -> str:
+    padding = t.attrs["padding_idx"]
+    pad = "" if padding is None or padding < 0 else f", padding_idx={padding}"
+    axes = t.special("vocab_embedding")
+    if axes:
+        return f"vocab_parallel_embedding({t.a[1]}, {t.a[0]}, {axes}{pad})"
+    return f"F.embedding({t.a[1]}, {t.a[0]}{pad})"
+
+
+def _cross_entropy(t: _OpText) -> str:
+    extra = f", ignore_index={t.attrs['ignore_index']}"
+    if t.attrs["label_smoothing"]:
+        extra += f", label_smoothing={t.attrs['label_smoothing']}"
+    axes = t.special("vocab_cross_entropy")
+    if axes:
+        return f"vocab_parallel_cross_entropy_sum({t.a[0]}, {t.a[1]}, {axes}{extra})"
+    return f"cross_entropy_sum({t.a[0]}, {t.a[1]}{extra})"
+
+
+def _norm(name: str) -> Callable[[_OpText], str]:
+    def text(t: _OpText) -> str:
+        rest = list(t.a[1:])
+        weight = rest.pop(0) if t.attrs.get("weight") else "None"
+        bias = rest.pop(0) if t.attrs.get("bias") else None
+        size = t.op.inputs[0].shape[-1]
+        args = [t.a[0], f"({py(size)},)", weight, *([bias] if bias else [])]
+        eps = f", eps={t.attrs['eps']!r}" if t.attrs["eps"] is not None else ""
+        return f"F.{name}({', '.join(args)}{eps})"
+
+    return text
+
+
+def _dropout(t: _OpText) -> str:
+    value, layout = t.op.values[0], t.out_layout
+    local = local_factors(value, layout, t.ctx.factors, t.ctx.axes)
+    entries = []
+    for i, dim in enumerate(value.dims or ()):
+        for j, factor in enumerate(dim):
+            size = t.ctx.factors[factor]
+            axes = tuple(a.name for a, kind in zip(t.ctx.axes, layout, strict=True) if kind.is_shard and (kind.dim, kind.factor) == (i, j))
+            mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
+            entries.append(f"({_arg(local[i][j])}, {_arg(size)}, {mark})")
+    return f"dropout({t.a[0]}, {t.attrs['p']}, rng, self.site + {t.site}, ({', '.join(entries)},))"
+
+
+def _cat(t: _OpText) -> str:
+    return f"torch.cat([{', '.join(t.a)}], dim={t.attrs['dim']})"
+
+
+def _arange(t: _OpText) -> str:
+    start = f"{_literal(t.attrs['start'])}, " if t.attrs["start"] else ""
+    return f"torch.arange({start}{_literal(t.attrs['end'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
+
+
+def _full(t: _OpText) -> str:
+    return f"torch.full(({t.out_shape}{',' if len(t.op.values[0].shape) == 1 else ''}), {_literal(t.attrs['scalar'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
+
+
+def _softmax(name: str) -> Callable[[_OpText], str]:
+    def text(t: _OpText) -> str:
+        dtype = f", dtype=torch.{t.attrs['dtype']}" if t.attrs.get("dtype") else ""
+        return f"torch.{name}({t.a[0]}, dim={t.attrs['dim']}{dtype})"
+
+    return text
+
+
+EMITTERS: dict[str, Callable[[_OpText], str]] = {
+    **{op: _unary(f"torch.{op}({{x}})") for op in "tanh sigmoid exp log cos sin rsqrt sqrt abs erf square logical_not".split()},
+    **{op: _unary(f"F.{op}({{x}})") for op in "silu relu softplus".split()},
+    **{op: _unary(f"{{x}}.{op}()") for op in ("detach", "clone")},
+    "neg": _unary("-{x}"),
+    "gelu": lambda t: f"F.gelu({t.a[0]}" + (f", approximate={t.attrs['approximate']!r})" if t.attrs["approximate"] != "none" else ")"),
+    **{op: _infix(s) for op, s in {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "bitwise_and": "&", "bitwise_or": "|"}.items()},
+    **{op: (lambda t, op=op: f"torch.{op}({t.a[0]}, {t.a[1]})") for op in "pow maximum minimum logical_and logical_or matmul".split()},
+    **{f"{op}_scalar": _scalar(f"{{x}} {s} {{c}}") for op, s in {"add": "+", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}.items()},
+    "pow_scalar": _scalar("{x}.pow({c})"),
+    "rsub_scalar": _scalar("{c} - {x}"),
+    "linear": _linear,
+    "attention": _attention,
+    "embedding": _embedding,
+    "cross_entropy_sum": _cross_entropy,
+    "layer_norm": _norm("layer_norm"),
+    "rms_norm": _norm("rms_norm"),
+    "dropout": _dropout,
+    "softmax": _softmax("softmax"),
+    "log_softmax": _softmax("log_softmax"),
+    "sum": _reduce("sum"),
+    "mean": _reduce("mean"),
+    "reshape": lambda t: f"{t.a[0]}.reshape({t.out_shape})",
+    "expand": lambda t: f"{t.a[0]}.expand({t.out_shape})",
+    "transpose": lambda t: f"{t.a[0]}.transpose({t.attrs['dim0']}, {t.attrs['dim1']})",
+    "permute": lambda t: f"{t.a[0]}.permute({', '.join(map(str, t.attrs['dims']))})",
+    "unsqueeze": lambda t: f"{t.a[0]}.unsqueeze({t.attrs['dim']})",
+    "squeeze": lambda t: f"{t.a[0]}.squeeze({t.attrs['dim']})",
+    "slice": _slice,
+    "select": lambda t: f"{t.a[0]}.select({t.attrs['dim']}, {_literal(t.attrs['index'])})",
+    "chunk": _chunk,
+    "cat": _cat,
+    "pad": lambda t: f"F.pad({t.a[0]}, {tuple(t.attrs['pad'])!r}, value={t.attrs['value']!r})",
+    "where": lambda t: f"torch.where({', '.join(t.a)})",
+    "masked_fill": lambda t: f"{t.a[0]}.masked_fill({t.a[1]}, {_literal(t.attrs['scalar'])})",
+    "clamp": lambda t: f"{t.a[0]}.clamp({t.attrs['min']!r}, {t.attrs['max']!r})",
+    "tril": lambda t: f"{t.a[0]}.tril({t.attrs['diagonal']})",
+    "triu": lambda t: f"{t.a[0]}.triu({t.attrs['diagonal']})",
+    "cumsum": lambda t: f"{t.a[0]}.cumsum({t.attrs['dim']})",
+    "to": lambda t: f"{t.a[0]}.to(torch.{t.attrs['dtype']})",
+    "arange": _arange,
+    "full": _full,
+}
+
+
+def op_text(op: Op, ctx: Context, site: int) -> str:
+    """Right-hand side of an op. RuleError for an op without an emitter."""
+    if op.node.op not in EMITTERS:
+        raise RuleError(f"op {op.node.op!r} ({op.node.source}) has no emitter; add one line to autoplan.codegen.emit.EMITTERS")
+    text = EMITTERS[op.node.op](_OpText(op, ctx, site))
+    new = [
+        axis.name
+        for axis, kind, choice in zip(ctx.axes, op.strategy.outputs[0], op.strategy.choices, strict=True)
+        if kind.kind_name == "P" and choice.factor is not None and choice.special is None
+    ]
+    # a local product over a split dim is a pending sum: say so to the type checker
+    return f"typed({text}, {', '.join(f'{name}=P' for name in new)})" if new else text
+
+
+def convert_text(c: Convert, ctx: Context) -> str:
+    """Right-hand side of a conversion; a factor inside a dim gets a dim of its own for the time of the collective."""
+    local = local_factors(c.value, c.layout, ctx.factors, ctx.axes)
+    after = local_factors(c.value, c.result, ctx.factors, ctx.axes)
+    step = c.step
+    shards = [t for t in (step.source, step.target) if t.is_shard]
+    opened = sorted({t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])})
+    x = c.source
+    if opened:
+        sizes = [s for d, dim in enumerate(local) for s in (dim if d in opened else [product(dim)])]
+        x = f"{x}.reshape({shape_text(sizes)})"
+
+    def at(dim: int, factor: int) -> int:
+        before = sum(len(local[d]) if d in opened else 1 for d in range(dim))
+        return before + (factor if dim in opened else 0)
+
+    axis = repr(ctx.axis(step.axes))
+    if step.kind is ConversionKind.ALL_REDUCE:
+        text = f"all_reduce({x}, {axis}, dst={step.target.kind_name})"
+    elif step.kind is ConversionKind.REDUCE_SCATTER:
+        text = f"reduce_scatter({x}, {axis}, dim={at(step.target.dim, step.target.factor)})"
+    elif step.kind is ConversionKind.ALL_GATHER:
+        text = f"all_gather({x}, {axis}, dim={at(step.source.dim, step.source.factor)}, dst={step.target.kind_name})"
+    elif step.kind is ConversionKind.SLICE:
+        text = f"slice_({x}, {axis}, dim={at(step.target.dim, step.target.factor)}, src={step.source.kind_name})"
+    elif step.kind is ConversionKind.TO_REPLICATE:
+        text = f"to_replicate({x}, {axis})"
+    elif step.kind is ConversionKind.ALL_TO_ALL:
+        source, target = at(step.source.dim, step.source.factor), at(step.target.dim, step.target.factor)
+        text = f"all_to_all({x}, {axis}, src_dim={source}, dst_dim={target})"
+    else:
+        text = f"to_partial({x}, {axis}, src={step.source.kind_name})"
+    if opened:
+        text += f".reshape({shape_text([product(dim) for dim in after])})"
+    return text
+
+
+def block_source(lowered: LoweredBlock, ctx: Context, calls: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
+    """Source lines of a block's class, and which of b, s, device, rng its forward takes."""
+    body, site = [], 0
+    last_use = _last_uses(lowered)
+    dead: list[str] = []
+    for index, statement in enumerate(lowered.statements):
+        dead += last_use.get(index - 1, [])
+        if dead and (isinstance(statement, Convert) or statement.node.op in _HEAVY):
+            body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
+            dead = []
+        if isinstance(statement, Convert):
+            comment = describe(statement.value, statement.result, ctx)
+            body.append(_assign(statement.target, convert_text(statement, ctx), comment))
+            continue
+        text = op_text(statement, ctx, site)
+        site += statement.node.op == "dropout"
+        comment = "; ".join(describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True))
+        body.append(_assign(", ".join(statement.targets), text, comment))
+    joined = "\n".join(line.split("#")[0] for line in body)
+    needs = {name: _mentions(joined, name) for name in ("b", "s", "device", "rng")}
+    extra = [f"{n}: {'int' if n in 'bs' else 'torch.device' if n == 'device' else 'Tensor'}" for n, used in needs.items() if used]
+    lines = [f"class {lowered.class_name}({'Block' if lowered.params else 'nn.Module'}):"]
+    shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
+    lines += [f'    """{shown}"""', ""]
+    if lowered.params or lowered.buffers:
+        lines += _init_lines(lowered, ctx)
+    args = [f"{var}: Tensor" for var, _, _ in lowered.inputs]
+    star = ["*"] if extra else []
+    returns = "Tensor" if len(lowered.outputs) == 1 else f"tuple[{', '.join(['Tensor'] * len(lowered.outputs))}]"
+    checkpointed = bool(lowered.params)
+    name = "compute" if checkpointed else "forward"
+    lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {returns}:")
+    for var, value, layout in lowered.inputs:
+        lines.append(f"        # {var}: {describe(value, layout, ctx)}")
+    lines += [f"        {line}" for line in body]
+    lines.append(f"        return {', '.join(lowered.outputs)}")
+    lines += ["", ""]
+    return lines, needs
+
+
+# before these, variables that nobody needs any more are let go
+_HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum"})
+
+
+def _last_uses(lowered: LoweredBlock) -> dict[int, list[str]]:
+    """Statement index -> variables of the block that nobody needs after it."""
+    made: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, statement in enumerate(lowered.statements):
+        args = [statement.source] if isinstance(statement, Convert) else [a for a in statement.args if a]
+        for name in args:
+            if name in made:
+                last[name] = index
+        for name in [statement.target] if isinstance(statement, Convert) else statement.targets:
+            made[name] = index
+    out: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in lowered.outputs:
+            out.setdefault(index, []).append(name)
+    return out
+
+
+def _mentions(text: str, name: str) -> bool:
+    import re
+
+    return re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", text) is not None
+
+
+def _assign(target: str, text: str, comment: str) -> str:
+    return f"{target} = {text}  # {comment}"
+
+
+def _init_lines(lowered: LoweredBlock, ctx: Context) -> list[str]:
+    lines = ["    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:"]
+    lines.append("        super().__init__(recompute=recompute, site=site)" if lowered.params else "        super().__init__()")
+    if not lowered.params:
+        lines[0] = "    def __init__(self) -> None:"
+    for param in lowered.params:
+        shape = shape_text(local_shape(param.value, param.stored, ctx.factors, ctx.axes))
+        comma = "," if len(param.value.shape) == 1 else ""
+        used = "" if param.used == param.stored else f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
+        lines.append(
+            f"        self.{param.attr} = parameter(({shape}{comma}), torch.{param.value.dtype}, {param.value.requires_grad})"
+            f"  # {describe(param.value, param.stored, ctx)}{used}"
+        )
+    for attr, value in lowered.buffers:
+        shape = shape_text(local_shape(value, (), ctx.factors, ()))
+        comma = "," if len(value.shape) == 1 else ""
+        lines.append(f"        self.register_buffer({attr!r}, torch.empty(({shape}{comma}), dtype=torch.{value.dtype}))")
+    lines.append("")
+    return lines

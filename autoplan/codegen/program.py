@@ -1,0 +1,309 @@
+"""Assemble the program: cut into stages, what travels between them, one source file per stage, ProgramSpec, ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan.codegen.emit import Context, block_source
+from autoplan.codegen.lower import BlockLowering, LoweredBlock, collectives, identifier, local_bytes, local_shape
+from autoplan.cost_models.graph import Call, ModelGraph
+from autoplan.cost_models.layout import Axis, Layout, Mesh
+from autoplan.cost_models.symbols import Expr
+from autoplan.runtime.spec import (
+    BufferSpec,
+    CarriedSpec,
+    LedgerEntry,
+    ParamSpec,
+    ProgramSpec,
+    ShardSpec,
+    StageSpec,
+    Terms,
+    TiedSpec,
+)
+from autoplan.search.problem import Selection
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Everything codegen takes from a plan."""
+
+    mesh: Mesh
+    axes: tuple[Axis, ...]  # the sub-axes layouts are chosen on
+    selection: Selection
+    stages: tuple[tuple[str, ...], ...]  # calls with parameters, per stage
+    zero_stage: int
+    schedule: str
+    recompute: Mapping[str, str]  # call -> none | full
+
+
+@dataclass(frozen=True)
+class Program:
+    """ProgramSpec and the source text of every stage."""
+
+    spec: ProgramSpec
+    sources: Mapping[str, str]  # file name -> text
+
+    def write(self, folder: Path) -> None:
+        """Write `program.json` and the stage files, each atomically."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**self.sources, "program.json": self.spec.to_json()}.items():
+            temporary = folder / f".{name}.tmp"
+            temporary.write_text(text)
+            temporary.replace(folder / name)
+
+
+def terms(size: Expr) -> Terms:
+    """Plain form of a size for the runtime."""
+    return tuple((c.numerator, c.denominator, m) for m, c in size.terms)
+
+
+class _Compiler:
+    def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
+        self.graph, self.layouts = graph, layouts
+        groups = {members: name for name, members in layouts.mesh.groups.items()}
+        self.ctx = Context(graph.factors, layouts.axes, groups)
+        self.lowered: dict[str, LoweredBlock] = {
+            name: BlockLowering(graph, block, layouts.selection, layouts.axes).run() for name, block in graph.blocks.items()
+        }
+        self.calls = {c.name: c for c in graph.calls}
+        self.free = [c for c in graph.calls if graph.blocks[c.block].replicable]
+        self.stage_of = {name: i for i, names in enumerate(layouts.stages) for name in names}
+        self.sites = self._sites()
+
+    def _sites(self) -> dict[str, int]:
+        """First dropout number of every call: a property of the model, the same in every plan."""
+        out, total = {}, 0
+        for call in self.graph.calls:
+            out[call.name] = total
+            total += self.lowered[call.block].num_dropouts
+        return out
+
+    def _free_calls(self, stage: int) -> list[Call]:
+        """Parameter-free calls this stage needs (recomputed, not received)."""
+        needed = {v for name in self.layouts.stages[stage] for v in self.calls[name].inputs}
+        if self.graph.loss_target is not None:
+            needed.add(self.graph.loss_target)
+        out = []
+        for call in reversed(self.free):
+            if needed & set(call.outputs):
+                needed |= set(call.inputs)
+                out.append(call)
+        return out[::-1]
+
+    def _carried(self, boundary: int) -> list[str]:
+        """Values that cross from stage `boundary` to the next, in order of production."""
+        before = [v for s in range(boundary + 1) for name in self.layouts.stages[s] for v in self.calls[name].outputs]
+        after = {v for s in range(boundary + 1, len(self.layouts.stages)) for name in self.layouts.stages[s] for v in self.calls[name].inputs}
+        return [v for v in before if v in after]
+
+    def layout_of(self, value: str) -> Layout:
+        """Layout of a top-level value."""
+        for call in self.graph.calls:
+            lowered = self.lowered[call.block]
+            for name, layout in zip(call.outputs, lowered.output_layouts, strict=True):
+                if name == value:
+                    return layout
+        raise KeyError(value)
+
+    def run(self) -> Program:
+        stages, sources, ledger = [], {}, []
+        for index in range(len(self.layouts.stages)):
+            name = f"stage{index}.py"
+            spec = self._stage_spec(index, name)
+            stages.append(spec)
+            sources[name] = self._source(index, spec)
+            ledger += self._ledger(index)
+        mesh = self.layouts.mesh
+        spec = ProgramSpec(
+            model=self.graph.name,
+            axes=tuple((a.name, a.size) for a in mesh.axes),
+            groups=tuple((name, tuple(members)) for name, members in mesh.groups.items()),
+            zero_stage=self.layouts.zero_stage,
+            schedule=self.layouts.schedule,
+            inputs=tuple(n for n in self.graph.inputs if n != "loss_denominator"),
+            sizes_from=self._sizes_from(),
+            loss_count=self.graph.loss_count,
+            stages=tuple(stages),
+            tied=self._tied(),
+            recompute=tuple(sorted(self.layouts.recompute.items())),
+            ledger=tuple(ledger),
+        )
+        return Program(spec, sources)
+
+    def _sizes_from(self) -> tuple[tuple[str, str, int], ...]:
+        out = {}
+        for name in self.graph.inputs:
+            for i, size in enumerate(self.graph.values[name].shape):
+                for symbol in ("b", "s"):
+                    if size == Expr.symbol(symbol):
+                        out.setdefault(symbol, (symbol, name, i))
+        return tuple(out[k] for k in sorted(out))
+
+    def _tied(self) -> tuple[TiedSpec, ...]:
+        out = []
+        for full, uses in self.graph.tied_params().items():
+            if not self.graph.params[full].trainable:
+                continue
+            places = []
+            for call, local in uses:
+                attr = next(p.attr for p in self.lowered[self.calls[call].block].params if p.value.name == local)
+                places.append((self.stage_of[call], identifier(call), attr))
+            out.append(TiedSpec(full, tuple(places)))
+        return tuple(out)
+
+    def _stage_spec(self, index: int, source: str) -> StageSpec:
+        params, buffers = [], []
+        for call in [*self._free_calls(index), *(self.calls[n] for n in self.layouts.stages[index])]:
+            lowered = self.lowered[call.block]
+            block = identifier(call.name)
+            for p in lowered.params:
+                full = self.graph.params[call.params[p.value.name]]
+                shape = tuple(tuple(self._number(self.graph.factors[f]) for f in dim) for dim in p.value.dims or ())
+                shards = tuple(
+                    ShardSpec(a.name, t.dim, t.factor) for a, t in zip(self.layouts.axes, p.stored, strict=True) if t.is_shard
+                )
+                pending = tuple(
+                    a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u
+                )
+                used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
+                params.append(
+                    ParamSpec(block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used)
+                )
+            for attr, value in lowered.buffers:
+                buffers.append(BufferSpec(block, attr, call.buffers[value.name]))
+        last = len(self.layouts.stages) - 1
+        return StageSpec(
+            index,
+            source,
+            tuple(self.layouts.stages[index]),
+            tuple(params),
+            tuple(buffers),
+            tuple(self._carried_spec(v) for v in (self._carried(index - 1) if index else [])),
+            tuple(self._carried_spec(v) for v in (self._carried(index) if index < last else [])),
+        )
+
+    @staticmethod
+    def _number(size: Expr) -> int:
+        value = size.value
+        if value is None:
+            raise ValueError(f"a parameter cannot have the symbolic size {size}")
+        return value
+
+    def _carried_spec(self, name: str) -> CarriedSpec:
+        value, layout = self.graph.values[name], self.layout_of(name)
+        shape = tuple(terms(s) for s in local_shape(value, layout, self.graph.factors, self.layouts.axes))
+        types = tuple((a.name, t.kind_name) for a, t in zip(self.layouts.axes, layout, strict=True))
+        return CarriedSpec(name, shape, value.dtype, types)
+
+    def _ledger(self, index: int) -> list[LedgerEntry]:
+        out = []
+        for name in self.layouts.stages[index]:
+            lowered = self.lowered[self.calls[name].block]
+            for c in collectives(lowered, self.graph.factors, self.layouts.axes):
+                axis = c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes]
+                out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
+        last = len(self.layouts.stages) - 1
+        sends = [(v, "forward") for v in (self._carried(index) if index < last else [])]
+        sends += [(v, "backward") for v in (self._carried(index - 1) if index else [])]
+        for value, phase in sends:
+            size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
+            out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
+        return out
+
+    def _source(self, index: int, spec: StageSpec) -> str:
+        free = self._free_calls(index)
+        mine = [self.calls[n] for n in self.layouts.stages[index]]
+        blocks: dict[str, list[str]] = {}
+        for call in (*free, *mine):
+            blocks.setdefault(call.block, []).append(call.name)
+        degrees = " ".join(f"{a.name}={a.size}" for a in self.layouts.mesh.axes)
+        lines = [
+            f'"""{self.graph.name}, stage {index} of {len(self.layouts.stages)} ({degrees}). Generated by autoplan; safe to read and to step through.',
+            "",
+            "Comments give the dtype, the local shape and the type on every sub-axis of what a line makes: R replicate, I invariant,",
+            'S(factor) shard, P pending sum. b is the micro-batch of this data-parallel rank, s the sequence length."""',
+            "",
+            "from autoplan.runtime.program import *  # noqa: F403",
+            "",
+            "",
+        ]
+        needs: dict[str, dict[str, bool]] = {}
+        for name, calls in blocks.items():
+            text, needs[name] = block_source(self.lowered[name], self.ctx, calls)
+            lines += text
+        lines += self._stage_class(index, spec, free, mine, needs)
+        return "\n".join(lines) + "\n"
+
+    def _stage_class(
+        self, index: int, spec: StageSpec, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]
+    ) -> list[str]:
+        lines = ["class Stage(nn.Module):", f'    """Stage {index}: {", ".join(c.name for c in mine)}."""', ""]
+        lines += ["    def __init__(self) -> None:", "        super().__init__()"]
+        for call in free:
+            lines.append(f"        self.{identifier(call.name)} = {self.lowered[call.block].class_name}()")
+        lines.append("        self.blocks = nn.ModuleDict(")
+        lines.append("            {")
+        for call in mine:
+            lowered = self.lowered[call.block]
+            options = []
+            if self.layouts.recompute.get(call.name) == "full":
+                options.append("recompute=True")
+            if lowered.num_dropouts:
+                options.append(f"site={self.sites[call.name]}")
+            lines.append(f"                {identifier(call.name)!r}: {lowered.class_name}({', '.join(options)}),")
+        lines += ["            }", "        )", ""]
+        carried = [identifier(c.name) for c in spec.carried_in]
+        inputs = [n for n in self.graph.inputs]
+        args = ["self", *(f"{c}: Tensor" for c in carried), "*", *(f"{n}: Tensor" for n in inputs), "rng: Tensor"]
+        outs = [identifier(c.name) for c in spec.carried_out] or [identifier(self.graph.output)]
+        returns = "Tensor" if len(outs) == 1 else f"tuple[{', '.join(['Tensor'] * len(outs))}]"
+        lines.append(f"    def forward({', '.join(args)}) -> {returns}:")
+        lines += self._prologue([*free, *mine], needs)
+        for call in (*free, *mine):
+            lines.append(f"        {self._call_text(call, call in mine, needs)}")
+        lines.append(f"        return {', '.join(outs)}")
+        lines += ["", *self._count(needs)]
+        return lines
+
+    def _prologue(self, calls: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
+        used = {n for c in calls for n, yes in needs[c.block].items() if yes}
+        lines = []
+        for symbol, name, dim in self._sizes_from():
+            if symbol in used:
+                lines.append(f"        {symbol} = {name}.shape[{dim}]")
+        if "device" in used:
+            lines.append(f"        device = {self._sizes_from()[0][1]}.device")
+        return lines
+
+    def _call_text(self, call: Call, has_params: bool, needs: Mapping[str, Mapping[str, bool]]) -> str:
+        target = f"self.blocks[{identifier(call.name)!r}]" if has_params else f"self.{identifier(call.name)}"
+        args = [identifier(v) for v in call.inputs] + [f"{n}={n}" for n, yes in needs[call.block].items() if yes]
+        return f"{', '.join(identifier(v) for v in call.outputs)} = {target}({', '.join(args)})"
+
+    def _count(self, needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
+        """`count`: what the mean of the loss runs over, in this micro-batch."""
+        inputs = [n for n in self.graph.inputs if n != "loss_denominator"]
+        lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
+        lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
+        if self.graph.loss_count == "tokens" and self.graph.loss_target is not None:
+            wanted, chain = {self.graph.loss_target}, []
+            for call in reversed(self.free):
+                if wanted & set(call.outputs):
+                    wanted |= set(call.inputs)
+                    chain.append(call)
+            chain.reverse()
+            lines += self._prologue(chain, needs)
+            lines += [f"        {self._call_text(c, False, needs)}" for c in chain]
+            lines.append(f"        return ({identifier(self.graph.loss_target)} != {self.graph.ignore_index}).sum()")
+        elif self.graph.loss_count == "samples":
+            lines.append(f"        return torch.tensor({self._sizes_from()[0][1]}.shape[{self._sizes_from()[0][2]}])")
+        else:
+            lines.append("        return torch.tensor(0)")
+        return lines
+
+
+def compile_program(graph: ModelGraph, layouts: Layouts) -> Program:
+    """Lower a captured model under a plan's layouts. Pure: plain values in, text and JSON out."""
+    return _Compiler(graph, layouts).run()

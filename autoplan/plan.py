@@ -1,0 +1,106 @@
+"""Plan: what was decided, as plain data, with the certificate of the layout inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoplan.codegen.program import Layouts
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.search.intra import IntraSolution, solve
+from autoplan.search.pins import ParallelConfig, check_degrees, layer_calls, make_mesh, split_stages
+from autoplan.search.problem import IntraSettings, build_problem
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees, stages, layouts by name, and how good the layout provably is (for the stated prices and restrictions)."""
+
+    model: str
+    graph_hash: str
+    config: ParallelConfig
+    num_devices: int
+    axes: tuple[tuple[str, int], ...]
+    stages: tuple[tuple[str, ...], ...]
+    recompute: Mapping[str, str]
+    layout: Mapping[str, str]  # choice -> option
+    intra_cost_s: float
+    intra_bound_s: float
+    certificate: Mapping[str, Any]
+    version: int = PLAN_VERSION
+
+    def to_json(self) -> str:
+        """Text form."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        c = self.config
+        lines = [
+            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp} zero={c.zero_stage} "
+            f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
+        ]
+        for i, names in enumerate(self.stages):
+            lines.append(f"  stage {i}: {', '.join(names)}")
+        stored = [(k.removeprefix("store "), v) for k, v in self.layout.items() if k.startswith("store ")]
+        if any("S(" in v for _, v in stored):
+            lines.append("  stored in shards: " + ", ".join(f"{k} {v}" for k, v in stored if "S(" in v))
+        return "\n".join(lines)
+
+
+def make_plan(
+    graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int]
+) -> tuple[Plan, Layouts, IntraSolution]:
+    """Decide everything the degrees leave open: sub-axes, stages, and the layout inside by the intra-op ILP.
+
+    Args:
+        env: `b` (micro-batch per data-parallel rank) and `s` the layout is priced for.
+
+    Raises: PinError for degrees that the model cannot take; InfeasibleError.
+    """
+    check_degrees(graph, config)
+    mesh, axes = make_mesh(graph, config)
+    settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
+    solution = solve(build_problem(graph, settings))
+    stages = split_stages(graph, config, env)
+    recompute = _recompute(graph, config)
+    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute)
+    plan = Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        config=config,
+        num_devices=cluster.num_devices,
+        axes=tuple((a.name, a.size) for a in mesh.axes),
+        stages=stages,
+        recompute=recompute,
+        layout={k: o.name for k, o in solution.selection.items()},
+        intra_cost_s=solution.cost_s,
+        intra_bound_s=solution.bound_s,
+        certificate={
+            "status": solution.status,
+            "gap": solution.gap,
+            "solver": solution.solver,
+            "num_variables": solution.num_variables,
+            "build_time_s": solution.build_time_s,
+            "solve_time_s": solution.solve_time_s,
+            "restrictions": list(solution.restrictions),
+            "prices": f"{cluster.device.source} device and link figures",
+        },
+    )
+    return plan, layouts, solution
+
+
+def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
+    calls = [c.name for c in graph.calls if not graph.blocks[c.block].replicable]
+    if isinstance(config.recompute, str):
+        layers = set(layer_calls(graph))
+        return {n: config.recompute if n in layers else "none" for n in calls}
+    unknown = [n for n in config.recompute if n not in calls]
+    if unknown:
+        raise PinError(f"pin recompute names {unknown[0]!r}, which is not a block; blocks: {', '.join(calls)}")
+    return {n: config.recompute.get(n, "none") for n in calls}

@@ -1,0 +1,225 @@
+"""Pinned degrees: reading them, the legality rules, and the stated defaults for what is not pinned.
+
+Defaults until the search chooses: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and
+2 * pp with one, no recompute, 1F1B, stages of balanced arithmetic.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.layout import Axis, Mesh
+from autoplan.rules.table import flops, rule_for
+
+KNOWN = ("tp", "pp", "dp", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
+SCHEDULES = ("1F1B",)
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees and settings of one plan. `stages`: number of layers per pipeline stage, or None for balanced."""
+
+    dp: int
+    tp: int
+    pp: int
+    zero_stage: int = 1
+    num_micro_batches: int = 1
+    schedule: str = "1F1B"
+    recompute: str | Mapping[str, str] = "none"
+    stages: tuple[int, ...] | None = None
+    state_slack: float = 1.02
+
+
+def _nearest_divisor(value: int, of: int) -> str:
+    """The nearest legal degrees: the divisors of `of` around `value`."""
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    below = [d for d in divisors if d < value]
+    above = [d for d in divisors if d > value]
+    return " or ".join(str(d) for d in [*below[-1:], *above[:1]])
+
+
+def _integer(pins: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+    value = pins.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PinError(f"pin {name}={value!r}: must be a whole number of at least {least}; nearest legal: {least}")
+    return value
+
+
+def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
+    """Check pins and fill in the defaults. PinError names the rule and the nearest legal value."""
+    for name in pins:
+        if name not in KNOWN:
+            near = difflib.get_close_matches(name, KNOWN, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise PinError(f"unknown pin {name!r}; {hint}known pins: {', '.join(KNOWN)}")
+    tp, pp = _integer(pins, "tp", 1), _integer(pins, "pp", 1)
+    for name, degree in (("tp", tp), ("pp", pp)):
+        if num_devices % degree:
+            raise PinError(
+                f"pin {name}={degree} does not divide the {num_devices} devices; nearest legal: {_nearest_divisor(degree, num_devices)}"
+            )
+    if num_devices % (tp * pp):
+        rest = num_devices // pp
+        raise PinError(f"pins tp={tp} x pp={pp} do not divide the {num_devices} devices; with pp={pp}, tp may be {_nearest_divisor(tp, rest)}")
+    dp = _integer(pins, "dp", num_devices // (tp * pp))
+    if dp * tp * pp != num_devices:
+        raise PinError(
+            f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} devices, but the cluster has {num_devices}; nearest legal: dp={num_devices // (tp * pp)}"
+        )
+    zero = pins.get("zero_stage", 1)
+    if zero not in (0, 1, 2, 3):
+        raise PinError(f"pin zero_stage={zero!r} does not exist; use 0, 1, 2 or 3")
+    schedule = pins.get("schedule", "1F1B")
+    if schedule not in SCHEDULES:
+        raise PinError(f"pin schedule={schedule!r} is not supported; nearest legal: {SCHEDULES[0]}")
+    recompute = pins.get("recompute", "none")
+    for value in recompute.values() if isinstance(recompute, Mapping) else [recompute]:
+        if value not in RECOMPUTE:
+            raise PinError(f"pin recompute={value!r} is not supported; use {' or '.join(RECOMPUTE)}, or a mapping block -> one of them")
+    stages = pins.get("stages")
+    slack = pins.get("state_slack", 1.02)
+    if not isinstance(slack, (int, float)) or slack < 1:
+        raise PinError(f"pin state_slack={slack!r}: must be a number of at least 1")
+    return ParallelConfig(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        zero_stage=int(zero),
+        num_micro_batches=_integer(pins, "num_micro_batches", 2 * pp if pp > 1 else 1),
+        schedule=schedule,
+        recompute=recompute,
+        stages=tuple(stages) if stages is not None else None,
+        state_slack=float(slack),
+    )
+
+
+def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
+    """(where, attention heads, key-value heads) of every attention op."""
+    out = []
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            if node.op == "attention":
+                q, k = (block.values[n] for n in node.tensor_inputs[:2])
+                heads, kv = q.shape[1].value, k.shape[1].value
+                if heads is not None and kv is not None:
+                    out.append((node.source or f"{block.name}/{node.name}", heads, kv))
+    return out
+
+
+def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
+    """Rules that need the model. PinError names the rule and the nearest legal value."""
+    for where, heads, _ in head_counts(graph):
+        if heads % config.tp:
+            raise PinError(
+                f"pin tp={config.tp} does not divide the {heads} attention heads at {where}; nearest legal: {_nearest_divisor(config.tp, heads)}"
+            )
+    layers = layer_calls(graph)
+    if config.pp > 1 and config.pp > len(layers):
+        raise PinError(f"pin pp={config.pp} needs at least as many layers, the model has {len(layers)}; nearest legal: {len(layers)}")
+    if config.stages is not None:
+        if len(config.stages) != config.pp:
+            raise PinError(f"pin stages={list(config.stages)} has {len(config.stages)} entries for pp={config.pp}; give {config.pp}")
+        if any(not isinstance(n, int) or n < 1 for n in config.stages) or sum(config.stages) != len(layers):
+            raise PinError(
+                f"pin stages={list(config.stages)} must be {config.pp} positive numbers that add up to the model's {len(layers)} layers"
+            )
+    batch_coupling = [
+        node for block in graph.blocks.values() for node in block.nodes if _couples_batch(graph, block.values, node)
+    ]
+    if batch_coupling and (config.dp > 1 or config.num_micro_batches > 1):
+        node = batch_coupling[0]
+        raise PinError(
+            f"{node.op} at {node.source or node.name} couples the samples of a batch, so the batch cannot be split; use dp=1 and "
+            "num_micro_batches=1"
+        )
+
+
+def _couples_batch(graph: ModelGraph, values: Mapping[str, Any], node: Any) -> bool:
+    """True if an op cannot be computed on a part of the batch."""
+    rule = rule_for(node, values)
+    for name, labels in zip(node.tensor_inputs, rule.inputs, strict=True):
+        for dim, factors in zip(labels, values[name].dims, strict=True):
+            if any("b" in graph.factors[f].symbols for f in factors) and any(label in rule.whole for label in dim):
+                return True
+    return False
+
+
+def layer_calls(graph: ModelGraph) -> list[str]:
+    """Calls that a pipeline may be cut between: those of the model's layers (not embedding, head, glue or tables)."""
+    counts = graph.call_counts()
+    named = [c.name for c in graph.calls if not graph.blocks[c.block].replicable]
+    layers = [c.name for c in graph.calls if c.name in named and ("." in c.name or counts[c.block] > 1)]
+    return layers
+
+
+def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Calls per stage: as pinned, else contiguous with the least maximal arithmetic."""
+    calls = [c for c in graph.calls if not graph.blocks[c.block].replicable]
+    if config.pp == 1:
+        return (tuple(c.name for c in calls),)
+    layers = layer_calls(graph)
+    first, last = [c.name for c in calls].index(layers[0]), [c.name for c in calls].index(layers[-1])
+    before, after = [c.name for c in calls[:first]], [c.name for c in calls[last + 1 :]]
+    # glue between layers travels with the layer before it
+    units: list[list[str]] = []
+    for call in calls[first : last + 1]:
+        if call.name in layers:
+            units.append([call.name])
+        else:
+            units[-1].append(call.name)
+    if config.stages is not None:
+        counts: Sequence[int] = config.stages
+    else:
+        cost = {b: sum(float(flops(n, blk.values, rule_for(n, blk.values)).evaluate(env)) for n in blk.nodes) for b, blk in graph.blocks.items()}
+        by_name = {c.name: cost[c.block] for c in calls}
+        weights = [sum(by_name[n] for n in unit) for unit in units]
+        weights[0] += sum(by_name[n] for n in before)
+        weights[-1] += sum(by_name[n] for n in after)
+        counts = _balance(weights, config.pp)
+    out, at = [], 0
+    for i, count in enumerate(counts):
+        mine = [n for unit in units[at : at + count] for n in unit]
+        at += count
+        out.append(tuple([*(before if i == 0 else []), *mine, *(after if i == len(counts) - 1 else [])]))
+    return tuple(out)
+
+
+def _balance(weights: Sequence[float], parts: int) -> list[int]:
+    """Contiguous parts with the least maximal sum (dynamic programme)."""
+    n = len(weights)
+    prefix = [0.0]
+    for w in weights:
+        prefix.append(prefix[-1] + w)
+    best = [[math.inf] * (n + 1) for _ in range(parts + 1)]
+    cut = [[0] * (n + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for p in range(1, parts + 1):
+        for j in range(p, n + 1):
+            for i in range(p - 1, j):
+                value = max(best[p - 1][i], prefix[j] - prefix[i])
+                if value < best[p][j]:
+                    best[p][j], cut[p][j] = value, i
+    counts, j = [], n
+    for p in range(parts, 0, -1):
+        counts.append(j - cut[p][j])
+        j = cut[p][j]
+    return counts[::-1]
+
+
+def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
+    """pp, dp and tp major to minor over ranks; tp as two sub-axes where there are fewer key-value heads than tp."""
+    axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
+    kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
+    major = math.gcd(config.tp, kv)
+    if config.tp > 1 and 1 < major < config.tp:
+        tensor = (Axis("tp0", major), Axis("tp1", config.tp // major))
+        return Mesh((*axes, *tensor), {"tp": ("tp0", "tp1")}), tensor
+    tensor = (Axis("tp", config.tp),)
+    return Mesh((*axes, *tensor), {}), tensor if config.tp > 1 else ()

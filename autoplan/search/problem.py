@@ -1,0 +1,378 @@
+"""The intra-op problem as plain data, built from a ModelGraph: choices, options, and the conversions between layouts.
+
+    minimise   sum over choices  weight * cost(option chosen)
+             + sum over values v and target layouts t needed by somebody  weight(v) * conversion(native layout of v -> t)
+
+* a *choice* is an op (its strategies), a parameter (how it is stored), or a boundary (the layout in which a block hands a value
+  to the next); exactly one option is taken;
+* an option *requires* values in given layouts and *provides* the native layout of others;
+* a value is converted once per target layout however many consumers share it (Megatron's one gather for q, k and v).
+
+Layers that are calls of one block share their choices (the restriction `uniform layers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.collectives import collective_s
+from autoplan.cost_models.errors import InfeasibleError
+from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
+from autoplan.cost_models.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
+from autoplan.cost_models.symbols import Expr
+from autoplan.cost_models.units import dtype_bytes
+from autoplan.rules.strategies import Strategy, strategies
+from autoplan.rules.table import flops, rule_for
+
+ValueKey = tuple[str, str]  # block, value
+
+# forward + backward arithmetic of an op in units of its forward
+_BACKWARD_WORK = {"linear": 3.0, "matmul": 3.0, "attention": 3.5}
+# these move no data: shapes, or fused into their neighbours
+_FREE = frozenset("reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full".split())
+# ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
+_FOLLOWS = frozenset(
+    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar div_scalar "
+    "reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax".split()
+)
+# bytes an element-wise optimizer (AdamW, fp32) moves per parameter byte and step: read p, g, m, v; write p, m, v
+_OPTIMIZER_TRAFFIC = 7.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to settle a choice."""
+
+    name: str
+    requires: tuple[tuple[ValueKey, Layout], ...]
+    provides: tuple[tuple[ValueKey, Layout], ...]
+    cost_s: float
+    state_bytes: float = 0.0
+    strategy: Strategy | None = None
+    parts: tuple[tuple[str, Option], ...] = ()  # what a merged option stands for: (choice name, option)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Exactly one option is taken; its cost counts `weight` times."""
+
+    name: str
+    options: tuple[Option, ...]
+    weight: float = 1.0
+    follows: bool = False  # element-wise or a view: a conversion before it is never better than one after it
+
+
+@dataclass(frozen=True)
+class IntraProblem:
+    """Choices plus what it costs to convert a value. `convert_s` is None where a conversion does not exist."""
+
+    choices: tuple[Choice, ...]
+    weights: Mapping[ValueKey, float]
+    convert_s: Callable[[ValueKey, Layout, Layout], float | None]
+    restrictions: tuple[str, ...] = ()
+    state_budget_bytes: float | None = None  # parameters, gradients and optimizer state of one rank, all layers
+
+    def filtered(self, allowed: Callable[[Choice, Option], bool]) -> IntraProblem:
+        """The same problem with fewer options (pins, comparisons). InfeasibleError names a choice left with none."""
+        choices = []
+        for choice in self.choices:
+            options = tuple(o for o in choice.options if allowed(choice, o))
+            if not options:
+                raise InfeasibleError(f"{choice.name} has no option left; it had {', '.join(o.name for o in choice.options)}")
+            choices.append(replace(choice, options=options))
+        return replace(self, choices=tuple(choices))
+
+
+Selection = Mapping[str, Option]  # choice name -> option
+
+
+def evaluate(problem: IntraProblem, selection: Selection) -> float:
+    """Cost in seconds of a complete selection; inf if it breaks the budget or needs a conversion that does not exist."""
+    total = state = 0.0
+    native: dict[ValueKey, Layout] = {}
+    needed: dict[ValueKey, set[Layout]] = {}
+    for choice in problem.choices:
+        option = selection[choice.name]
+        total += choice.weight * option.cost_s
+        state += choice.weight * option.state_bytes
+        native.update(option.provides)
+        for key, layout in option.requires:
+            needed.setdefault(key, set()).add(layout)
+    if problem.state_budget_bytes is not None and state > problem.state_budget_bytes * (1 + 1e-9):
+        return float("inf")
+    for key, layouts in needed.items():
+        for layout in layouts:
+            if layout != native[key]:
+                cost = problem.convert_s(key, native[key], layout)
+                if cost is None:
+                    return float("inf")
+                total += problem.weights[key] * cost
+    return total
+
+
+@dataclass(frozen=True)
+class IntraSettings:
+    """What the intra-op problem is priced for."""
+
+    axes: tuple[Axis, ...]  # the sub-axes to choose layouts on (tensor parallel)
+    cluster: Cluster
+    env: Mapping[str, int]  # b (micro-batch per data-parallel rank) and s
+    num_micro_batches: int = 1
+    # parameters may be stored in at most this multiple of the least possible; None: no limit. A pinned degree is a wish for
+    # memory: without a limit a small model is cheapest replicated.
+    state_slack: float | None = 1.02
+
+
+class _Build:
+    def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
+        self.graph, self.settings = graph, settings
+        self.sizes = graph.factor_sizes(settings.env)
+        self.counts = graph.call_counts()
+        self.rank = len(settings.axes)
+        self.all_r: Layout = (R,) * self.rank
+        self.all_i: Layout = (I,) * self.rank
+        self.choices: list[Choice] = []
+        self.params: set[ValueKey] = {(b.name, p) for b in graph.blocks.values() for p in b.params}
+        self.produced: dict[ValueKey, set[Layout]] = {}
+
+    def value(self, key: ValueKey) -> Value:
+        return self.graph.blocks[key[0]].values[key[1]]
+
+    def number(self, size: Expr) -> float:
+        return float(size.evaluate(self.settings.env))
+
+    def shards(self, layout: Layout) -> int:
+        total = 1
+        for axis, kind in zip(self.settings.axes, layout, strict=True):
+            total *= axis.size if kind.is_shard else 1
+        return total
+
+    def local_bytes(self, key: ValueKey, layout: Layout) -> float:
+        value = self.value(key)
+        return self.number(value.num_elements) * dtype_bytes(value.dtype) / self.shards(layout)
+
+    def canonical(self, key: ValueKey, layout: Layout) -> Layout:
+        """Without a gradient, R and I are the same: R is written."""
+        return layout if self.value(key).requires_grad else tuple(R if t is I else t for t in layout)
+
+    def run(self) -> IntraProblem:
+        for block in self.graph.blocks.values():
+            for node in block.nodes:
+                self._node(block, node)
+        self._storage()
+        self._buffers()
+        self._boundaries()
+        weights = {(b.name, v): float(self.counts[b.name]) for b in self.graph.blocks.values() for v in b.values}
+        budget, restrictions = None, ["uniform layers per block", "weights gathered over data-parallel sub-axes only"]
+        if self.settings.state_slack is not None and self.rank:
+            least = sum(c.weight * min(o.state_bytes for o in c.options) for c in self.choices)
+            vectors = sum(c.weight * max(o.state_bytes for o in c.options) for c in self.choices if self._is_vector(c))
+            budget = self.settings.state_slack * (least + vectors)
+            restrictions.append(f"stored state within {self.settings.state_slack} of the least possible")
+        return IntraProblem(
+            tuple(self.choices), weights, lru_cache(maxsize=None)(self._convert_s), tuple(restrictions), budget
+        )
+
+    def _is_vector(self, choice: Choice) -> bool:
+        """A stored parameter of one dim: small, and cheaper to keep whole."""
+        return choice.name.startswith("store ") and len(self.value(choice.options[0].provides[0][0]).shape) < 2
+
+    def _node(self, block: Block, node: Node) -> None:
+        found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
+        if not any(block.values[o].requires_grad for o in node.outputs):
+            found = [s for s in found if s.name == "R"]  # a slice of it is free
+        work = self.number(flops(node, block.values, rule_for(node, block.values)))
+        options = []
+        for s in found:
+            requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
+            provides = tuple(((block.name, v), layout) for v, layout in zip(node.outputs, s.outputs, strict=True))
+            for key, layout in provides:
+                self.produced.setdefault(key, set()).add(layout)
+            cost = self._work_s(node, work, s, requires, provides) + self._special_s(node, block, s)
+            options.append(Option(s.name, requires, provides, cost, strategy=s))
+        weight = float(self.counts[block.name])
+        self.choices.append(Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=node.op in _FOLLOWS))
+
+    def _work_s(
+        self,
+        node: Node,
+        work: float,
+        s: Strategy,
+        requires: tuple[tuple[ValueKey, Layout], ...],
+        provides: tuple[tuple[ValueKey, Layout], ...],
+    ) -> float:
+        """Roofline of forward and backward on this shard."""
+        if node.op in _FREE:
+            return 0.0
+        device = self.settings.cluster.device
+        moved = sum(self.local_bytes(k, layout) for k, layout in (*requires, *provides))
+        factor = _BACKWARD_WORK.get(node.op, 3.0)
+        return factor * max(work / s.num_shards / device.peak_flops, moved / device.memory_bytes_per_s)
+
+    def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
+        """Collectives inside a special form: the loss over a split vocabulary reduces three numbers per token."""
+        if s.special != "vocab_cross_entropy":
+            return 0.0
+        total = 1
+        for axis in self.settings.axes:
+            total *= axis.size
+        tokens = self.number(block.values[node.tensor_inputs[1]].num_elements)
+        width = dtype_bytes(block.values[node.tensor_inputs[0]].dtype)
+        link = self.settings.cluster.link
+        return sum(collective_s("all_reduce", n * tokens * width, total, link) for n in (1, 2))
+
+    def _storage(self) -> None:
+        """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
+        by_full: dict[str, list[ValueKey]] = {}
+        counts: dict[tuple[ValueKey, ...], int] = {}
+        for call in self.graph.calls:
+            for local, full in call.params.items():
+                by_full.setdefault(full, []).append((call.block, local))
+        for full_keys in by_full.values():
+            keys = tuple(dict.fromkeys(full_keys))
+            counts[keys] = counts.get(keys, 0) + 1
+        for keys, count in counts.items():
+            value = self.value(keys[0])
+            layouts = [self.canonical(keys[0], self.all_i)]
+            for dim, factors in enumerate(value.dims or () if self.rank else ()):
+                for position in range(len(factors)):
+                    layouts += self._shards_of(keys[0], dim, position)
+            options = []
+            for layout in layouts:
+                size = self.local_bytes(keys[0], layout)
+                update = _OPTIMIZER_TRAFFIC * size / self.settings.cluster.device.memory_bytes_per_s
+                options.append(
+                    Option(
+                        _show(layout), (), tuple((k, layout) for k in keys), update / self.settings.num_micro_batches, 4.0 * size
+                    )
+                )
+            name = f"{keys[0][0]}/{keys[0][1]}"
+            self.choices.append(Choice(f"store {name}", tuple(options), float(count)))
+
+    def _shards_of(self, key: ValueKey, dim: int, position: int) -> list[Layout]:
+        """Storage by one factor over the whole product, or over the leading sub-axes if it is too small (few KV heads)."""
+        size = self.sizes[(self.value(key).dims or ())[dim][position]]
+        out, total = [], 1
+        for used in range(1, self.rank + 1):
+            total *= self.settings.axes[used - 1].size
+            if size % total == 0:
+                out.append((shard(dim, position),) * used + self.canonical(key, (I,) * (self.rank - used)))
+        full = [layout for layout in out if all(t.is_shard for t in layout)]
+        mixed = [layout for layout in out if not all(t.is_shard for t in layout)]
+        for layout in list(mixed):  # the remaining sub-axes may split another factor
+            used = sum(t.is_shard for t in layout)
+            for d, factors in enumerate(self.value(key).dims or ()):
+                for p, factor in enumerate(factors):
+                    rest = 1
+                    for axis in self.settings.axes[used:]:
+                        rest *= axis.size
+                    if (d, p) != (dim, position) and self.sizes[factor] % rest == 0:
+                        mixed.append(layout[:used] + (shard(d, p),) * (self.rank - used))
+        return full if full else mixed
+
+    def _buffers(self) -> None:
+        for block in self.graph.blocks.values():
+            for name in block.buffers:
+                key = (block.name, name)
+                self.choices.append(Choice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),)))
+
+    def _boundaries(self) -> None:
+        """One layout per class of values that blocks hand to each other; inputs are R, the loss is I."""
+        parent: dict[ValueKey, ValueKey] = {}
+
+        def find(key: ValueKey) -> ValueKey:
+            while parent.setdefault(key, key) != key:
+                key = parent[key]
+            return key
+
+        def join(a: ValueKey, b: ValueKey) -> None:
+            parent[find(a)] = find(b)
+
+        for call in self.graph.calls:
+            block = self.graph.blocks[call.block]
+            for actual, formal in [*zip(call.inputs, block.inputs, strict=True), *zip(call.outputs, block.outputs, strict=True)]:
+                join(("", actual), (block.name, formal))
+        classes: dict[ValueKey, list[ValueKey]] = {}
+        for key in list(parent):
+            classes.setdefault(find(key), []).append(key)
+        fixed = {find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in parent}
+        fixed[find(("", self.graph.output))] = self.all_i
+        for root, keys in classes.items():
+            provides = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].inputs]
+            requires = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].outputs and k not in provides]
+            probe = (provides + requires)[0]
+            candidates = [fixed[root]] if root in fixed else self._boundary_layouts(probe)
+            options = tuple(
+                Option(
+                    _show(layout),
+                    tuple((k, layout) for k in requires),
+                    tuple((k, layout) for k in provides),
+                    0.0,
+                )
+                for layout in candidates
+            )
+            self.choices.append(Choice(f"boundary {probe[0]}/{probe[1]}", options))
+
+    def _boundary_layouts(self, key: ValueKey) -> list[Layout]:
+        value = self.value(key)
+        out = [self.all_r]
+        if not self.rank:
+            return out
+        if value.requires_grad:
+            out.append(self.all_i)
+        total = 1
+        for axis in self.settings.axes:
+            total *= axis.size
+        for dim, factors in enumerate(value.dims or ()):
+            for position, factor in enumerate(factors):
+                if "b" not in self.graph.factors[factor].symbols and self.sizes[factor] % total == 0:
+                    out.append((shard(dim, position),) * self.rank)
+        return out
+
+    def step_bytes(self, key: ValueKey, layout: Layout, step: Step) -> float:
+        """Payload of one conversion step: the gathered or reduced tensor (all_to_all: the local one)."""
+        size = self.local_bytes(key, layout)
+        if step.kind is ConversionKind.ALL_GATHER:
+            for axis in step.axes:
+                size *= self.settings.axes[axis].size
+        return size
+
+    def _convert_s(self, key: ValueKey, source: Layout, target: Layout) -> float | None:
+        steps = conversion(source, target)
+        if steps is None:
+            return None
+        if key in self.params and any(step.kind is not ConversionKind.TO_REPLICATE for step in steps):
+            return None  # weights are not gathered over these sub-axes: ZeRO does that over the data-parallel ones
+        grad = self.value(key).requires_grad
+        total, current = 0.0, list(source)
+        link = self.settings.cluster.link
+        for step in steps:
+            size = self.step_bytes(key, tuple(current), step)
+            group = 1
+            for axis in step.axes:
+                group *= self.settings.axes[axis].size
+            forward, backward = step.collectives
+            if forward:
+                total += collective_s(forward, size, group, link)
+            if backward and grad:
+                cost = collective_s(backward, size, group, link)
+                # the gradient of a parameter used as R is reduced once per step, not once per micro-batch
+                deferred = key in self.params and step.kind is ConversionKind.TO_REPLICATE
+                total += cost / self.settings.num_micro_batches if deferred else cost
+            if step.kind in (ConversionKind.SLICE, ConversionKind.ALL_GATHER, ConversionKind.REDUCE_SCATTER):
+                total += size / self.settings.cluster.device.memory_bytes_per_s
+            for axis in step.axes:
+                current[axis] = step.target
+        return total
+
+
+def _show(layout: Layout) -> str:
+    return "x".join(str(t) for t in layout) if len(set(layout)) > 1 else str(layout[0]) if layout else "-"
+
+
+def build_problem(graph: ModelGraph, settings: IntraSettings) -> IntraProblem:
+    """The intra-op problem of a whole model. Raises RuleError for an op without a rule."""
+    return _Build(graph, settings).run()

@@ -1,0 +1,339 @@
+"""ParallelModel: the program of this rank, ready to train."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.runtime.failure import guard
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.optim import check_elementwise
+from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
+from autoplan.runtime.pipeline import PipelineRunner
+from autoplan.runtime.program import load_module
+from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, evaluate
+from autoplan.runtime.zero import apply_zero
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ParallelModel:
+    """One rank's part of a parallel program.
+
+    Args:
+        spec: the program.
+        sources: file name -> emitted text of every stage.
+        parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied).
+        num_micro_batches: into how many equal parts `step` cuts this rank's batch.
+        optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
+        device: where to run.
+        folder: where the emitted modules are written; a fresh temporary folder by default.
+        seed: of dropout.
+        dtype: run in another floating dtype than captured (parity in float64).
+        aliases: further names of tied parameters, for `state_dict`.
+        extra_state: persistent buffers of the original model, for `state_dict`.
+
+    Attributes:
+        plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
+        optimizer: the optimizer over this rank's shards, or None. data_rank, data_world: which part of the global batch is ours.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        sources: Mapping[str, str],
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        *,
+        num_micro_batches: int = 1,
+        optimizer: OptimizerFactory | None = None,
+        device: torch.device | str = "cpu",
+        folder: Path | None = None,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+        extra_state: Mapping[str, torch.Tensor] | None = None,
+        mesh: AxisMesh | None = None,
+    ) -> None:
+        self.spec, self.source, self.plan = spec, dict(sources), None
+        self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
+        self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
+        self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
+        self.stage_index = self._coordinate("pp")
+        self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
+        self._num_steps = 0
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
+        self.stage = self._build(parameters, buffers)
+        self._sync = apply_zero(self.stage, self.mesh.device_mesh["dp"], spec.zero_stage, schedule=spec.schedule)
+        self._tied_groups = self._make_tied_groups()
+        self._runner: PipelineRunner | None = None
+        self._runner_shape: tuple[int, ...] = ()
+        self.optimizer: torch.optim.Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = optimizer(list(self.parameters()))
+            check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+
+    def _coordinate(self, axis: str) -> int:
+        return self.mesh.coordinate(axis)
+
+    def _build(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> nn.Module:
+        mine = self.spec.stages[self.stage_index]
+        path = self.folder / mine.source
+        if not path.exists() or path.read_text() != self.source[mine.source]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            temporary = path.with_name(f".{path.name}.{rank}.tmp")
+            temporary.write_text(self.source[mine.source])
+            temporary.replace(path)
+        module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
+        stage: nn.Module = module.Stage()
+        materialise(stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype)
+        return stage
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+        for p in self.spec.stages[self.stage_index].params:
+            yield p, self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(original name, this rank's shard); a tied parameter appears once per copy this rank holds."""
+        for p, parameter in self._places():
+            yield p.name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's shards that are trained."""
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                yield parameter
+
+    def _make_tied_groups(self) -> list[tuple[list[tuple[str, str]], dist.ProcessGroup | None]]:
+        """For each tied parameter: this rank's copies, and the ranks of the other stages that hold one."""
+        out: list[tuple[list[tuple[str, str]], dist.ProcessGroup | None]] = []
+        ranks = torch.arange(self.mesh.world_size).reshape(self.mesh.size("pp"), -1)
+        for tied in self.spec.tied:
+            stages = sorted({stage for stage, _, _ in tied.places})
+            mine = [(block, attr) for stage, block, attr in tied.places if stage == self.stage_index]
+            group: dist.ProcessGroup | None = None
+            if len(stages) > 1:
+                for column in range(ranks.shape[1]):  # every rank makes every group, in the same order
+                    members = [int(ranks[s, column]) for s in stages]
+                    made = dist.new_group(members)
+                    if dist.get_rank() in members:
+                        group = made
+            out.append((mine, group))
+        return out
+
+    def _sum_tied(self) -> None:
+        for mine, group in self._tied_groups:
+            if not mine:
+                continue
+            gradients = [local_of(self.stage.get_submodule(f"blocks.{b}").get_parameter(a).grad) for b, a in mine]
+            total = gradients[0]
+            for other in gradients[1:]:
+                total += other
+            if group is not None:
+                all_reduce_flat([total], group)
+            for other in gradients[1:]:
+                other.copy_(total)
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Forward and backward of all micro-batches of this data-parallel rank's part of the batch.
+
+        Gradients of the step before are dropped; the new ones are complete (summed over ranks, micro-batches and tied copies)
+        when this returns. Follow with `clip_grad_norm_` and `optimizer.step()`.
+
+        Args:
+            batch: name -> tensor [B, ...] with the names the model was captured with; the same on all ranks with equal
+                `data_rank`; B divisible by `num_micro_batches`, and equal on all ranks.
+
+        Returns: the loss of the global batch, a 0-dim tensor, on every rank: the mean over all valid tokens.
+        Raises: ValueError for a batch that does not fit; RankFailure if this or another rank failed.
+        """
+        with guard():
+            return self._step(batch)
+
+    def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        parts = self._micro_batches(batch)
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+        with use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ()):
+            denominator = self._denominator(parts)
+            size = next(iter(parts[0].values())).shape[0]
+            first = self.data_rank * size * len(parts)
+            for i, part in enumerate(parts):
+                part["loss_denominator"] = denominator
+                part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
+            losses = self._runner_for(parts[0]).run(parts)
+            reduce_deferred([(p, s) for s, p in self._places()], self.mesh)
+            self._sum_tied()
+        self._num_steps += 1
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
+        total = total.to(torch.float64).detach().clone()
+        for axis in ("dp", "pp"):  # other stages add zero
+            if self.mesh.size(axis) > 1:
+                dist.all_reduce(total, group=self.mesh.group(axis))
+        return total.to(denominator.dtype)
+
+    def _micro_batches(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        missing = [n for n in self.spec.inputs if n not in batch]
+        unknown = [n for n in batch if n not in self.spec.inputs]
+        if missing or unknown:
+            raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}; this program takes {', '.join(self.spec.inputs)}")
+        sizes = {n: batch[n].shape[0] for n in self.spec.inputs}
+        total = sizes[self.spec.inputs[0]]
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"the tensors of the batch have different batch sizes: {sizes}")
+        if total % self.num_micro_batches:
+            lower = total - total % self.num_micro_batches
+            nearest = f"{lower} or {lower + self.num_micro_batches}" if lower else str(self.num_micro_batches)
+            raise ValueError(f"a batch of {total} cannot be cut into {self.num_micro_batches} micro-batches; use {nearest} samples")
+        size = total // self.num_micro_batches
+        return [
+            {n: batch[n][i * size : (i + 1) * size].to(self.device) for n in self.spec.inputs}
+            for i in range(self.num_micro_batches)
+        ]
+
+    def _denominator(self, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        dtype = self._dtype or torch.float32
+        if self.spec.loss_count == "none":
+            return torch.ones((), dtype=dtype, device=self.device)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        for part in parts:
+            count += self.stage.count(**part).to(self.device)
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(count, group=self.mesh.group("dp"))
+        if int(count) == 0:
+            raise ValueError("no label of the global batch is valid, so the mean loss is not defined")
+        return count.to(dtype)
+
+    def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
+        env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
+        shape = tuple(env[k] for k in sorted(env))
+        if self._runner is None or self._runner_shape != shape:
+            mine = self.spec.stages[self.stage_index]
+            self._runner = PipelineRunner(
+                self.stage,
+                self._sync,
+                self.mesh.device_mesh["pp"],
+                device=self.device,
+                carried_in=[self._carried(c, env) for c in mine.carried_in],
+                carried_out=[self._carried(c, env) for c in mine.carried_out],
+                schedule=self.spec.schedule,
+            )
+            self._runner_shape = shape
+        return self._runner
+
+    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
+        dtype: torch.dtype = getattr(torch, c.dtype)
+        if self._dtype is not None and dtype.is_floating_point:
+            dtype = self._dtype
+        return tuple(evaluate(s, env) for s in c.shape), dtype
+
+    def _counts_here(self, p: ParamSpec) -> bool:
+        """True on exactly one of the ranks that hold the same elements."""
+        for tied in self.spec.tied:
+            if tied.name == p.name and tied.places[0][1:] != (p.block, p.attr):
+                return False
+        sharded = {s.axis for s in p.shards}
+        if self.spec.zero_stage > 0:
+            sharded.add("dp")
+        return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
+
+    def grad_norm(self) -> torch.Tensor:
+        """L2 norm of the whole gradient, each logical element once, on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for p, parameter in self._places():
+            if parameter.grad is not None and self._counts_here(p):
+                total += local_of(parameter.grad).to(torch.float64).pow(2).sum()
+        if self.mesh.world_size > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, as torch's does."""
+        norm = self.grad_norm()
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                local_of(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+        return norm
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Full tensors by original name, on every rank (a collective): `pick` chooses parameter or gradient."""
+        mine: dict[str, torch.Tensor] = {}
+        for p, parameter in self._places():
+            tensor = pick(parameter)
+            if tensor is None:
+                continue
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            mine.setdefault(p.name, unshard(full.detach(), p, self.mesh))
+        if self.mesh.size("pp") == 1:
+            return mine
+        out: dict[str, torch.Tensor] = {}
+        for index, stage in enumerate(self.spec.stages):
+            for name, shape in dict.fromkeys((p.name, p.shape) for p in stage.params):
+                if name in out:
+                    continue
+                present = torch.tensor(int(name in mine), device=self.device)
+                source = self._rank_of_stage(index)
+                dist.broadcast(present, source, group=self.mesh.group("pp"))
+                if not int(present):
+                    continue
+                dtype = self._dtype or next(p.dtype for p in stage.params if p.name == name)
+                dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+                tensor = mine[name].contiguous() if index == self.stage_index else torch.empty(shape, dtype=dtype, device=self.device)
+                dist.broadcast(tensor, source, group=self.mesh.group("pp"))
+                out[name] = tensor
+        return out
+
+    def _rank_of_stage(self, index: int) -> int:
+        return dist.get_global_rank(self.mesh.group("pp"), index)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
+
+        Every rank receives the whole model: meant for models that fit one rank's memory.
+        """
+        out = self.full_tensors(lambda p: p)
+        for name, others in self._aliases.items():
+            for other in others:
+                out[other] = out[name]
+        return {**out, **self._extra}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full gradients under the original names, on every rank (a collective)."""
+        return self.full_tensors(lambda p: p.grad)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load full tensors by original name. KeyError names a missing one."""
+        with torch.no_grad():
+            for p, parameter in self._places():
+                if p.name not in state:
+                    raise KeyError(f"the state has no {p.name!r}")
+                local = shard(state[p.name].to(parameter.device), p, self.mesh.size, self._coordinate)
+                if hasattr(parameter, "device_mesh"):
+                    from torch.distributed.tensor import distribute_tensor
+
+                    whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
+                    parameter.to_local().copy_(whole.to_local())
+                else:
+                    parameter.copy_(local)
+
+    def __repr__(self) -> str:
+        degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
+        return f"ParallelModel({self.spec.model}, {degrees}, stage {self.stage_index}, {self.num_micro_batches} micro-batches)"
+
+    def named_state(self) -> dict[str, Any]:
+        """What a checkpoint must carry beside tensors."""
+        return {"num_steps": self._num_steps, "seed": self.seed, "program": self.spec.to_json()}

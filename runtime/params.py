@@ -1,0 +1,135 @@
+"""Parameters: cutting full tensors into local shards by factors, putting them back together, and reducing deferred gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.spec import ParamSpec, StageSpec
+
+
+def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
+    """Factor shape of the full tensor, flattened, and where (dim, position) ended up."""
+    shape: list[int] = []
+    where: dict[tuple[int, int], int] = {}
+    for dim, factors in enumerate(spec.factor_shape):
+        for position, size in enumerate(factors):
+            where[dim, position] = len(shape)
+            shape.append(size)
+    return shape, where
+
+
+def local_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple[int, ...]:
+    """Shape of one rank's shard. ValueError if a factor does not divide."""
+    factors = [list(f) for f in spec.factor_shape]
+    for shard in spec.shards:
+        size, parts = factors[shard.dim][shard.position], axis_size(shard.axis)
+        if size % parts:
+            raise ValueError(f"{spec.name}: {size} cannot be cut into {parts} equal parts over {shard.axis}")
+        factors[shard.dim][shard.position] = size // parts
+    out = []
+    for dim in factors:
+        total = 1
+        for size in dim:
+            total *= size
+        out.append(total)
+    return tuple(out)
+
+
+def shard(full: torch.Tensor, spec: ParamSpec, size: Callable[[str], int], coordinate: Callable[[str], int]) -> torch.Tensor:
+    """This rank's shard of a full tensor, contiguous.
+
+    Args:
+        full: shape `spec.shape`.
+        size, coordinate: of a sub-axis by name.
+
+    Raises:
+        ValueError: `full` has another shape.
+    """
+    if tuple(full.shape) != tuple(spec.shape):
+        raise ValueError(f"{spec.name} has shape {tuple(full.shape)}; the program was made for {tuple(spec.shape)}")
+    shape, where = _open(spec)
+    out = full.reshape(shape)
+    for s in spec.shards:  # major to minor
+        at = where[s.dim, s.position]
+        part = out.shape[at] // size(s.axis)
+        out = out.narrow(at, coordinate(s.axis) * part, part)
+    return out.reshape(local_shape(spec, size)).contiguous()
+
+
+def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh) -> torch.Tensor:
+    """The full tensor from the shards of all ranks of its sub-axes. A collective over them."""
+    shape, where = _open(spec)
+    now = list(shape)
+    for s in spec.shards:
+        now[where[s.dim, s.position]] //= mesh.size(s.axis)
+    out = local.reshape(now)
+    for s in reversed(spec.shards):  # minor first
+        if mesh.size(s.axis) == 1:
+            continue
+        parts = [torch.empty_like(out.contiguous()) for _ in range(mesh.size(s.axis))]
+        dist.all_gather(parts, out.contiguous(), group=mesh.group(s.axis))
+        out = torch.cat(parts, dim=where[s.dim, s.position])
+    return out.reshape(spec.shape)
+
+
+def materialise(
+    stage: nn.Module,
+    spec: StageSpec,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    size: Callable[[str], int],
+    coordinate: Callable[[str], int],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give a freshly built stage its values, in place. `dtype` replaces every floating dtype (parity runs)."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
+
+    with torch.no_grad():
+        for p in spec.params:
+            block = stage.get_submodule(f"blocks.{p.block}")
+            local = shard(parameters[p.name].detach(), p, size, coordinate)
+            setattr(block, p.attr, nn.Parameter(cast(local).clone(), requires_grad=p.trainable))
+        for b in spec.buffers:
+            in_blocks = b.block in getattr(stage, "blocks", {})
+            owner = stage.get_submodule(f"blocks.{b.block}" if in_blocks else b.block)
+            setattr(owner, b.attr, cast(buffers[b.name].detach()).clone())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own part of a ZeRO-sharded tensor, or the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reduce_deferred(pairs: Sequence[tuple[nn.Parameter, ParamSpec]], mesh: AxisMesh) -> None:
+    """Sum the gradients that are pending on a sub-axis, once per step, several in one message."""
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for parameter, spec in pairs:
+        axes = tuple(a for a in spec.reduce_axes if mesh.size(a) > 1)
+        if axes and parameter.grad is not None:
+            by_axes.setdefault(axes, []).append(local_of(parameter.grad))
+    for axes, gradients in by_axes.items():
+        for axis in axes:
+            all_reduce_flat(gradients, mesh.group(axis))
+
+
+def all_reduce_flat(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """In-place sum of several tensors over a group, one message per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for t in tensors:
+        by_dtype.setdefault(t.dtype, []).append(t)
+    for same in by_dtype.values():
+        flat = torch.cat([t.reshape(-1) for t in same])
+        dist.all_reduce(flat, group=group)
+        offset = 0
+        for t in same:
+            t.copy_(flat[offset : offset + t.numel()].view_as(t))
+            offset += t.numel()

@@ -1,0 +1,182 @@
+"""ProgramSpec: what every rank needs to run a program, as plain JSON: sub-axes, parameters and how they are sharded, stages,
+what travels between them, and the ledger of collectives. Checkpoints carry it. Sizes may depend on b (micro-batch per
+data-parallel rank) and s (sequence length)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+SPEC_VERSION = 1
+
+Terms = tuple[tuple[int, int, tuple[str, ...]], ...]  # numerator, denominator, symbols: sum of products
+
+
+def evaluate(size: Terms, env: Mapping[str, int]) -> int:
+    """The number behind a symbolic size. ValueError if a shard would not be whole; KeyError names a missing symbol."""
+    total = Fraction(0)
+    for numerator, denominator, symbols in size:
+        term = Fraction(numerator, denominator)
+        for name in symbols:
+            term *= env[name]
+        total += term
+    if total.denominator != 1:
+        raise ValueError(f"a local size is {total} for {dict(env)}: the sequence or batch is not divisible by its shards")
+    return int(total)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One sub-axis that splits factor `position` of tensor dim `dim` of a parameter."""
+
+    axis: str
+    dim: int
+    position: int
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter of one block of a stage.
+
+    `shape` is the full shape, `factor_shape` the same dim by dim as factors; `shards` lists sub-axes major to minor.
+    `reduce_axes`: sub-axes on which its gradient is a pending sum, reduced once per step.
+    """
+
+    block: str
+    attr: str
+    name: str
+    shape: tuple[int, ...]
+    factor_shape: tuple[tuple[int, ...], ...]
+    dtype: str
+    trainable: bool
+    shards: tuple[ShardSpec, ...]
+    reduce_axes: tuple[str, ...]
+    used_as: tuple[tuple[str, str], ...]  # (sub-axis, R | I | S): the type the program sees
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A buffer of one block of a stage: replicated."""
+
+    block: str
+    attr: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CarriedSpec:
+    """An activation sent from one stage to the next: local shape, dtype, and its type per sub-axis."""
+
+    name: str
+    shape: tuple[Terms, ...]
+    dtype: str
+    types: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One pipeline stage. `source` is the name of its module's file."""
+
+    index: int
+    source: str
+    calls: tuple[str, ...]
+    params: tuple[ParamSpec, ...]
+    buffers: tuple[BufferSpec, ...]
+    carried_in: tuple[CarriedSpec, ...]
+    carried_out: tuple[CarriedSpec, ...]
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One collective the program performs. `bytes`: the gathered or reduced tensor on one rank (all_to_all: the local one).
+
+    `per` is `micro_batch` or `step`; `phase` forward or backward (a recomputed forward counts its forward twice).
+    """
+
+    stage: int
+    call: str
+    what: str
+    kind: str
+    axis: str
+    bytes: Terms
+    phase: str
+    per: str
+
+
+@dataclass(frozen=True)
+class TiedSpec:
+    """Copies of one parameter in several blocks: their gradients are summed."""
+
+    name: str
+    places: tuple[tuple[int, str, str], ...]  # stage, block, attr
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """Everything a rank needs beside the emitted modules."""
+
+    model: str
+    axes: tuple[tuple[str, int], ...]  # sub-axes, major to minor over ranks
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
+    zero_stage: int
+    schedule: str
+    inputs: tuple[str, ...]
+    sizes_from: tuple[tuple[str, str, int], ...]  # symbol, input, dim
+    loss_count: str
+    stages: tuple[StageSpec, ...]
+    tied: tuple[TiedSpec, ...]
+    recompute: tuple[tuple[str, str], ...]  # call, none | full
+    ledger: tuple[LedgerEntry, ...]
+    version: int = SPEC_VERSION
+
+    def axis_size(self, name: str) -> int:
+        """Size of an axis; 1 if the program has none of that name."""
+        sizes = dict(self.axes)
+        members = dict(self.groups).get(name, (name,))
+        total = 1
+        for member in members:
+            total *= sizes.get(member, 1)
+        return total
+
+    def to_json(self) -> str:
+        """Text form."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> ProgramSpec:
+        """Inverse of to_json; ValueError on another version."""
+        data = json.loads(text)
+        if data.get("version") != SPEC_VERSION:
+            raise ValueError(f"program version {data.get('version')!r} cannot be read; this runtime reads {SPEC_VERSION}")
+        return _program(data)
+
+
+def _tuples(data: Any) -> Any:
+    return tuple(_tuples(x) for x in data) if isinstance(data, list) else data
+
+
+def _program(data: dict[str, Any]) -> ProgramSpec:
+    def stage(raw: dict[str, Any]) -> StageSpec:
+        return StageSpec(
+            index=raw["index"],
+            source=raw["source"],
+            calls=tuple(raw["calls"]),
+            params=tuple(
+                ParamSpec(**{k: _tuples(v) for k, v in p.items() if k != "shards"}, shards=tuple(ShardSpec(**s) for s in p["shards"]))
+                for p in raw["params"]
+            ),
+            buffers=tuple(BufferSpec(**b) for b in raw["buffers"]),
+            carried_in=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_in"]),
+            carried_out=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_out"]),
+        )
+
+    plain = {k: _tuples(v) for k, v in data.items() if k not in ("stages", "tied", "ledger")}
+    return ProgramSpec(
+        **plain,
+        stages=tuple(stage(s) for s in data["stages"]),
+        tied=tuple(TiedSpec(**{k: _tuples(v) for k, v in t.items()}) for t in data["tied"]),
+        ledger=tuple(LedgerEntry(**{k: _tuples(v) for k, v in e.items()}) for e in data["ledger"]),
+    )
