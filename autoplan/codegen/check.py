@@ -1,0 +1,134 @@
+"""Type-check an emitted program with spmd_types: every stage is executed once, in one process, on a fake process group of its
+tensor-parallel ranks, with the types of parameters, inputs and carried activations asserted and those of its results checked.
+
+    python -m autoplan.codegen.check FOLDER [--batch 2] [--sequence 8]
+
+A dropped or doubled conversion makes types disagree and is reported with the emitted line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.runtime.convert import I, P, R, V, typed
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.params import local_shape
+from autoplan.runtime.program import load_module
+from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate
+
+_TYPES = {"R": R, "I": I, "P": P, "S": V}
+_OUTER = ("pp", "dp")
+
+
+@contextmanager
+def _fake_group(world: int) -> Iterator[None]:
+    """A process group whose collectives do nothing but give results of the right shape."""
+    if dist.is_initialized():
+        raise RuntimeError("the type check makes its own process group; run it before or in another process")
+    dist.init_process_group("fake", rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int = 2, sequence: int = 8) -> None:
+    """Execute every stage under the type checker. A program without tensor-parallel sub-axes has no types to check.
+
+    Raises:
+        spmd_types.SpmdTypeError: naming the emitted line, the operand types and what would fix it.
+        RuntimeError: a default process group exists already.
+    """
+    world = 1
+    for name, size in spec.axes:
+        world *= 1 if name in _OUTER else size
+    if world == 1:
+        return
+    axes = [(name, 1 if name in _OUTER else size) for name, size in spec.axes]
+    with _fake_group(world), tempfile.TemporaryDirectory() as folder:
+        mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
+        env = {"b": batch, "s": sequence}
+        for stage in spec.stages:
+            path = Path(folder) / stage.source
+            path.write_text(sources[stage.source])
+            module = load_module(path, f"autoplan_check_{stage.index}")
+            try:
+                _check_stage(module.Stage(), spec, stage, mesh, env)
+            finally:
+                sys.modules.pop(f"autoplan_check_{stage.index}", None)
+
+
+def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor:
+    """Token ids: inputs that carry the batch and, where they do, the sequence."""
+    shape = [env["b"], env["s"]]
+    known = {dim for _, source, dim in spec.sizes_from if source == name}
+    return torch.zeros(shape if 1 in known or not known else shape[:1], dtype=torch.int64)
+
+
+def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:
+    x = torch.zeros([evaluate(s, env) for s in c.shape], dtype=getattr(torch, c.dtype))
+    return x.requires_grad_() if x.is_floating_point() else x
+
+
+def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: AxisMesh, env: Mapping[str, int]) -> None:
+    from spmd_types.checker import typecheck
+
+    with torch.no_grad():
+        for p in this.params:
+            block = stage.get_submodule(f"blocks.{p.block}")
+            value = torch.zeros(local_shape(p, mesh.size), dtype=getattr(torch, p.dtype))
+            setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
+        for b in this.buffers:
+            in_blocks = b.block in getattr(stage, "blocks", {})
+            owner = stage.get_submodule(f"blocks.{b.block}" if in_blocks else b.block)
+            setattr(owner, b.attr, torch.zeros_like(getattr(owner, b.attr)))
+    inputs = {name: _input(name, spec, env) for name in spec.inputs}
+    inputs |= {"loss_denominator": torch.ones(()), "rng": torch.zeros(3, dtype=torch.int64)}
+    carried = [_carried(c, env) for c in this.carried_in]
+    names = [name for name, _ in spec.axes if name not in _OUTER and mesh.size(name) > 1]
+    with use_mesh(mesh), typecheck():
+        for p in this.params:
+            parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+            typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as if a in names})
+        for b in this.buffers:
+            in_blocks = b.block in getattr(stage, "blocks", {})
+            owner = stage.get_submodule(f"blocks.{b.block}" if in_blocks else b.block)
+            typed(getattr(owner, b.attr), R)
+        for x in inputs.values():
+            typed(x, R)
+        for c, x in zip(this.carried_in, carried, strict=True):
+            typed(x, R, **{a: _TYPES[t] for a, t in c.types if a in names})
+        out = stage(*carried, **inputs)
+        outs = list(out) if isinstance(out, tuple) else [out]
+        wanted: list[dict[str, Any]] = [{a: _TYPES[t] for a, t in c.types if a in names} for c in this.carried_out]
+        for x, types in zip(outs, wanted or [dict.fromkeys(names, I)], strict=True):
+            typed(x, **types)
+        if not this.carried_out:
+            outs[0].backward()
+
+
+def main() -> None:
+    """Check a folder that `parallelize(folder=...)` wrote."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=8)
+    args = parser.parse_args()
+    spec = ProgramSpec.from_json((args.folder / "program.json").read_text())
+    sources = {s.source: (args.folder / s.source).read_text() for s in spec.stages}
+    check_program(spec, sources, batch=args.batch, sequence=args.sequence)
+    print(f"{spec.model}: {len(spec.stages)} stage(s) type-check")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Parity helpers: compile a plan once, run its program on all ranks, and compare with one device.
+
+Two ways to run: `run_simulated` (LocalTensorMode: every rank in this process with real numerics) and `train_job` (a job for real
+processes, see harness.py). The reference is the program of one device; that it equals the eager model is tested by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+import spmd_types
+import torch
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
+
+from autoplan.api import _aliases, _persistent_buffers
+from autoplan.capture.export import capture
+from autoplan.codegen.program import Program, compile_program
+from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.plan import make_plan
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.params import materialise
+from autoplan.runtime.program import load_module
+from autoplan.runtime.spec import ParamSpec, ProgramSpec
+from autoplan.search.pins import read_pins
+
+SEQ = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix."""
+
+    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    num_micro_batches: int = 1
+    stages: tuple[int, ...] | None = None
+    labels: str = "equal"  # equal | unequal
+    dropout: float = 0.0
+    prices: str = "bandwidth"  # bandwidth: sequence parallelism pays; latency: fewer messages pay
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        pins: dict[str, Any] = {
+            "dp": self.dp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "zero_stage": self.zero,
+            "recompute": self.recompute,
+            "num_micro_batches": self.num_micro_batches,
+            "state_slack": 1.0,  # shard all that can be, so that small models exercise it
+        }
+        if self.stages is not None:
+            pins["stages"] = self.stages
+        return pins
+
+    def __str__(self) -> str:
+        parts = [self.family, f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}", f"zero{self.zero}", f"m{self.num_micro_batches}", self.prices]
+        parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
+        parts += ["-".join(map(str, self.stages))] if self.stages else []
+        return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
+
+
+def make_model(family: str, dropout: float) -> torch.nn.Module:
+    if family.startswith("llama"):
+        return models.make_llama(tie_word_embeddings=family == "llama-tied")
+    return models.make_gpt(dropout=dropout, tied=family == "gpt")
+
+
+@functools.cache
+def graph_of(family: str, dropout: float) -> ModelGraph:
+    batch = names_of(family, models.token_batch(2, SEQ))
+    loss = None if family.startswith("llama") else models.gpt_loss
+    return capture(make_model(family, dropout), batch, loss)
+
+
+def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return batch if family.startswith("llama") else {"ids": batch["input_ids"], "labels": batch["labels"]}
+
+
+def cluster_of(world: int, prices: str) -> Cluster:
+    link = Link(0.0 if prices == "bandwidth" else 1e-3, 1e9, "made up")
+    return Cluster(1, world, Device("made up", 1e12, 1e9, 1 << 30, "made up"), link, "cpu")
+
+
+@functools.cache
+def _compiled(family: str, dropout: float, pins: tuple[tuple[str, Any], ...], world: int, prices: str) -> Program:
+    config = read_pins(dict(pins), world)
+    graph = graph_of(family, dropout)
+    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ})
+    return compile_program(graph, layouts)
+
+
+def compiled(case: Case) -> Program:
+    return _compiled(case.family, case.dropout, tuple(sorted(case.pins.items())), case.world, case.prices)
+
+
+def full_tensors(case: Case, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model = make_model(case.family, case.dropout)
+    params = {n: p.detach().to(dtype) for n, p in model.named_parameters()}
+    buffers = {n: b.detach().to(dtype) if b.is_floating_point() else b.detach() for n, b in model.named_buffers()}
+    return params, buffers
+
+
+def global_batch(case: Case, step: int = 0, samples: int = 12) -> dict[str, torch.Tensor]:
+    """12 samples: divisible by dp x micro-batches up to 2 x 6, 4 x 3. Unequal: half of the samples have few valid labels."""
+    batch = models.token_batch(samples, SEQ, seed=10 + step)
+    if case.labels == "unequal":
+        g = torch.Generator().manual_seed(99 + step)
+        keep = torch.linspace(0.05, 1.0, samples)[:, None]
+        batch["labels"][torch.rand(samples, SEQ, generator=g) > keep] = -100
+        batch["labels"][0] = -100  # a sample without any
+    return names_of(case.family, batch)
+
+
+def part_of(batch: Mapping[str, torch.Tensor], index: int, parts: int) -> dict[str, torch.Tensor]:
+    size = next(iter(batch.values())).shape[0] // parts
+    return {k: v[index * size : (index + 1) * size] for k, v in batch.items()}
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        spmd_types._mesh_axis._reset()
+
+
+def reference(case: Case, dtype: torch.dtype = torch.float64, batch: Mapping[str, torch.Tensor] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and full gradients of one device, in one micro-batch."""
+    single = Case(family=case.family, dropout=case.dropout)
+    program = compiled(single)
+    params, buffers = full_tensors(single, dtype)
+    with fake_group(1):
+        pm = ParallelModel(program.spec, program.sources, params, buffers, dtype=dtype)
+        loss = pm.step(batch if batch is not None else global_batch(case))
+        return loss.item(), {n: g.clone() for n, g in pm.gradients().items()}
+
+
+def run_simulated(case: Case, dtype: torch.dtype = torch.float64, sources: Mapping[str, str] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and full gradients of a plan, all dp x tp ranks in this process, pipeline stages one after the other."""
+    program = compiled(case)
+    spec = program.spec
+    params, buffers = full_tensors(case, dtype)
+    world = case.dp * case.tp
+    axes = [(name, 1 if name == "pp" else size) for name, size in spec.axes]
+    batch = global_batch(case)
+    with fake_group(world), tempfile.TemporaryDirectory() as folder:
+        mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
+
+        def coordinate(rank: int, axis: str) -> int:
+            return mesh.coordinate(axis, rank)
+
+        stages = [load_stage(Path(folder), s.source, (sources or program.sources)[s.source]) for s in spec.stages]
+        per_rank = [{} for _ in range(world)]
+        for rank in range(world):
+            for s, stage in zip(spec.stages, stages, strict=True):
+                materialise(stage, s, params, buffers, mesh.size, functools.partial(coordinate, rank), torch.device("cpu"), dtype)
+                per_rank[rank][s.index] = {n: t.detach().clone() for n, t in itertools.chain(stage.named_parameters(), stage.named_buffers())}
+        total = 0.0
+        with LocalTensorMode(world), use_mesh(mesh):
+            for s, stage in zip(spec.stages, stages, strict=True):
+                for p in s.params:
+                    block, name = stage.get_submodule(f"blocks.{p.block}"), f"blocks.{p.block}.{p.attr}"
+                    value = rank_map(lambda r, n=name, i=s.index: per_rank[r][i][n].clone())
+                    setattr(block, p.attr, torch.nn.Parameter(value, requires_grad=p.trainable))
+            for index in range(case.num_micro_batches):
+                inputs, first = local_inputs(case, batch, index, mesh)
+                denominator = float(sum((part["labels_valid"]) for part in count_parts(case, batch)))
+                rng = rank_map(lambda r, f=first: torch.tensor([0, 0, f[r]]))
+                carried: tuple[torch.Tensor, ...] = ()
+                for stage in stages:
+                    out = stage(*carried, **inputs, loss_denominator=torch.tensor(denominator, dtype=dtype), rng=rng)
+                    carried = out if isinstance(out, tuple) else (out,)
+                loss = carried[0]
+                loss.backward()
+                locals_ = loss.detach()._local_tensors
+                total += sum(float(locals_[r]) for r in range(world) if all(mesh.coordinate(a, r) == 0 for a, _ in axes if a != "dp"))
+        gradients: dict[str, torch.Tensor] = {}
+        for s, stage in zip(spec.stages, stages, strict=True):
+            for p in s.params:
+                grad = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr).grad
+                full = assemble(grad, p, mesh, world)
+                gradients[p.name] = gradients[p.name] + full if p.name in gradients else full
+        return total, gradients
+
+
+def load_stage(folder: Path, name: str, text: str) -> torch.nn.Module:
+    path = folder / name
+    path.write_text(text)
+    module: torch.nn.Module = load_module(path, f"parity_{name.removesuffix('.py')}").Stage()
+    return module
+
+
+def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, int]]:
+    labels = batch["labels"]
+    if case.family.startswith("llama"):  # HF shifts: the first label of a sample is never a target
+        labels = labels[:, 1:]
+    return [{"labels_valid": int((labels != -100).sum())}]
+
+
+def local_inputs(case: Case, batch: Mapping[str, torch.Tensor], index: int, mesh: AxisMesh) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Micro-batch `index` of every rank as LocalTensors, and the global number of its first sample per rank."""
+    size = next(iter(batch.values())).shape[0] // case.dp // case.num_micro_batches
+    first = [(mesh.coordinate("dp", r) * case.num_micro_batches + index) * size for r in range(case.dp * case.tp)]
+    return {k: rank_map(lambda r, v=v: v[first[r] : first[r] + size].clone()) for k, v in batch.items()}, first
+
+
+def assemble(grad: torch.Tensor, p: ParamSpec, mesh: AxisMesh, world: int) -> torch.Tensor:
+    """Full gradient from every rank's local one: by sub-axis concatenated (sharded), summed (dp, deferred), or equal (invariant)."""
+    assert isinstance(grad, LocalTensor)
+    parts = {r: grad._local_tensors[r] for r in range(world)}
+    shape = [f for dim in p.factor_shape for f in dim]
+    where = {}
+    for dim, factors in enumerate(p.factor_shape):
+        for position in range(len(factors)):
+            where[dim, position] = len(where)
+    for s in p.shards:
+        shape[where[s.dim, s.position]] //= mesh.size(s.axis)
+    parts = {r: t.reshape(shape) for r, t in parts.items()}
+    order = [a for a in mesh.axes if a != "pp"]
+    for axis in reversed(order):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for r in parts:
+            groups.setdefault(tuple(mesh.coordinate(a, r) for a in mesh.axes if a != axis), []).append(r)
+        merged = {}
+        for members in groups.values():
+            members.sort(key=lambda r, axis=axis: mesh.coordinate(axis, r))
+            tensors = [parts[r] for r in members]
+            at = [where[s.dim, s.position] for s in p.shards if s.axis == axis]
+            if at:
+                merged[members[0]] = torch.cat(tensors, at[0])
+            elif axis == "dp" or axis in p.reduce_axes:
+                merged[members[0]] = torch.stack(tensors).sum(0)
+            else:
+                for t in tensors[1:]:
+                    assert torch.equal(t, tensors[0]), f"{p.name} is invariant on {axis}, but its gradient differs between ranks"
+                merged[members[0]] = tensors[0]
+        parts = merged
+    (full,) = parts.values()
+    return full.reshape(p.shape)
+
+
+def worst(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest difference relative to the largest element of each parameter, and which."""
+    assert set(got) == set(want), set(got) ^ set(want)
+    out = (0.0, "")
+    for name, w in want.items():
+        e = ((got[name].double() - w.double()).abs().max() / (w.double().abs().max() + 1e-30)).item()
+        out = max(out, (e, name))
+    return out
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank reports."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    parameters: dict[str, torch.Tensor]
+    ledger: list[tuple[str, str, int, str]]
+
+
+def train_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], dtype_name: str, num_steps: int, optimizer: str) -> Trained | None:
+    """`num_steps` steps on this rank; rank 0 reports the losses, the first gradients and the final parameters."""
+    from autoplan.runtime.convert import record_collectives
+
+    dtype = getattr(torch, dtype_name)
+    params, buffers = full_tensors(case, dtype)
+    spec = ProgramSpec.from_json(spec_json)
+    make = {
+        "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    }[optimizer]
+    pm = ParallelModel(spec, sources, params, buffers, num_micro_batches=case.num_micro_batches, optimizer=make, dtype=dtype)
+    losses, gradients, norm, records = [], {}, 0.0, []
+    for step in range(num_steps):
+        batch = part_of(global_batch(case, step), pm.data_rank, pm.data_world)
+        if step == 0:
+            with record_collectives(pm.mesh) as records:
+                loss = pm.step(batch)
+            gradients = pm.gradients()
+            norm = float(pm.clip_grad_norm_(0.5))
+        else:
+            loss = pm.step(batch)
+            pm.clip_grad_norm_(0.5)
+        losses.append(loss.item())
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+    state = pm.state_dict()
+    if rank != 0:
+        return None
+    return Trained(tuple(losses), gradients, norm, state, [(r.kind, r.axis, r.bytes, r.phase) for r in records])
+
+
+def train_reference(case: Case, dtype: torch.dtype, num_steps: int, optimizer: str) -> Trained:
+    """The same on one device, in this process."""
+    single = Case(family=case.family, dropout=case.dropout, labels=case.labels)
+    program = compiled(single)
+    with fake_group(1):
+        out = train_job(0, 1, single, program.spec.to_json(), dict(program.sources), str(dtype).removeprefix("torch."), num_steps, optimizer)
+    assert out is not None
+    return out
+
+
+def state_keys(family: str) -> list[str]:
+    model = make_model(family, 0.0)
+    return sorted({*model.state_dict(), *(x for v in _aliases(model).values() for x in v), *_persistent_buffers(model)})
