@@ -2,8 +2,8 @@
 
 What ends the others: gloo's connections close when the process of the failing rank ends, often when it leaves
 ``guard``. With NCCL, or when a rank hangs or lives on, it is the timeout of collectives: 10 minutes, ``timeout_s=``, or
-the variable AUTOPLAN_TIMEOUT_S. ``guard`` sets it on every process group there is, since those of a DeviceMesh are made
-with torch's default (30 minutes for gloo), not with that of the default group.
+the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all groups to come, since those of a DeviceMesh do not
+inherit it: build meshes after ``init_process_group``.
 
 Where they get the reason: the failing rank writes it to the key-value store of the process group. A rank whose
 collective breaks looks there before it raises. A rank killed from outside writes nothing; it is the one that has not
@@ -11,6 +11,7 @@ reported when all others have. Rank 0 usually hosts the store, so each rank also
 from it, and rank 0 leaves only after the others have a copy.
 """
 
+import atexit
 import contextlib
 import json
 import logging
@@ -18,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -66,8 +67,8 @@ class _State:
     server: Any
     rank: int
     world: int
-    timeout: timedelta
     first: RankFailure | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
 
 
 _state: _State | None = None
@@ -103,18 +104,30 @@ def init_process_group(backend: str | None = None, *, timeout_s: float | None = 
 
 
 def watch(timeout_s: float | None = None) -> None:
-    """Start to watch for failures of other ranks; needs the default process group. ``init_process_group`` does it."""
+    """Watch for failures of other ranks and set the timeout, in an existing default process group.
+
+    ``init_process_group`` does it. Groups that exist already keep their timeouts.
+    """
     global _state
+    private.set_timeout(timeout_of(timeout_s))
     server: Any = private.default_store()  # Any: torch's stub of Store lacks clone
     store = server.clone()
     # Not the timeout of the process group: a store that is gone must not hold up the report that it is.
     store.set_timeout(timedelta(seconds=2 * GRACE_S))
-    _state = _State(store, server, dist.get_rank(), dist.get_world_size(), timeout_of(timeout_s))
-    threading.Thread(target=_watch, args=(_state, server.clone()), name="autoplan-failures", daemon=True).start()
+    _state = _State(store, server, dist.get_rank(), dist.get_world_size())
+    thread = threading.Thread(target=_watch, args=(_state, server.clone()), name="autoplan-failures", daemon=True)
+    thread.start()
+    atexit.register(_end_watch, _state, thread)
+
+
+def _end_watch(state: _State, thread: threading.Thread) -> None:
+    """Python ends daemon threads by unwinding them, which inside a call to the store aborts the whole process."""
+    state.stop.set()
+    thread.join(3 * GRACE_S)
 
 
 def _watch(state: _State, store: Any) -> None:
-    while _state is state:
+    while _state is state and not state.stop.is_set():
         try:
             if store.check([_FIRST]):
                 state.first = _decode(store.get(_FIRST))
@@ -125,7 +138,7 @@ def _watch(state: _State, store: Any) -> None:
                 return
         except RuntimeError:
             return  # the store is gone; the broken collective says so too
-        time.sleep(POLL_S)
+        state.stop.wait(POLL_S)
 
 
 def report_failure(exc: BaseException) -> None:
@@ -136,7 +149,7 @@ def report_failure(exc: BaseException) -> None:
 
 
 def failure_reason(grace_s: float | None = None) -> RankFailure | None:
-    """What another rank reported, waiting ``grace_s`` (GRACE_S) seconds for it, or a conclusion from who did not report.
+    """What another rank reported, or a conclusion from who did not report within ``grace_s`` seconds (GRACE_S).
 
     Call it when a collective broke. Returns None without ``init_process_group`` or ``watch``.
     """
@@ -183,8 +196,6 @@ def guard(rank: int | None = None) -> Iterator[None]:
         RankFailure: for every Exception inside, which is its cause. Other BaseExceptions (KeyboardInterrupt,
             SystemExit) are reported to the other ranks and pass through.
     """
-    if _state is not None and dist.is_initialized():
-        private.set_timeout(_state.timeout)
     try:
         yield
     except RankFailure:

@@ -9,7 +9,7 @@
 | pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
-| distributed_c10d._world.pg_map, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group | 2.13.0 |
+| distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | 2.13.0 |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | 2.13.0 |
 
 A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py and test_failure.py cover each row.
@@ -56,10 +56,10 @@ class SyncedStage(PipelineStage):
         carried_in: Sequence[Carried],
         carried_out: Sequence[Carried],
     ) -> None:
-        outputs = example(carried_out)
-        if outputs is not None and index == count - 1:
+        inputs, outputs = _examples(carried_in), _examples(carried_out)
+        if index == count - 1:
             outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
-        super().__init__(module, index, count, device, input_args=example(carried_in), output_args=outputs, group=group)
+        super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
         self._sync = sync
         self._carried_out = [(tuple(shape), dtype) for shape, dtype in carried_out]
         self._backward_chunk = -1
@@ -157,11 +157,12 @@ def default_store() -> Store:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of collectives in every process group that this rank is in (gloo and NCCL have one)."""
+    """Set the timeout of collectives in the default process group and in every group made from now on."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, timeout)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Set timeout is now only supported")
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def abort_process_groups() -> None:

@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,13 @@ def _kill_all() -> None:
     for started in _started:
         if started.alive:
             started.kill()
+
+
+def free_port() -> int:
+    """A port nobody listens on right now; for processes that the pool does not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @functools.cache

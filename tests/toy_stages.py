@@ -131,7 +131,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_runner(
-    shape: tuple[int, int], zero: int, *, recompute: bool = False, static: bool = True
+    shape: tuple[int, int], zero: int, *, recompute: bool = False
 ) -> tuple[Stage, GradientSync, PipelineRunner]:
     """This rank's stage on a (pp, dp) mesh."""
     mesh = worker_mesh(shape, ("pp", "dp"))
@@ -142,8 +142,8 @@ def make_runner(
         stage,
         sync,
         mesh["pp"],
-        carried_in=None if not static else CARRIED if index > 0 else (),
-        carried_out=None if not static else CARRIED if index < count - 1 else (),
+        carried_in=CARRIED if index > 0 else (),
+        carried_out=CARRIED if index < count - 1 else (),
     )
     return stage, sync, runner
 
@@ -156,23 +156,22 @@ def train(
     micro_batches: Sequence[int],
     optimizer: str,
     recompute: bool = False,
-    static: bool = True,
 ) -> dict[str, float]:
     """Train as many steps as ``micro_batches`` has entries, that many micro-batches in each; the worst differences
     from the reference of this rank's losses, gradients and parameters, relative to the largest reference value."""
-    return _train(shape, zero, micro_batches, optimizer, make_runner(shape, zero, recompute=recompute, static=static))
+    made = make_runner(shape, zero, recompute=recompute)
+    return train_made(shape, micro_batches, optimizer, made)
 
 
-def _train(
+def train_made(
     shape: tuple[int, int],
-    zero: int,
     micro_batches: Sequence[int],
     optimizer: str,
     made: tuple[Stage, GradientSync, PipelineRunner],
 ) -> dict[str, float]:
-    stage, _, runner = made
+    """As ``train``, with what ``make_runner`` gave."""
+    stage, sync, runner = made
     mesh = worker_mesh(shape, ("pp", "dp"))
-    assert len(set(micro_batches)) == 1 or optimizer == "sgd"
     model = Stage(stage_names(0, 1))
     reference_optimizer, optim = make_optimizer(optimizer, model), make_optimizer(optimizer, stage)
     worst = {"loss": 0.0, "grad": 0.0, "value": 0.0}
@@ -201,7 +200,7 @@ def _train(
         parameters = dict(model.named_parameters())
         for name, parameter in stage.named_parameters():
             assert parameter.grad is not None, name
-            if zero > 0 and shape[1] > 1:
+            if sync.zero > 0 and shape[1] > 1:
                 assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
             compare("grad", whole(parameter.grad), parameters[name].grad)
         optim.step()

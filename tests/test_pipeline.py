@@ -1,0 +1,167 @@
+"""The pipeline runner: numbers of micro-batches and stages, what crosses a boundary, what it holds, what it refuses.
+
+That its gradients equal one process for every ZeRO stage is in test_zero.py.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import JobError, pool, worker_mesh
+from toy_stages import CARRIED, Stage, batch, make_runner, stage_names, train
+
+from autoplan.runtime.pipeline import PipelineRunner
+from autoplan.runtime.private import SyncedStage
+from autoplan.runtime.zero import GradientSync, ZeroStage, apply_zero
+
+TIGHT = 1e-12
+
+
+def assert_close(results):
+    assert max(error for result in results for error in result.values()) < TIGHT, results
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [1, 3, 4, 6])
+def test_four_stages(count):
+    assert_close(pool(4).run(train, (4, 1), 0, [count] * 2, "sgd"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_number_of_micro_batches_may_change_between_steps(zero):
+    assert_close(pool(4).run(train, (2, 2), zero, [3, 1, 4, 3], "sgd"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("count", "in_flight"), [(6, [4, 3, 2, 1]), (4, [4, 3, 2, 1]), (3, [3, 3, 3, 3])])
+def test_received_activations_live_only_while_in_flight(count, in_flight):
+    for stage, (inputs, gradients) in enumerate(pool(4).run(most_buffers, count)):
+        assert inputs == (in_flight[stage] if stage > 0 else 0), stage
+        assert gradients <= 1, stage
+
+
+def most_buffers(rank: int, world: int, count: int) -> tuple[int, int]:
+    """The most micro-batches with receive buffers at once: for activations, for gradients."""
+    _, sync, runner = make_runner((world, 1), 0)
+    stage = runner._stage
+    most = [0, 0]
+    original = sync.before_backward
+
+    def before_backward(micro_batch: int, is_last: bool) -> None:
+        for i, received in enumerate((stage.args_recv_info, stage.grad_recv_info)):
+            now = sum(any(info.buffer is not None for info in infos) for infos in received.values())
+            most[i] = max(most[i], now)
+        original(micro_batch, is_last)
+
+    sync.before_backward = before_backward
+    for step in range(2):
+        runner.run(batch(1, count, step)[0])
+    left = [info.buffer for kind in (stage.args_recv_info, stage.grad_recv_info) for i in kind.values() for info in i]
+    assert all(buffer is None for buffer in left)
+    return most[0], most[1]
+
+
+@pytest.mark.processes
+def test_a_zero_3_pipeline_gathers_no_block_it_does_not_need():
+    for gathered in pool(4).run(gathered_after_backwards, 4):
+        assert gathered == [0, 0, 0]
+
+
+def gathered_after_backwards(rank: int, world: int, count: int) -> list[int]:
+    """Before every backward but the first, the blocks that the backward before it left gathered."""
+    stage, _, runner = make_runner((2, 2), 3)
+    counts: list[int] = []
+    original = SyncedStage.backward_one_chunk
+
+    def backward_one_chunk(self, chunk, *args, **kwargs):
+        original(self, chunk, *args, **kwargs)
+        counts.append(sum(not hasattr(p, "placements") for p in stage.parameters()))
+
+    SyncedStage.backward_one_chunk = backward_one_chunk
+    try:
+        runner.run(batch(2, count, 0)[worker_mesh((2, 2), ("pp", "dp"))["dp"].get_local_rank()])
+    finally:
+        SyncedStage.backward_one_chunk = original
+    return counts[:-1]
+
+
+class WrongShape(Stage):
+    def forward(self, *carried, **inputs):
+        h, embedded, touched = super().forward(*carried, **inputs)
+        return h[:, :-1], embedded, touched
+
+
+class Transposed(Stage):
+    """Returns tensors that are not contiguous, which neither gloo nor NCCL sends."""
+
+    def forward(self, *carried, **inputs):
+        return tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in super().forward(*carried, **inputs))
+
+
+def run_first_stage_as(rank: int, world: int, kind: type[Stage]) -> str:
+    mesh = worker_mesh((2, 1), ("pp", "dp"))
+    stage = (kind if rank == 0 else Stage)(stage_names(rank, 2))
+    sync = apply_zero(stage, mesh["dp"], 0)
+    runner = PipelineRunner(
+        stage, sync, mesh["pp"], carried_in=CARRIED if rank else (), carried_out=() if rank else CARRIED
+    )
+    runner.run(batch(1, 2, 0)[0])
+    return str(next(iter(stage.parameters())).grad is not None)
+
+
+@pytest.mark.processes
+def test_outputs_that_are_not_contiguous_are_sent():
+    assert pool(2).run(run_first_stage_as, Transposed) == ["True", "True"]
+
+
+@pytest.mark.processes
+def test_an_output_of_another_shape_than_declared_is_an_error_where_it_is_made():
+    with pytest.raises(JobError, match=r"ValueError: stage 0 returned \[\(\(2, 5, 5\), torch.float64\)"):
+        pool(2).run(run_first_stage_as, WrongShape)
+
+
+def runner_of(output: torch.Tensor) -> PipelineRunner:
+    class Constant(torch.nn.Module):
+        def forward(self, **inputs):
+            return output
+
+    return PipelineRunner(Constant(), GradientSync(ZeroStage.NOTHING))
+
+
+def test_a_loss_must_be_one_number():
+    with pytest.raises(ValueError, match=r"0-dim loss, it returned shape \(3,\)"):
+        runner_of(torch.zeros(3, requires_grad=True)).run([{}])
+
+
+def test_a_loss_in_a_tuple_is_a_loss():
+    (loss,) = runner_of((torch.ones((), requires_grad=True),)).run([{}])
+    assert loss == 1 and not loss.requires_grad
+
+
+def test_no_micro_batch_is_an_error():
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        runner_of(torch.zeros(())).run([])
+
+
+def test_unknown_and_forbidden_schedules_are_refused():
+    with pytest.raises(ValueError, match="'ZBVZeroBubble' is not one of 1F1B"):
+        PipelineRunner(torch.nn.Module(), GradientSync(ZeroStage.GRADIENTS), schedule="ZBVZeroBubble")
+    with pytest.raises(ValueError, match="silently wrong gradients"):
+        PipelineRunner(torch.nn.Module(), GradientSync(ZeroStage.PARAMETERS), schedule="ZBVZeroBubble")
+
+
+@pytest.mark.parametrize(("carried_in", "carried_out"), [((), ()), (CARRIED, CARRIED), (CARRIED, ())])
+def test_what_is_carried_must_fit_the_place_in_the_pipeline(carried_in, carried_out):
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        with pytest.raises(ValueError, match=r"stage 0 of 2 declares . tensors in and . out"):
+            PipelineRunner(
+                Stage(stage_names(0, 2)),
+                GradientSync(ZeroStage.NOTHING),
+                mesh,
+                carried_in=carried_in,
+                carried_out=carried_out,
+            )
+    finally:
+        dist.destroy_process_group()
