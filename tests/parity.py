@@ -27,6 +27,7 @@ from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.plan import make_plan
+from autoplan.runtime.convert import CollectiveRecord, record_collectives
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import materialise
@@ -157,8 +158,16 @@ def reference(case: Case, dtype: torch.dtype = torch.float64, batch: Mapping[str
         return loss.item(), {n: g.clone() for n, g in pm.gradients().items()}
 
 
-def run_simulated(case: Case, dtype: torch.dtype = torch.float64, sources: Mapping[str, str] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and full gradients of a plan, all dp x tp ranks in this process, pipeline stages one after the other."""
+def run_simulated(
+    case: Case,
+    dtype: torch.dtype = torch.float64,
+    sources: Mapping[str, str] | None = None,
+    records: list[CollectiveRecord] | None = None,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and full gradients of a plan, all dp x tp ranks in this process, pipeline stages one after the other.
+
+    `records` receives the collectives that really ran.
+    """
     program = compiled(case)
     spec = program.spec
     params, buffers = full_tensors(case, dtype)
@@ -178,7 +187,7 @@ def run_simulated(case: Case, dtype: torch.dtype = torch.float64, sources: Mappi
                 materialise(stage, s, params, buffers, mesh.size, functools.partial(coordinate, rank), torch.device("cpu"), dtype)
                 per_rank[rank][s.index] = {n: t.detach().clone() for n, t in itertools.chain(stage.named_parameters(), stage.named_buffers())}
         total = 0.0
-        with LocalTensorMode(world), use_mesh(mesh):
+        with LocalTensorMode(world), use_mesh(mesh), record_collectives(mesh) as seen:
             for s, stage in zip(spec.stages, stages, strict=True):
                 for p in s.params:
                     block, name = stage.get_submodule(f"blocks.{p.block}"), f"blocks.{p.block}.{p.attr}"
@@ -196,6 +205,8 @@ def run_simulated(case: Case, dtype: torch.dtype = torch.float64, sources: Mappi
                 loss.backward()
                 locals_ = loss.detach()._local_tensors
                 total += sum(float(locals_[r]) for r in range(world) if all(mesh.coordinate(a, r) == 0 for a, _ in axes if a != "dp"))
+        if records is not None:
+            records += seen
         gradients: dict[str, torch.Tensor] = {}
         for s, stage in zip(spec.stages, stages, strict=True):
             for p in s.params:
@@ -287,8 +298,6 @@ class Trained:
 
 def train_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], dtype_name: str, num_steps: int, optimizer: str) -> Trained | None:
     """`num_steps` steps on this rank; rank 0 reports the losses, the first gradients and the final parameters."""
-    from autoplan.runtime.convert import record_collectives
-
     dtype = getattr(torch, dtype_name)
     params, buffers = full_tensors(case, dtype)
     spec = ProgramSpec.from_json(spec_json)

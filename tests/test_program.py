@@ -1,0 +1,140 @@
+"""The emitted program: what it says, that it type-checks, and that its collectives are those of the ledger."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from parity import SEQ, Case, compiled, global_batch, run_simulated
+from spmd_types import SpmdTypeError
+
+from autoplan.codegen.check import check_program
+from autoplan.runtime.spec import LedgerEntry, ProgramSpec, evaluate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+CASES = [
+    Case(tp=2, prices="bandwidth"),
+    Case(tp=2, prices="latency"),
+    Case(tp=4, prices="bandwidth"),
+    Case(family="gpt", tp=2, prices="bandwidth"),
+    Case(family="gpt", tp=4, pp=2, prices="latency"),
+    Case(family="gpt-untied", tp=2, dp=2, dropout=0.25, prices="bandwidth"),
+    Case(family="llama-tied", tp=2, pp=2, prices="bandwidth"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_type_checks(case: Case) -> None:
+    program = compiled(case)
+    check_program(program.spec, program.sources, sequence=SEQ)
+
+
+# what is left out, and in which layouts it occurs
+DROPPED = {
+    "all_reduce": r"= all_reduce\((\w+), 'tp', dst=\w\)",
+    "reduce_scatter": r"= reduce_scatter\((\w+), 'tp', dim=\d\)",
+    "to_replicate": r"= to_replicate\((\w+), 'tp'\)",
+    "all_gather": r"= all_gather\((\w+), 'tp', dim=\d, dst=\w\)",
+}
+
+
+@pytest.mark.parametrize("what", list(DROPPED))
+def test_a_dropped_conversion_does_not_type_check(what: str) -> None:
+    """Every single conversion of both layouts, left out one at a time, is refused: by its types or by its shapes."""
+    tried = 0
+    for prices in ("bandwidth", "latency"):
+        program = compiled(Case(tp=2, prices=prices))
+        ((name, text),) = program.sources.items()
+        for found in re.finditer(DROPPED[what], text):
+            broken = text[: found.start()] + f"= {found.group(1)}" + text[found.end() :]
+            with pytest.raises((SpmdTypeError, RuntimeError, ValueError)):
+                check_program(program.spec, {name: broken}, sequence=SEQ)
+            tried += 1
+    assert tried, f"no layout has a {what}"
+
+
+def expected(entries: tuple[LedgerEntry, ...], case: Case, per: str) -> Counter[tuple[str, str, int, str]]:
+    size = len(next(iter(global_batch(case).values()))) // case.dp // case.num_micro_batches
+    env = {"b": size, "s": SEQ}
+    out: Counter[tuple[str, str, int, str]] = Counter()
+    for e in entries:
+        if e.per == per and e.kind != "send_recv":
+            out[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += case.num_micro_batches if per == "micro_batch" else 1
+    return out
+
+
+LEDGER = [*CASES, Case(tp=2, dp=2, num_micro_batches=3), Case(tp=2, num_micro_batches=2, recompute="full")]
+
+
+@pytest.mark.parametrize("case", LEDGER, ids=str)
+def test_collectives_equal_the_ledger(case: Case) -> None:
+    """Every collective that runs is in the price list, with its bytes, and the other way round."""
+    records: list = []
+    run_simulated(case, torch.float32, records=records)
+    spec = compiled(case).spec
+    want = expected(spec.ledger, case, "micro_batch")
+    assert want
+    got = Counter((r.kind, r.axis, r.bytes, r.phase) for r in records if r.phase != "recompute")
+    assert got == want
+    again = Counter((r.kind, r.axis, r.bytes) for r in records if r.phase == "recompute")
+    layers = {c for c, how in spec.recompute if how == "full"}
+    inside = expected(tuple(e for e in spec.ledger if e.call in layers and e.phase == "forward"), case, "micro_batch")
+    assert set(again) <= {k[:3] for k in inside}  # the checkpoint stops early: at most what the forward did
+    assert bool(again) == bool(layers and inside)
+
+
+def test_a_collective_outside_the_ledger_is_seen() -> None:
+    """Negative control of the comparison above."""
+    case = Case(tp=2, prices="latency")
+    program = compiled(case)
+    ((name, text),) = program.sources.items()
+    doubled, count = re.subn(r"= all_reduce\((\w+), 'tp', dst=I\)", r"= all_reduce(all_reduce(\1, 'tp', dst=R) / 2, 'tp', dst=I)", text, count=1)
+    assert count == 1
+    records: list = []
+    run_simulated(case, torch.float32, {name: doubled}, records)
+    assert Counter((r.kind, r.axis, r.bytes, r.phase) for r in records) != expected(program.spec.ledger, case, "micro_batch")
+
+
+def test_spec_round_trip() -> None:
+    spec = compiled(CASES[4]).spec
+    assert ProgramSpec.from_json(spec.to_json()) == spec
+    with pytest.raises(ValueError, match="version 99"):
+        ProgramSpec.from_json(spec.to_json().replace('"version": 1', '"version": 99'))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_source_is_plain_python(case: Case) -> None:
+    """No device constants, no views, no group names; every line that makes a tensor says its shape and type."""
+    for text in compiled(case).sources.values():
+        ast.parse(text)
+        assert ".view(" not in text and "'cpu'" not in text and "cuda" not in text
+        body = [line for line in text.splitlines() if re.match(r"        \w[\w, ]* = .*", line) and "self" not in line.split("=")[0]]
+        in_blocks = [line for line in body if ".shape[" not in line and ".device" not in line and "self." not in line.split("=")[1][:6]]
+        assert all("# " in line for line in in_blocks)
+
+
+@pytest.mark.parametrize(("name", "case"), [("llama_tp2", CASES[0]), ("gpt_tp2", CASES[3])])
+def test_golden(name: str, case: Case, request: pytest.FixtureRequest) -> None:
+    """The emitted text, as reviewed. `pytest --update-golden` rewrites it."""
+    (text,) = compiled(case).sources.values()
+    path = GOLDEN / f"{name}.py.txt"
+    if request.config.getoption("--update-golden"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+def test_check_command(tmp_path: Path) -> None:
+    compiled(CASES[0]).write(tmp_path)
+    out = subprocess.run([sys.executable, "-m", "autoplan.codegen.check", str(tmp_path), "--sequence", str(SEQ)], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    assert "1 stage(s) type-check" in out.stdout
