@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import JobError, pool, worker_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
 from toy_stages import CARRIED, Stage, batch, make_runner, stage_names, train
 
 from autoplan.runtime.pipeline import PipelineRunner
@@ -62,27 +64,35 @@ def most_buffers(rank: int, world: int, count: int) -> tuple[int, int]:
 
 
 @pytest.mark.processes
-def test_a_zero_3_pipeline_gathers_no_block_it_does_not_need():
-    for gathered in pool(4).run(gathered_after_backwards, 4):
-        assert gathered == [0, 0, 0]
+def test_a_zero_3_pipeline_gathers_each_block_twice_per_micro_batch_and_keeps_none():
+    for left, num_gathers in pool(4).run(gathers_of_zero_3, 4):
+        assert left == [0, 0, 0]
+        assert num_gathers == 2 * 4 * 2  # blocks of a stage, micro-batches, forward and backward
 
 
-def gathered_after_backwards(rank: int, world: int, count: int) -> list[int]:
-    """Before every backward but the first, the blocks that the backward before it left gathered."""
+def gathers_of_zero_3(rank: int, world: int, count: int) -> tuple[list[int], int]:
+    """The parameters that each backward but the last left gathered, and the number of gathers of the step."""
     stage, _, runner = make_runner((2, 2), 3)
-    counts: list[int] = []
-    original = SyncedStage.backward_one_chunk
+    left: list[int] = []
+    num_gathers = 0
+    backward, gather = SyncedStage.backward_one_chunk, _fsdp_param_group.foreach_all_gather
 
     def backward_one_chunk(self, chunk, *args, **kwargs):
-        original(self, chunk, *args, **kwargs)
-        counts.append(sum(not hasattr(p, "placements") for p in stage.parameters()))
+        backward(self, chunk, *args, **kwargs)
+        left.append(sum(not isinstance(parameter, DTensor) for parameter in stage.parameters()))
+
+    def foreach_all_gather(*args, **kwargs):
+        nonlocal num_gathers
+        num_gathers += 1
+        return gather(*args, **kwargs)
 
     SyncedStage.backward_one_chunk = backward_one_chunk
+    _fsdp_param_group.foreach_all_gather = foreach_all_gather
     try:
         runner.run(batch(2, count, 0)[worker_mesh((2, 2), ("pp", "dp"))["dp"].get_local_rank()])
     finally:
-        SyncedStage.backward_one_chunk = original
-    return counts[:-1]
+        SyncedStage.backward_one_chunk, _fsdp_param_group.foreach_all_gather = backward, gather
+    return left[:-1], num_gathers
 
 
 class WrongShape(Stage):
