@@ -119,13 +119,19 @@ def _linear(t: _OpText) -> str:
 
 def _reduce(name: str) -> Callable[[_OpText], str]:
     def text(t: _OpText) -> str:
-        dims, keep = t.attrs["dims"], ", keepdim=True" if t.attrs["keepdim"] else ""
-        over = "" if dims is None else repr(dims[0] if len(dims) == 1 else tuple(dims))
-        call = f"{t.a[0]}.{name}({over}{keep})" if over or not keep else f"{t.a[0]}.{name}()"
+        dims = t.attrs["dims"]
+        over = ["dim=None"] if not dims else [repr(dims[0] if len(dims) == 1 else tuple(dims))]
+        keep = ["keepdim=True"] if t.attrs["keepdim"] else []
+        call = f"{t.a[0]}.{name}({', '.join([*over, *keep] if dims or keep else [])})"
         shards = t.num_partial()
         return f"{call} / {shards}" if name == "mean" and shards > 1 else call
 
     return text
+
+
+def _squeeze(t: _OpText) -> str:
+    # torch leaves a dim that is not 1 as it is; its shard may be 1
+    return f"{t.a[0]}.squeeze({t.attrs['dim']})" if t.op.inputs[0].shape[t.attrs["dim"]].value == 1 else t.a[0]
 
 
 def _slice(t: _OpText) -> str:
@@ -246,7 +252,7 @@ EMITTERS: dict[str, Callable[[_OpText], str]] = {
     "transpose": lambda t: f"{t.a[0]}.transpose({t.attrs['dim0']}, {t.attrs['dim1']})",
     "permute": lambda t: f"{t.a[0]}.permute({', '.join(map(str, t.attrs['dims']))})",
     "unsqueeze": lambda t: f"{t.a[0]}.unsqueeze({t.attrs['dim']})",
-    "squeeze": lambda t: f"{t.a[0]}.squeeze({t.attrs['dim']})",
+    "squeeze": _squeeze,
     "slice": _slice,
     "select": lambda t: f"{t.a[0]}.select({t.attrs['dim']}, {_literal(t.attrs['index'])})",
     "chunk": _chunk,

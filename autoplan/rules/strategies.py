@@ -90,6 +90,8 @@ def axis_choices(
         first = places[0]
         names = (tensors[first.operand].dims or ())[first.dim][first.start : first.start + first.count]
         for j, factor in enumerate(names):
+            if j and label in rule.special:
+                break  # a special form counts on one contiguous chunk, which only the major factor gives
             where = [(o.operand, o.dim, o.start + j) for o in places]
             choice = _split_choice(rule, label, where, factor, num_inputs, num_outputs)
             if choice is not None:

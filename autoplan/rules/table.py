@@ -89,6 +89,8 @@ def _unsqueeze(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 def _squeeze(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     labels = _dims(ins[0])
     dim = node.attrs["dim"] % len(labels)
+    if ins[0][dim].value != 1:  # torch leaves it as it is
+        return _linear(labels, labels)
     return _linear(labels, labels[:dim] + labels[dim + 1 :])
 
 
