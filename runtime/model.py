@@ -277,7 +277,10 @@ class ParallelModel:
             if tensor is None:
                 continue
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            mine.setdefault(p.name, unshard(full.detach(), p, self.mesh))
+            if p.name not in mine:
+                mine[p.name] = unshard(full.detach(), p, self.mesh).clone()  # a snapshot, never a view of what trains
+            elif p.shards:
+                unshard(full.detach(), p, self.mesh)  # the other copy of a tied parameter: its ranks take part alike
         if self.mesh.size("pp") == 1:
             return mine
         out: dict[str, torch.Tensor] = {}

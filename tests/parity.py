@@ -305,7 +305,18 @@ def train_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[s
         "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
         "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
     }[optimizer]
-    pm = ParallelModel(spec, sources, params, buffers, num_micro_batches=case.num_micro_batches, optimizer=make, dtype=dtype)
+    model = make_model(case.family, case.dropout)
+    pm = ParallelModel(
+        spec,
+        sources,
+        params,
+        buffers,
+        num_micro_batches=case.num_micro_batches,
+        optimizer=make,
+        dtype=dtype,
+        aliases=_aliases(model),
+        extra_state=_persistent_buffers(model),
+    )
     losses, gradients, norm, records = [], {}, 0.0, []
     for step in range(num_steps):
         batch = part_of(global_batch(case, step), pm.data_rank, pm.data_world)
