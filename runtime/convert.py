@@ -62,6 +62,7 @@ __all__ = [
     "to_partial",
     "to_replicate",
     "typed",
+    "vary",
 ]
 
 Type = PerMeshAxisLocalSpmdType
@@ -287,6 +288,25 @@ def typed(x: torch.Tensor, default: Type | None = None, /, **types: Type) -> tor
         spmd_types.assert_type(x, per_axis)
     else:
         spmd_types.assert_type(x, default, per_axis)
+    return x
+
+
+def vary(x: torch.Tensor, *axes: str) -> torch.Tensor:
+    """Say that an R value stands for each rank's own part of a larger one: R -> V, and V -> P for its gradient.
+
+    How a local expansion of a dim of size 1 becomes a shard of the whole expansion. Does nothing unless type-checking.
+
+    Args:
+        x: a value that is R on ``axes``.
+        axes: axis or group names.
+    """
+    if not spmd_types.is_type_checking():
+        return x
+    mesh = current_mesh()
+    for name in axes:
+        for atom in mesh.atoms(name):
+            if mesh.size(atom) > 1:
+                x = spmd_types.reinterpret(x, mesh.group(atom), src=R, dst=V, expert_mode=True)
     return x
 
 

@@ -26,6 +26,7 @@ from autoplan.runtime.convert import (
     to_partial,
     to_replicate,
     typed,
+    vary,
 )
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
@@ -52,6 +53,7 @@ __all__ = [
     "to_replicate",
     "torch",
     "typed",
+    "vary",
     "vocab_parallel_cross_entropy_sum",
     "vocab_parallel_embedding",
 ]

@@ -280,8 +280,15 @@ def op_text(op: Op, ctx: Context, site: int) -> str:
         for axis, kind, choice in zip(ctx.axes, op.strategy.outputs[0], op.strategy.choices, strict=True)
         if kind.kind_name == "P" and choice.factor is not None and choice.special is None
     ]
-    # a local product over a split dim is a pending sum: say so to the type checker
-    return f"typed({text}, {', '.join(f'{name}=P' for name in new)})" if new else text
+    # a local product over a split dim is a pending sum, a local expansion a shard: say so to the type checker
+    if new:
+        return f"typed({text}, {', '.join(f'{name}=P' for name in new)})"
+    made = [
+        axis.name
+        for i, (axis, kind) in enumerate(zip(ctx.axes, op.strategy.outputs[0], strict=True))
+        if kind.is_shard and op.args and not any(layout[i].is_shard for layout in op.strategy.inputs)
+    ]
+    return f"vary({text}, {', '.join(map(repr, made))})" if made else text
 
 
 def convert_text(c: Convert, ctx: Context) -> str:
