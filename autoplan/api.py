@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.capture.cache import cached
 from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.codegen.program import Program, compile_program
@@ -102,7 +103,7 @@ def plan_program(
     loss_fn: LossFn | None = None,
 ) -> tuple[Plan, Program]:
     """Capture, plan and compile in this process; no process group needed."""
-    graph = capture(model, example_inputs, loss_fn)
+    graph = capture(model, example_inputs, loss_fn) if loss_fn else cached(model, example_inputs, lambda: capture(model, example_inputs))
     shape = next(iter(example_inputs.values())).shape
     env = {"b": max(1, shape[0] // config.num_micro_batches), "s": shape[1] if len(shape) > 1 else 1}
     plan, layouts, _ = make_plan(graph, cluster, config, env)

@@ -104,9 +104,8 @@ def _drop_dead(trace: Trace) -> None:
     needed, keep = {trace.output}, []
     for kind, index in reversed(trace.order):
         if kind == "repeat":
-            _, _, ins, outs = trace.repeats[index]
-            if needed & set(outs):
-                needed |= set(ins)
+            if needed & set(trace.repeats[index][3]):
+                needed |= _used_by_repeat(trace, index)
                 keep.append((kind, index))
         else:
             node = trace.nodes[index]
@@ -114,6 +113,13 @@ def _drop_dead(trace: Trace) -> None:
                 needed |= set(node.tensor_inputs)
                 keep.append((kind, index))
     trace.order = keep[::-1]
+
+
+def _used_by_repeat(trace: Trace, index: int) -> set[str]:
+    """The tensors a merged layer really uses: those at the places that its first one uses or hands through."""
+    _, first, ins, _ = trace.repeats[index]
+    used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs} | set(trace.layer_outputs[first])
+    return {mine for mine, theirs in zip(ins, trace.layer_inputs[first], strict=True) if theirs in used}
 
 
 def _pure_values(trace: Trace) -> set[str]:
@@ -216,7 +222,7 @@ class _Builder:
             needed.add(self.loss.target)
         for segment in self.segments[index + 1 :]:
             if segment.kind == "repeat":
-                needed |= set(self.trace.repeats[segment.repeat][2])
+                needed |= _used_by_repeat(self.trace, segment.repeat)
             for node in segment.nodes:
                 needed |= set(node.tensor_inputs)
         return needed

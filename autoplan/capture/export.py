@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
@@ -153,7 +154,7 @@ def _export(wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]) -> 
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
-        program = torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=(tuple(dims),))
+        program = _export_refining(wrapper, tensors, dims)
     except CaptureError:
         raise
     except Exception as exc:
@@ -168,6 +169,26 @@ def _export(wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]) -> 
             if isinstance(shape[i], torch.SymInt):
                 symbols[str(shape[i].node.expr)] = dim.__name__
     return program, symbols
+
+
+def _export_refining(
+    wrapper: LossModule, tensors: list[torch.Tensor], dims: list[dict[int, Any]]
+) -> torch.export.ExportedProgram:
+    """Export; where the model fixes or bounds a dim (features in dim 1, a table of positions), take what torch suggests."""
+    shapes = {"tensors": tuple(dims)}
+    try:
+        return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=shapes)
+    except torch._dynamo.exc.UserError as exc:
+        if "Suggested fixes" not in str(exc):
+            raise
+        fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]  # torch's parser wants nothing after them
+        refined = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
+        for mine in refined["tensors"]:
+            if not isinstance(mine[0], torch.export.Dim):
+                raise CaptureError(
+                    f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to {mine[0]})"
+                ) from exc
+        return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=refined)
 
 
 def _where(exc: BaseException) -> str:
@@ -245,13 +266,16 @@ class _Translator:
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]
         outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
         if self.program.graph_signature.buffers_to_mutate:
-            mutated = sorted(self.program.graph_signature.buffers_to_mutate.values())
-            raise CaptureError(
-                f"buffer {mutated[0]!r} is changed in the forward (BatchNorm statistics?); its value would depend on the split: "
-                "use LayerNorm, GroupNorm or eval() mode for that module"
-            )
+            raise CaptureError(self._mutated(min(self.program.graph_signature.buffers_to_mutate.values())))
         self.trace.output = self._name_of(outputs[-1])
         return self.trace
+
+    @staticmethod
+    def _mutated(name: str) -> str:
+        return (
+            f"buffer {name!r} is changed in the forward (BatchNorm statistics?); its value would depend on the split: "
+            "use LayerNorm, GroupNorm or eval() mode for that module"
+        )
 
     def _placeholders(self) -> None:
         from torch.export.graph_signature import InputKind
@@ -349,6 +373,9 @@ class _Translator:
         where = source_of(node)
         if target not in OPS:
             if target.split(".")[1].endswith("_"):
+                changed = self.env.get(node.args[0])
+                if changed in self.trace.buffers:
+                    raise CaptureError(self._mutated(self.trace.buffers[changed]))
                 raise CaptureError(f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y")
             raise CaptureError(
                 f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its rule to "

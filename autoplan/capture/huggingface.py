@@ -21,7 +21,9 @@ _NAME = "autoplan_capture"
 
 def is_hf_model(model: nn.Module) -> bool:
     """True for a transformers PreTrainedModel, without importing transformers."""
-    return any(c.__module__.startswith("transformers.") and c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
+    return any(
+        c.__module__.startswith("transformers.") and c.__name__ == "PreTrainedModel" for c in type(model).__mro__
+    )
 
 
 def refuse_padding(example_inputs: Mapping[str, torch.Tensor]) -> None:

@@ -101,7 +101,9 @@ def _pad(a: Args) -> Result:
 
 def _layer_norm(a: Args) -> Result:
     if len(a["normalized_shape"]) != 1:
-        raise CaptureError(f"layer_norm over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only")
+        raise CaptureError(
+            f"layer_norm over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only"
+        )
     tensors = tuple(t for t in (a["input"], a.get("weight"), a.get("bias")) if t is not None)
     attrs = {"eps": a.get("eps", 1e-5), "weight": a.get("weight") is not None, "bias": a.get("bias") is not None}
     return Lowered("layer_norm", tensors, attrs)
@@ -164,7 +166,10 @@ def _first(name: str) -> Callable[[Args], Result]:
 
 
 OPS: dict[str, Callable[[Args], Result]] = {
-    **{f"aten.{op}.default": _unary(op) for op in "silu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg logical_not square".split()},
+    **{
+        f"aten.{op}.default": _unary(op)
+        for op in "silu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg logical_not square".split()
+    },
     **{f"aten.{op}.Tensor": _binary(op) for op in "add sub mul div eq ne lt gt le ge".split()},
     **{f"aten.{op}.Scalar": _binary(op) for op in "add sub mul div eq ne lt gt le ge".split()},
     **{f"aten.{op}.default": _binary(op) for op in "maximum minimum logical_and logical_or".split()},
@@ -176,7 +181,10 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.gelu.default": lambda a: Lowered("gelu", (a["self"],), {"approximate": a.get("approximate", "none")}),
     "aten.linear.default": _linear,
     "aten.addmm.default": _addmm,
-    **{f"aten.{op}.default": lambda a: Lowered("matmul", (a["self"], a.get("other", a.get("mat2"))), {}) for op in ("matmul", "bmm", "mm")},
+    **{
+        f"aten.{op}.default": lambda a: Lowered("matmul", (a["self"], a.get("other", a.get("mat2"))), {})
+        for op in ("matmul", "bmm", "mm")
+    },
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.embedding.default": _embedding,
     "aten.layer_norm.default": _layer_norm,

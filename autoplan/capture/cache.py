@@ -1,0 +1,107 @@
+"""Captured graphs on disk, by the hash of everything they depend on.
+
+Only models made of installed packages (torch, transformers) are cached: their code is known by its version. A model with classes
+of the user's own is captured every time, since no cheap key covers every function its forward may call; a stale capture would be
+a silently wrong program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.cost_models.errors import GraphError
+from autoplan.cost_models.graph import SCHEMA_VERSION, ModelGraph
+
+_PACKAGES = ("torch", "transformers")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def cache_folder() -> Path:
+    """`AUTOPLAN_CACHE`, or `autoplan` under the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "graphs"
+
+
+def _plain(value: Any) -> Any:
+    """JSON form of an attribute; TypeError where its content cannot be read off."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(v)) for v in value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if type(value).__module__.split(".")[0] == "transformers" and hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    name = getattr(value, "__qualname__", None)
+    if name is not None and getattr(value, "__module__", "").split(".")[0] in _PACKAGES and "<" not in name:
+        return f"{value.__module__}.{name}"  # a function or class of an installed package
+    raise TypeError(f"{type(value).__name__} has no content that can be hashed")
+
+
+def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> str | None:
+    """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's own)."""
+    internal = set(nn.Module().__dict__)
+    modules = []
+    for name, module in model.named_modules():
+        cls = type(module)
+        if cls.__module__.split(".")[0] not in _PACKAGES or "forward" in module.__dict__:
+            return None
+        try:
+            attributes = {k: _plain(v) for k, v in module.__dict__.items() if k not in internal}
+        except TypeError:
+            return None
+        hooks = sum(len(getattr(module, h)) for h in ("_forward_hooks", "_forward_pre_hooks"))
+        if hooks:
+            return None
+        modules.append([name, f"{cls.__module__}.{cls.__qualname__}", module.training, attributes])
+    owners: dict[int, str] = {}
+    tensors = []
+    for kind, pairs in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, t in pairs:
+            tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
+    versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
+    inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
+    key = [SCHEMA_VERSION, versions, modules, tensors, inputs, list(example_inputs)]
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def cached(
+    model: nn.Module, example_inputs: Mapping[str, torch.Tensor], make: Callable[[], ModelGraph], folder: Path | None = None
+) -> ModelGraph:
+    """The stored graph of this model and these inputs, else `make()`, stored. A damaged file is made anew, never used."""
+    key = fingerprint(model, example_inputs)
+    if key is None:
+        return make()
+    path = (folder or cache_folder()) / f"{key}.json"
+    if path.exists():
+        try:
+            stored = json.loads(path.read_text())
+            graph = ModelGraph.from_json(stored["graph"])
+            if graph.content_hash == stored["content_hash"]:
+                return graph
+        except (GraphError, KeyError, ValueError):
+            path.unlink(missing_ok=True)
+    graph = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()})
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
+        handle.write(text)
+    Path(handle.name).replace(path)
+    return graph
