@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
+from rich.console import Console
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -57,6 +59,7 @@ def interleave(
     max_repeats: int = 60,
     warmup: int = 2,
     repeats: int | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, Timings]:
     """Time functions in turn, A B, B A, A B, ..., so that whatever else the machine does meets all of them.
 
@@ -64,6 +67,7 @@ def interleave(
         contenders: name -> what to time.
         budget_s: about how long all repetitions may take together.
         repeats: a fixed number of repetitions (several processes must agree on it) in place of the budget.
+        before: called before every one, not timed (a barrier).
     """
     out = {name: Timings() for name in contenders}
     names = list(contenders)
@@ -74,6 +78,7 @@ def interleave(
         if repeats is None and i >= min_repeats and time.perf_counter() - start > budget_s:
             break
         for name in names if i % 2 == 0 else names[::-1]:
+            before()
             wall, cpu = time.perf_counter(), time.process_time()
             contenders[name]()
             if i >= 0:
@@ -130,6 +135,19 @@ def environment() -> dict[str, Any]:
 def describe(env: Mapping[str, Any]) -> str:
     """One line for a table's title."""
     return f"{env['cpu_count']} cores, torch {env['torch']}, {env['threads']} thread(s), load {env['load_average']:.1f}"
+
+
+def make_console() -> Console:
+    """A console that keeps tables whole where the output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def run_command(main: Callable[..., None]) -> None:
+    """Run a typer command with plain tracebacks."""
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()
 
 
 def limit_time(seconds: float) -> None:

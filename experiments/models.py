@@ -23,7 +23,7 @@ class Size:
     num_kv_heads: int = 2
 
     def __str__(self) -> str:
-        return f"h{self.hidden} x {self.num_layers} layers, b{self.batch} s{self.seq}"
+        return f"h{self.hidden} x{self.num_layers} b{self.batch} s{self.seq}"
 
 
 class GPTBlock(nn.Module):
@@ -48,7 +48,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder with learned positions and an embedding tied to the head. Without dropout: torch's masks are another's."""
+    """Decoder with learned positions and an embedding tied to the head. No dropout: torch draws other masks."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

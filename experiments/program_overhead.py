@@ -22,12 +22,13 @@ from measure import (
     environment,
     interleave,
     limit_time,
+    make_console,
     max_relative_difference,
+    run_command,
     saved_bytes,
     write_json,
 )
 from models import Size, gpt_loss, make_gpt, make_llama, token_batch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -53,10 +54,7 @@ def run_case(family: str, size: Size, budget_s: float) -> dict[str, Any]:
         for p in model.parameters():
             p.grad = None
         loss: torch.Tensor
-        if loss_fn is None:
-            loss = model(**batch, use_cache=False).loss
-        else:
-            loss = loss_fn(model(batch["input_ids"]), batch)
+        loss = loss_fn(model(batch["input_ids"]), batch) if loss_fn else model(**batch, use_cache=False).loss
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -88,8 +86,8 @@ def run_case(family: str, size: Size, budget_s: float) -> dict[str, Any]:
 def table_of(cases: list[dict[str, Any]], title: str) -> Table:
     """The results as a table."""
     table = Table(title=f"program at 1 rank / eager, forward + backward: {title}")
-    for heading in ("model", "n", "eager ms", "program ms", "wall ratio [quartiles]", "fastest", "cpu", "saved MB (ratio)"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for heading in ("model", "n", "eager ms", "program ms", "ratio [quartiles]", "fastest", "cpu", "saved MB (ratio)"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     for c in cases:
         mine, theirs = c["saved_bytes"]["program"], c["saved_bytes"]["eager"]
         table.add_row(
@@ -121,7 +119,7 @@ def main(
     warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
     torch.set_num_threads(threads)
     env = environment()
-    console = Console()
+    console = make_console()
     cases = []
     for size in SIZES:
         for name in families:
@@ -133,4 +131,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
