@@ -297,7 +297,9 @@ def convert_text(c: Convert, ctx: Context) -> str:
     after = local_factors(c.value, c.result, ctx.factors, ctx.axes)
     step = c.step
     shards = [t for t in (step.source, step.target) if t.is_shard]
-    opened = sorted({t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])})
+    inner = {t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])}
+    within = {step.source.dim} if len({t.dim for t in shards}) < len(shards) else set()  # between factors of one dim
+    opened = sorted(inner | within)
     x = c.source
     if opened:
         sizes = [s for d, dim in enumerate(local) for s in (dim if d in opened else [product(dim)])]

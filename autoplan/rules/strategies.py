@@ -8,7 +8,7 @@ the whole product (few key-value heads), which keeps the space small without los
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product as cartesian
 
 from autoplan.cost_models.graph import Node, Value
@@ -95,6 +95,8 @@ def axis_choices(
             where = [(o.operand, o.dim, o.start + j) for o in places]
             choice = _split_choice(rule, label, where, factor, num_inputs, num_outputs)
             if choice is not None:
+                if choice.name in {c.name for c in choices}:  # one factor in two labels: a square weight
+                    choice = replace(choice, name=f"S({factor}:{label})")
                 choices.append(choice)
     if node.op in PASSES_PARTIAL and any(grad[num_inputs:]):
         choices += _partial_choices(node, rule, num_inputs, num_outputs)
@@ -136,12 +138,12 @@ def strategies(
         total *= axis.size
     out = []
     for combo in cartesian(per_axis, repeat=len(axes)):
-        split: dict[str, int] = {}
+        split: dict[AxisChoice, int] = {}
         legal = True
         for axis, choice in zip(axes, combo, strict=True):
             if choice.factor is not None:
-                split[choice.factor] = split.get(choice.factor, 1) * axis.size
-                legal &= divisible(choice, split[choice.factor], sizes)
+                split[choice] = split.get(choice, 1) * axis.size
+                legal &= divisible(choice, split[choice], sizes)
             if choice.special and any(other.special != choice.special for other in combo):
                 legal = False  # a special form works on the whole product
         mixed = len(set(combo)) > 1
