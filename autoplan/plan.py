@@ -20,7 +20,7 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees, stages, layouts by name, and how good the layout provably is (for the stated prices and restrictions)."""
+    """Degrees, stages, layouts by name, and how good the layout provably is (at the stated prices and restrictions)."""
 
     model: str
     graph_hash: str

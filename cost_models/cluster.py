@@ -1,4 +1,7 @@
-"""Cluster: what the program will run on, as plain data. Catalog hardware comes with a later profile; here are the shapes."""
+"""Cluster: what the program will run on, as plain data.
+
+Catalog hardware comes with a later profile; here are the shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from autoplan.cost_models.units import GB, GIB, MICRO, TERA
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or CPU process). `source` says where the figures come from; `assumed` ones only order choices."""
+    """One accelerator (or CPU process).
+
+    `source` says where the figures come from; `assumed` ones only order choices.
+    """
 
     name: str
     peak_flops: float  # dense, of the compute dtype, per second

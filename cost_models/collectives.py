@@ -1,4 +1,7 @@
-"""Bytes and time of collectives: alpha-beta for a ring, per collective kind. An unknown collective is an error, never free."""
+"""Bytes and time of collectives: alpha-beta for a ring, per collective kind.
+
+An unknown collective is an error, never free.
+"""
 
 from __future__ import annotations
 

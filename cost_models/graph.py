@@ -1,8 +1,9 @@
 """ModelGraph: the torch-free form of a captured model.
 
-A ModelGraph is a list of *calls* of *blocks*. A block (embedding, one decoder layer, head and loss) is defined once however
-often it occurs; a call gives it its inputs and the full names of its parameters. Every tensor dim is a product of named
-*factors* (`heads head_dim`, `b s` after a flatten) whose sizes may be symbolic, so a sharding can name what it splits.
+A ModelGraph is a list of *calls* of *blocks*. A block (embedding, one decoder layer, head and loss) is defined once
+however often it occurs; a call gives it its inputs and the full names of its parameters. Every tensor dim is a product
+of named *factors* (`heads head_dim`, `b s` after a flatten) whose sizes may be symbolic, so a sharding can name what it
+splits.
 
     graph = ModelGraph(...)      # made by autoplan.capture, factors filled by autoplan.rules.factors
     check(graph)                 # valid in, valid out: raises GraphError
@@ -121,8 +122,9 @@ class Parameter:
 class ModelGraph:
     """The whole model, forward and loss. `output` is the top-level value of the (scalar) loss.
 
-    The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known before the
-    first backward. `loss_count` says what is counted: valid entries of `loss_target` (!= `ignore_index`), samples, or nothing.
+    The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known
+    before the first backward. `loss_count` says what is counted: valid entries of `loss_target` (!= `ignore_index`),
+    samples, or nothing.
     """
 
     name: str
@@ -183,7 +185,9 @@ class ModelGraph:
         """Read and check. Raises GraphError on another schema or a broken graph."""
         data = json.loads(text)
         if data.get("schema") != SCHEMA_VERSION:
-            raise GraphError(f"ModelGraph schema {data.get('schema')!r} cannot be read; this version reads {SCHEMA_VERSION}")
+            raise GraphError(
+                f"ModelGraph schema {data.get('schema')!r} cannot be read; this version reads {SCHEMA_VERSION}"
+            )
         graph = _decode_graph(data["graph"])
         check(graph)
         return graph
@@ -194,7 +198,9 @@ class ModelGraph:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:
-        lines = [f"model {self.name}: {self.num_params:,} parameters, {len(self.calls)} calls of {len(self.blocks)} blocks"]
+        lines = [
+            f"model {self.name}: {self.num_params:,} parameters, {len(self.calls)} calls of {len(self.blocks)} blocks"
+        ]
         if self.factors:
             lines.append("factors " + ", ".join(f"{k}={v}" for k, v in self.factors.items()))
         lines.append("inputs " + ", ".join(_show(self.values[name]) for name in self.inputs))
@@ -291,7 +297,9 @@ def _check_value(where: str, value: Value, factors: Mapping[str, Expr]) -> None:
         if unknown:
             raise GraphError(f"{where}: {value.name} dim {i} names unknown factor {unknown[0]!r}")
         if product([factors[f] for f in dim]) != size:
-            raise GraphError(f"{where}: {value.name} dim {i} is {size} but its factors {' '.join(dim)} multiply to another size")
+            raise GraphError(
+                f"{where}: {value.name} dim {i} is {size} but its factors {' '.join(dim)} multiply to another size"
+            )
 
 
 def check(graph: ModelGraph) -> None:
@@ -322,7 +330,10 @@ def check(graph: ModelGraph) -> None:
         for name in call.inputs:
             if name not in available:
                 raise GraphError(f"call {call.name} uses {name!r} before it is defined")
-        for actual, formal in [*zip(call.inputs, callee.inputs, strict=True), *zip(call.outputs, callee.outputs, strict=True)]:
+        for actual, formal in [
+            *zip(call.inputs, callee.inputs, strict=True),
+            *zip(call.outputs, callee.outputs, strict=True),
+        ]:
             a, f = graph.values[actual], callee.values[formal]
             if (a.shape, a.dtype, a.dims) != (f.shape, f.dtype, f.dims):
                 raise GraphError(f"call {call.name}: {_show(a)} passed for {_show(f)}")
@@ -331,7 +342,9 @@ def check(graph: ModelGraph) -> None:
         for local, full in call.params.items():
             shape = tuple(Expr.of(s) for s in graph.params[full].shape)
             if callee.values[local].shape != shape:
-                raise GraphError(f"call {call.name}: parameter {full} has another shape than {local} of block {call.block}")
+                raise GraphError(
+                    f"call {call.name}: parameter {full} has another shape than {local} of block {call.block}"
+                )
         available |= set(call.outputs)
     if graph.output not in available:
         raise GraphError(f"output {graph.output!r} is not computed by any call")

@@ -7,8 +7,8 @@ Types and their gradients (DESIGN section 4; the terms of the PyPI package spmd_
     S shard       split                                       gradient S
     P partial     pending sum                                 gradient R
 
-A shard is written `Shard(dim, factor)`: it splits the factor at position `factor` of tensor dim `dim`. A value has one type
-per sub-axis; sub-axes that shard the same factor do so in mesh order, major to minor.
+A shard is written `Shard(dim, factor)`: it splits the factor at position `factor` of tensor dim `dim`. A value has one
+type per sub-axis; sub-axes that shard the same factor do so in mesh order, major to minor.
 """
 
 from __future__ import annotations
@@ -159,7 +159,11 @@ class Step:
     @property
     def collectives(self) -> tuple[str | None, str | None]:
         """(forward, backward) collective."""
-        tag = self.source.kind_name if self.kind in (ConversionKind.SLICE, ConversionKind.TO_PARTIAL) else self.target.kind_name
+        tag = (
+            self.source.kind_name
+            if self.kind in (ConversionKind.SLICE, ConversionKind.TO_PARTIAL)
+            else self.target.kind_name
+        )
         return COLLECTIVES[self.kind, tag]
 
 

@@ -41,7 +41,8 @@ class ParallelModel:
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
-        optimizer: the optimizer over this rank's shards, or None. data_rank, data_world: which part of the global batch is ours.
+        optimizer: the optimizer over this rank's shards, or None. data_rank, data_world: which part of the global batch
+            is ours.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class ParallelModel:
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forward and backward of all micro-batches of this data-parallel rank's part of the batch.
 
-        Gradients of the step before are dropped; the new ones are complete (summed over ranks, micro-batches and tied copies)
-        when this returns. Follow with `clip_grad_norm_` and `optimizer.step()`.
+        Gradients of the step before are dropped; the new ones are complete (summed over ranks, micro-batches and tied
+        copies) when this returns. Follow with `clip_grad_norm_` and `optimizer.step()`.
 
         Args:
             batch: name -> tensor [B, ...] with the names the model was captured with; the same on all ranks with equal
@@ -187,7 +188,9 @@ class ParallelModel:
         missing = [n for n in self.spec.inputs if n not in batch]
         unknown = [n for n in batch if n not in self.spec.inputs]
         if missing or unknown:
-            raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}; this program takes {', '.join(self.spec.inputs)}")
+            raise ValueError(
+                f"the batch has {', '.join(batch) or 'nothing'}; this program takes {', '.join(self.spec.inputs)}"
+            )
         sizes = {n: batch[n].shape[0] for n in self.spec.inputs}
         total = sizes[self.spec.inputs[0]]
         if len(set(sizes.values())) != 1:
@@ -195,7 +198,9 @@ class ParallelModel:
         if total % self.num_micro_batches:
             lower = total - total % self.num_micro_batches
             nearest = f"{lower} or {lower + self.num_micro_batches}" if lower else str(self.num_micro_batches)
-            raise ValueError(f"a batch of {total} cannot be cut into {self.num_micro_batches} micro-batches; use {nearest} samples")
+            raise ValueError(
+                f"a batch of {total} cannot be cut into {self.num_micro_batches} micro-batches; use {nearest} samples"
+            )
         size = total // self.num_micro_batches
         return [
             {n: batch[n][i * size : (i + 1) * size].to(self.device) for n in self.spec.inputs}
@@ -295,7 +300,11 @@ class ParallelModel:
                     continue
                 dtype = self._dtype or next(p.dtype for p in stage.params if p.name == name)
                 dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-                tensor = mine[name].contiguous() if index == self.stage_index else torch.empty(shape, dtype=dtype, device=self.device)
+                tensor = (
+                    mine[name].contiguous()
+                    if index == self.stage_index
+                    else torch.empty(shape, dtype=dtype, device=self.device)
+                )
                 dist.broadcast(tensor, source, group=self.mesh.group("pp"))
                 out[name] = tensor
         return out

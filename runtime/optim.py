@@ -19,6 +19,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Non
     known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
     if sharded and not known and not getattr(optimizer, "autoplan_elementwise", False):
         raise ValueError(
-            f"optimizer {name} is not known to be element-wise and tensors are sharded; use one of {', '.join(sorted(ELEMENTWISE))}, "
-            "or set the class attribute autoplan_elementwise = True if each element's update depends on that element only"
+            f"optimizer {name} is not known to be element-wise and tensors are sharded; use one of "
+            f"{', '.join(sorted(ELEMENTWISE))}, or set the class attribute autoplan_elementwise = True if each "
+            "element's update depends on that element only"
         )

@@ -1,4 +1,5 @@
-"""Parameters: cutting full tensors into local shards by factors, putting them back together, and reducing deferred gradients."""
+"""Parameters: cutting full tensors into local shards by factors, putting them back together, and reducing deferred
+gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def local_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple[int, 
     return tuple(out)
 
 
-def shard(full: torch.Tensor, spec: ParamSpec, size: Callable[[str], int], coordinate: Callable[[str], int]) -> torch.Tensor:
+def shard(
+    full: torch.Tensor, spec: ParamSpec, size: Callable[[str], int], coordinate: Callable[[str], int]
+) -> torch.Tensor:
     """This rank's shard of a full tensor, contiguous.
 
     Args:

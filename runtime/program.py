@@ -1,4 +1,7 @@
-"""What emitted modules are made of: the base of a block, and everything their text names. `from autoplan.runtime.program import *`."""
+"""What emitted modules are made of: the base of a block, and everything their text names.
+
+`from autoplan.runtime.program import *`.
+"""
 
 from __future__ import annotations
 

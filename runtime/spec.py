@@ -1,6 +1,6 @@
-"""ProgramSpec: what every rank needs to run a program, as plain JSON: sub-axes, parameters and how they are sharded, stages,
-what travels between them, and the ledger of collectives. Checkpoints carry it. Sizes may depend on b (micro-batch per
-data-parallel rank) and s (sequence length)."""
+"""ProgramSpec: what every rank needs to run a program, as plain JSON: sub-axes, parameters and how they are sharded,
+stages, what travels between them, and the ledger of collectives. Checkpoints carry it. Sizes may depend on b
+(micro-batch per data-parallel rank) and s (sequence length)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def evaluate(size: Terms, env: Mapping[str, int]) -> int:
             term *= env[name]
         total += term
     if total.denominator != 1:
-        raise ValueError(f"a local size is {total} for {dict(env)}: the sequence or batch is not divisible by its shards")
+        raise ValueError(
+            f"a local size is {total} for {dict(env)}: the sequence or batch is not divisible by its shards"
+        )
     return int(total)
 
 
@@ -91,7 +93,8 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One collective the program performs. `bytes`: the gathered or reduced tensor on one rank (all_to_all: the local one).
+    """One collective the program performs. `bytes`: the gathered or reduced tensor on one rank (all_to_all: the local
+    one).
 
     `per` is `micro_batch` or `step`; `phase` forward or backward (a recomputed forward counts its forward twice).
     """
@@ -150,7 +153,9 @@ class ProgramSpec:
         """Inverse of to_json; ValueError on another version."""
         data = json.loads(text)
         if data.get("version") != SPEC_VERSION:
-            raise ValueError(f"program version {data.get('version')!r} cannot be read; this runtime reads {SPEC_VERSION}")
+            raise ValueError(
+                f"program version {data.get('version')!r} cannot be read; this runtime reads {SPEC_VERSION}"
+            )
         return _program(data)
 
 
@@ -165,7 +170,10 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
             source=raw["source"],
             calls=tuple(raw["calls"]),
             params=tuple(
-                ParamSpec(**{k: _tuples(v) for k, v in p.items() if k != "shards"}, shards=tuple(ShardSpec(**s) for s in p["shards"]))
+                ParamSpec(
+                    **{k: _tuples(v) for k, v in p.items() if k != "shards"},
+                    shards=tuple(ShardSpec(**s) for s in p["shards"]),
+                )
                 for p in raw["params"]
             ),
             buffers=tuple(BufferSpec(**b) for b in raw["buffers"]),

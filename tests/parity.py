@@ -74,7 +74,15 @@ class Case:
         return pins
 
     def __str__(self) -> str:
-        parts = [self.family, f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}", f"zero{self.zero}", f"m{self.num_micro_batches}", self.prices]
+        parts = [
+            self.family,
+            f"dp{self.dp}",
+            f"tp{self.tp}",
+            f"pp{self.pp}",
+            f"zero{self.zero}",
+            f"m{self.num_micro_batches}",
+            self.prices,
+        ]
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
@@ -147,7 +155,9 @@ def fake_group(world: int) -> Iterator[None]:
         spmd_types._mesh_axis._reset()
 
 
-def reference(case: Case, dtype: torch.dtype = torch.float64, batch: Mapping[str, torch.Tensor] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(
+    case: Case, dtype: torch.dtype = torch.float64, batch: Mapping[str, torch.Tensor] | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and full gradients of one device, in one micro-batch."""
     single = Case(family=case.family, dropout=case.dropout)
     program = compiled(single)
@@ -184,8 +194,19 @@ def run_simulated(
         per_rank = [{} for _ in range(world)]
         for rank in range(world):
             for s, stage in zip(spec.stages, stages, strict=True):
-                materialise(stage, s, params, buffers, mesh.size, functools.partial(coordinate, rank), torch.device("cpu"), dtype)
-                per_rank[rank][s.index] = {n: t.detach().clone() for n, t in itertools.chain(stage.named_parameters(), stage.named_buffers())}
+                materialise(
+                    stage,
+                    s,
+                    params,
+                    buffers,
+                    mesh.size,
+                    functools.partial(coordinate, rank),
+                    torch.device("cpu"),
+                    dtype,
+                )
+                per_rank[rank][s.index] = {
+                    n: t.detach().clone() for n, t in itertools.chain(stage.named_parameters(), stage.named_buffers())
+                }
         total = 0.0
         with LocalTensorMode(world), use_mesh(mesh), record_collectives(mesh) as seen:
             for s, stage in zip(spec.stages, stages, strict=True):
@@ -204,7 +225,11 @@ def run_simulated(
                 loss = carried[0]
                 loss.backward()
                 locals_ = loss.detach()._local_tensors
-                total += sum(float(locals_[r]) for r in range(world) if all(mesh.coordinate(a, r) == 0 for a, _ in axes if a != "dp"))
+                total += sum(
+                    float(locals_[r])
+                    for r in range(world)
+                    if all(mesh.coordinate(a, r) == 0 for a, _ in axes if a != "dp")
+                )
         if records is not None:
             records += seen
         gradients: dict[str, torch.Tensor] = {}
@@ -230,7 +255,9 @@ def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str,
     return [{"labels_valid": int((labels != -100).sum())}]
 
 
-def local_inputs(case: Case, batch: Mapping[str, torch.Tensor], index: int, mesh: AxisMesh) -> tuple[dict[str, torch.Tensor], list[int]]:
+def local_inputs(
+    case: Case, batch: Mapping[str, torch.Tensor], index: int, mesh: AxisMesh
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Micro-batch `index` of every rank as LocalTensors, and the global number of its first sample per rank."""
     size = next(iter(batch.values())).shape[0] // case.dp // case.num_micro_batches
     first = [(mesh.coordinate("dp", r) * case.num_micro_batches + index) * size for r in range(case.dp * case.tp)]
@@ -265,7 +292,9 @@ def assemble(grad: torch.Tensor, p: ParamSpec, mesh: AxisMesh, world: int) -> to
                 merged[members[0]] = torch.stack(tensors).sum(0)
             else:
                 for t in tensors[1:]:
-                    assert torch.equal(t, tensors[0]), f"{p.name} is invariant on {axis}, but its gradient differs between ranks"
+                    assert torch.equal(t, tensors[0]), (
+                        f"{p.name} is invariant on {axis}, but its gradient differs between ranks"
+                    )
                 merged[members[0]] = tensors[0]
         parts = merged
     (full,) = parts.values()
@@ -296,7 +325,16 @@ class Trained:
     ledger: list[tuple[str, str, int, str]]
 
 
-def train_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], dtype_name: str, num_steps: int, optimizer: str) -> Trained | None:
+def train_job(
+    rank: int,
+    world: int,
+    case: Case,
+    spec_json: str,
+    sources: dict[str, str],
+    dtype_name: str,
+    num_steps: int,
+    optimizer: str,
+) -> Trained | None:
     """`num_steps` steps on this rank; rank 0 reports the losses, the first gradients and the final parameters."""
     dtype = getattr(torch, dtype_name)
     params, buffers = full_tensors(case, dtype)
@@ -342,7 +380,16 @@ def train_reference(case: Case, dtype: torch.dtype, num_steps: int, optimizer: s
     single = Case(family=case.family, dropout=case.dropout, labels=case.labels)
     program = compiled(single)
     with fake_group(1):
-        out = train_job(0, 1, single, program.spec.to_json(), dict(program.sources), str(dtype).removeprefix("torch."), num_steps, optimizer)
+        out = train_job(
+            0,
+            1,
+            single,
+            program.spec.to_json(),
+            dict(program.sources),
+            str(dtype).removeprefix("torch."),
+            num_steps,
+            optimizer,
+        )
     assert out is not None
     return out
 

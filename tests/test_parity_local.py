@@ -75,7 +75,9 @@ def test_matrix(case: Case) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "case", [case_of(p) for p in (dict(zip(SPACE, c, strict=True)) for c in itertools.product(*SPACE.values())) if legal(p)], ids=str
+    "case",
+    [case_of(p) for p in (dict(zip(SPACE, c, strict=True)) for c in itertools.product(*SPACE.values())) if legal(p)],
+    ids=str,
 )
 def test_everything(case: Case) -> None:
     test_matrix(case)
@@ -105,9 +107,17 @@ def test_gpt_equals_eager_in_float64() -> None:
 
 
 CONTROLS = {
-    "forward reduction dropped": ("bandwidth", r"reduce_scatter\((\w+), 'tp', dim=1\)", r"slice_(\1, 'tp', dim=1, src=R)"),
+    "forward reduction dropped": (
+        "bandwidth",
+        r"reduce_scatter\((\w+), 'tp', dim=1\)",
+        r"slice_(\1, 'tp', dim=1, src=R)",
+    ),
     "backward reduction dropped": ("bandwidth", r"dst=R\)", "dst=I)"),
-    "forward all-reduce doubled": ("latency", r"all_reduce\((\w+), 'tp', dst=I\)", r"all_reduce(all_reduce(\1, 'tp', dst=I), 'tp', dst=I)"),
+    "forward all-reduce doubled": (
+        "latency",
+        r"all_reduce\((\w+), 'tp', dst=I\)",
+        r"all_reduce(all_reduce(\1, 'tp', dst=I), 'tp', dst=I)",
+    ),
     "backward all-reduce dropped": ("latency", r"to_replicate\((\w+), 'tp'\)", r"\1"),
 }
 

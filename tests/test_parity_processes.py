@@ -11,7 +11,10 @@ from parity import Case, Trained, compiled, global_batch, state_keys, train_job,
 
 from autoplan.runtime.spec import evaluate
 
-pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning"),
+]
 
 CASES = [
     Case("llama", tp=2, labels="unequal"),
@@ -33,7 +36,9 @@ CASES = [
     Case("llama", tp=4, labels="unequal"),
     Case("llama", pp=4, num_micro_batches=6, recompute="full"),
     Case("gpt", pp=2, dp=2, tp=2, zero=2, num_micro_batches=3, labels="unequal", dropout=0.25),
-    Case("llama-tied", pp=2, dp=2, tp=2, zero=3, num_micro_batches=2, labels="unequal", recompute="full", stages=(1, 3)),
+    Case(
+        "llama-tied", pp=2, dp=2, tp=2, zero=3, num_micro_batches=2, labels="unequal", recompute="full", stages=(1, 3)
+    ),
 ]
 
 
@@ -69,7 +74,9 @@ def test_float32_with_sgd(case: Case) -> None:
     assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-4
 
 
-@pytest.mark.parametrize("case", [Case(tp=2, num_micro_batches=2), Case("gpt", tp=2, prices="latency", num_micro_batches=3)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(tp=2, num_micro_batches=2), Case("gpt", tp=2, prices="latency", num_micro_batches=3)], ids=str
+)
 def test_ledger_over_processes(case: Case) -> None:
     """What one step of real processes sends on the tensor-parallel axis is the ledger, the once-per-step reductions included."""
     got = trained(case, "float32", 1, "sgd")

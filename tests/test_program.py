@@ -68,7 +68,9 @@ def expected(entries: tuple[LedgerEntry, ...], case: Case, per: str) -> Counter[
     out: Counter[tuple[str, str, int, str]] = Counter()
     for e in entries:
         if e.per == per and e.kind != "send_recv":
-            out[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += case.num_micro_batches if per == "micro_batch" else 1
+            out[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += (
+                case.num_micro_batches if per == "micro_batch" else 1
+            )
     return out
 
 
@@ -97,11 +99,18 @@ def test_a_collective_outside_the_ledger_is_seen() -> None:
     case = Case(tp=2, prices="latency")
     program = compiled(case)
     ((name, text),) = program.sources.items()
-    doubled, count = re.subn(r"= all_reduce\((\w+), 'tp', dst=I\)", r"= all_reduce(all_reduce(\1, 'tp', dst=R) / 2, 'tp', dst=I)", text, count=1)
+    doubled, count = re.subn(
+        r"= all_reduce\((\w+), 'tp', dst=I\)",
+        r"= all_reduce(all_reduce(\1, 'tp', dst=R) / 2, 'tp', dst=I)",
+        text,
+        count=1,
+    )
     assert count == 1
     records: list = []
     run_simulated(case, torch.float32, {name: doubled}, records)
-    assert Counter((r.kind, r.axis, r.bytes, r.phase) for r in records) != expected(program.spec.ledger, case, "micro_batch")
+    assert Counter((r.kind, r.axis, r.bytes, r.phase) for r in records) != expected(
+        program.spec.ledger, case, "micro_batch"
+    )
 
 
 def test_spec_round_trip() -> None:
@@ -117,8 +126,16 @@ def test_source_is_plain_python(case: Case) -> None:
     for text in compiled(case).sources.values():
         ast.parse(text)
         assert ".view(" not in text and "'cpu'" not in text and "cuda" not in text
-        body = [line for line in text.splitlines() if re.match(r"        \w[\w, ]* = .*", line) and "self" not in line.split("=")[0]]
-        in_blocks = [line for line in body if ".shape[" not in line and ".device" not in line and "self." not in line.split("=")[1][:6]]
+        body = [
+            line
+            for line in text.splitlines()
+            if re.match(r"        \w[\w, ]* = .*", line) and "self" not in line.split("=")[0]
+        ]
+        in_blocks = [
+            line
+            for line in body
+            if ".shape[" not in line and ".device" not in line and "self." not in line.split("=")[1][:6]
+        ]
         assert all("# " in line for line in in_blocks)
 
 
@@ -135,6 +152,11 @@ def test_golden(name: str, case: Case, request: pytest.FixtureRequest) -> None:
 
 def test_check_command(tmp_path: Path) -> None:
     compiled(CASES[0]).write(tmp_path)
-    out = subprocess.run([sys.executable, "-m", "autoplan.codegen.check", str(tmp_path), "--sequence", str(SEQ)], capture_output=True, text=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-m", "autoplan.codegen.check", str(tmp_path), "--sequence", str(SEQ)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert out.returncode == 0, out.stderr
     assert "1 stage(s) type-check" in out.stdout

@@ -1,11 +1,12 @@
 """Blocks: find the repeated layers of a model and delimit them while it is traced.
 
-Every element of an outermost `nn.ModuleList` is a layer. During the export its forward is wrapped: the first layer of a class of
-identical ones is traced in full between two marker ops, the others become one opaque op each, so capture cost does not grow with
-depth while everything outside the layers (loops, per-layer glue) is still traced as it is.
+Every element of an outermost `nn.ModuleList` is a layer. During the export its forward is wrapped: the first layer of a
+class of identical ones is traced in full between two marker ops, the others become one opaque op each, so capture cost
+does not grow with depth while everything outside the layers (loops, per-layer glue) is still traced as it is.
 
-Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes; an attribute that differs
-(`layer_idx`) is watched while the first layer runs, and if it was read the layers are traced one by one instead.
+Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes; an attribute
+that differs (`layer_idx`) is watched while the first layer runs, and if it was read the layers are traced one by one
+instead.
 """
 
 from __future__ import annotations

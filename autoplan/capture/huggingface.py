@@ -1,7 +1,8 @@
 """Hugging Face models: classes untouched, attention captured as one op.
 
-Tracing HF attention as it is builds an explicit S x S mask. Registering an attention function and a mask function for the time of
-the capture (both: without padding the mask is plain `is_causal`, which flash attention and context parallelism need) keeps it whole.
+Tracing HF attention as it is builds an explicit S x S mask. Registering an attention function and a mask function for
+the time of the capture (both: without padding the mask is plain `is_causal`, which flash attention and context
+parallelism need) keeps it whole.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def refuse_padding(example_inputs: Mapping[str, torch.Tensor]) -> None:
     """Padding masks are not captured: CaptureError says what to pass instead."""
     if "attention_mask" in example_inputs:
         raise CaptureError(
-            "attention_mask is not supported: pass unpadded or packed sequences and mark tokens that do not count with label -100"
+            "attention_mask is not supported: pass unpadded or packed sequences and mark tokens that do not count with "
+            "label -100"
         )
 
 

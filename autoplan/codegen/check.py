@@ -1,5 +1,6 @@
-"""Type-check an emitted program with spmd_types: every stage is executed once, in one process, on a fake process group of its
-tensor-parallel ranks, with the types of parameters, inputs and carried activations asserted and those of its results checked.
+"""Type-check an emitted program with spmd_types: every stage is executed once, in one process, on a fake process group
+of its tensor-parallel ranks, with the types of parameters, inputs and carried activations asserted and those of its
+results checked.
 
     python -m autoplan.codegen.check FOLDER [--batch 2] [--sequence 8]
 

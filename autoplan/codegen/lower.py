@@ -193,7 +193,11 @@ class BlockLowering:
                 consumers.setdefault(name, []).append(node)
         out = {}
         for node in self.block.nodes:
-            if node.op != "linear" or len(consumers.get(node.outputs[0], [])) != 1 or node.outputs[0] in self.block.outputs:
+            if (
+                node.op != "linear"
+                or len(consumers.get(node.outputs[0], [])) != 1
+                or node.outputs[0] in self.block.outputs
+            ):
                 continue
             follower = consumers[node.outputs[0]][0]
             if follower.op != "add" or not follower.attrs.get("bias") or follower.inputs[0] != node.outputs[0]:
@@ -252,7 +256,9 @@ class BlockLowering:
             after = tuple(step.target if i in step.axes else t for i, t in enumerate(current))
             if (name, after) not in self.var:
                 target = self.names.fresh(f"{name}_{_TAG[step.target.kind_name]}")
-                self.statements.append(Convert(target, self.var[name, current], self.block.values[name], step, current, after))
+                self.statements.append(
+                    Convert(target, self.var[name, current], self.block.values[name], step, current, after)
+                )
                 self.var[name, after] = target
             current = after
         return self.var[name, layout]
@@ -305,9 +311,13 @@ def collectives(lowered: LoweredBlock, factors: Mapping[str, Expr], axes: Sequen
                     size = size * axes[i].size
             forward, backward = step.collectives
             if forward:
-                out.append(PlannedCollective(statement.value.name, forward, group(step.axes), size, "forward", "micro_batch"))
+                out.append(
+                    PlannedCollective(statement.value.name, forward, group(step.axes), size, "forward", "micro_batch")
+                )
             if backward and statement.value.requires_grad:
-                out.append(PlannedCollective(statement.value.name, backward, group(step.axes), size, "backward", "micro_batch"))
+                out.append(
+                    PlannedCollective(statement.value.name, backward, group(step.axes), size, "backward", "micro_batch")
+                )
         elif statement.strategy.special == "vocab_cross_entropy":
             logits, target = statement.inputs
             width = dtype_bytes(logits.dtype) if logits.dtype not in ("bfloat16", "float16") else 4

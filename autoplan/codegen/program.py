@@ -65,7 +65,8 @@ class _Compiler:
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         self.ctx = Context(graph.factors, layouts.axes, groups)
         self.lowered: dict[str, LoweredBlock] = {
-            name: BlockLowering(graph, block, layouts.selection, layouts.axes).run() for name, block in graph.blocks.items()
+            name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
+            for name, block in graph.blocks.items()
         }
         self.calls = {c.name: c for c in graph.calls}
         self.free = [c for c in graph.calls if graph.blocks[c.block].replicable]
@@ -95,7 +96,12 @@ class _Compiler:
     def _carried(self, boundary: int) -> list[str]:
         """Values that cross from stage `boundary` to the next, in order of production."""
         before = [v for s in range(boundary + 1) for name in self.layouts.stages[s] for v in self.calls[name].outputs]
-        after = {v for s in range(boundary + 1, len(self.layouts.stages)) for name in self.layouts.stages[s] for v in self.calls[name].inputs}
+        after = {
+            v
+            for s in range(boundary + 1, len(self.layouts.stages))
+            for name in self.layouts.stages[s]
+            for v in self.calls[name].inputs
+        }
         return [v for v in before if v in after]
 
     def layout_of(self, value: str) -> Layout:
@@ -162,14 +168,18 @@ class _Compiler:
                 full = self.graph.params[call.params[p.value.name]]
                 shape = tuple(tuple(self._number(self.graph.factors[f]) for f in dim) for dim in p.value.dims or ())
                 shards = tuple(
-                    ShardSpec(a.name, t.dim, t.factor) for a, t in zip(self.layouts.axes, p.stored, strict=True) if t.is_shard
+                    ShardSpec(a.name, t.dim, t.factor)
+                    for a, t in zip(self.layouts.axes, p.stored, strict=True)
+                    if t.is_shard
                 )
                 pending = tuple(
                     a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u
                 )
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
                 params.append(
-                    ParamSpec(block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used)
+                    ParamSpec(
+                        block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used
+                    )
                 )
             for attr, value in lowered.buffers:
                 buffers.append(BufferSpec(block, attr, call.buffers[value.name]))
@@ -237,7 +247,12 @@ class _Compiler:
         return "\n".join(lines) + "\n"
 
     def _stage_class(
-        self, index: int, spec: StageSpec, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]
+        self,
+        index: int,
+        spec: StageSpec,
+        free: Sequence[Call],
+        mine: Sequence[Call],
+        needs: Mapping[str, Mapping[str, bool]],
     ) -> list[str]:
         lines = ["class Stage(nn.Module):", f'    """Stage {index}: {", ".join(c.name for c in mine)}."""', ""]
         lines += ["    def __init__(self) -> None:", "        super().__init__()"]

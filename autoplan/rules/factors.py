@@ -1,8 +1,9 @@
 """Factor inference: every dim of every value as a product of named factors, consistent over the whole model.
 
-Each dim starts as one unknown factor. A rule says which dims share a label; equal labels are unified, and where one side is a
-product (a reshape splits `heads*head_dim`, a flatten joins `b*s`) the other side is refined to match. Refinement travels
-backwards into parameters: the rows of `q_proj.weight` become `kv g d` because its output is later viewed as heads.
+Each dim starts as one unknown factor. A rule says which dims share a label; equal labels are unified, and where one
+side is a product (a reshape splits `heads*head_dim`, a flatten joins `b*s`) the other side is refined to match.
+Refinement travels backwards into parameters: the rows of `q_proj.weight` become `kv g d` because its output is later
+viewed as heads.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ class _Inference:
                     theirs += known[label]
                     self._hint(op, label, known[label])
                 if not self.table.unify(theirs, mine):
-                    raise RuleError(f"{op} at {where}: dim {i} of {name} ({value.shape[i]}) does not match the other operands")
+                    raise RuleError(
+                        f"{op} at {where}: dim {i} of {name} ({value.shape[i]}) does not match the other operands"
+                    )
 
     def _hint(self, op: str, label: str, factors: list[int]) -> None:
         name = _HINTS.get((op, label))
@@ -186,7 +189,10 @@ class _Inference:
 
 
 def infer_factors(graph: ModelGraph) -> ModelGraph:
-    """The graph with the dims of every value as factors. Checked. RuleError / GraphError name the op that does not fit."""
+    """The graph with the dims of every value as factors.
+
+    Checked. RuleError / GraphError name the op that does not fit.
+    """
     result = _Inference(graph).run()
     check(result)
     return result
@@ -203,7 +209,10 @@ class Occurrence:
 
 
 def occurrences(rule: OpRule, values: list[Value], factors: Mapping[str, Expr]) -> dict[str, list[Occurrence]]:
-    """All places of every label. `values` are the operands followed by the outputs; GraphError before factor inference."""
+    """All places of every label.
+
+    `values` are the operands followed by the outputs; GraphError before factor inference.
+    """
     out: dict[str, list[Occurrence]] = {}
     for k, (value, labels) in enumerate(zip(values, [*rule.inputs, *rule.outputs], strict=True)):
         if value.dims is None:

@@ -5,10 +5,11 @@
     embedding:   [v@vocab_embedding,h] * #[*b] -> [*b,h]
     attention:   [b,kv g,s!,d!], [b,kv,t!,d!], [b,kv,t!,e!] -> [b,kv g,s!,e!]
 
-A bracket lists the dims of one tensor; a dim is one label or several (a product, major to minor); `*b` stands for any number
-of leading dims, broadcast as usual. `!` marks a label that cannot be split. `@name` marks one whose split needs its own code.
-`#` marks an integer operand (no gradient). Operands joined by `*` are multiplied, by `+` added; after `,` the op is not linear
-in them; `~` marks a single operand in which the op is linear. From that line follow the legal splits:
+A bracket lists the dims of one tensor; a dim is one label or several (a product, major to minor); `*b` stands for any
+number of leading dims, broadcast as usual. `!` marks a label that cannot be split. `@name` marks one whose split needs
+its own code. `#` marks an integer operand (no gradient). Operands joined by `*` are multiplied, by `+` added; after `,`
+the op is not linear in them; `~` marks a single operand in which the op is linear. From that line follow the legal
+splits:
 
 * a label in an operand and in the output splits both; operands without it are R;
 * a label only in multiplied operands (or in a `~` operand: a sum) makes the output P;
@@ -131,7 +132,9 @@ def parse(line: str) -> Template:
     return Template(line, inputs, outputs, frozenset(whole), special)
 
 
-def _bind_dims(operand: _Operand, shape: tuple[Expr, ...], stars: dict[str, tuple[Expr, ...]], line: str) -> tuple[Labels, ...]:
+def _bind_dims(
+    operand: _Operand, shape: tuple[Expr, ...], stars: dict[str, tuple[Expr, ...]], line: str
+) -> tuple[Labels, ...]:
     star = [i for i, dim in enumerate(operand.dims) if dim and dim[0].startswith("*")]
     if not star:
         if len(shape) != len(operand.dims):

@@ -1,8 +1,8 @@
 """Strategies: every legal way to run one op on the intra-op sub-axes, derived from its rule.
 
-On one sub-axis an op runs replicated (R), invariant (I), split along one factor of one of its labels, or passes a pending sum
-(P). Over several sub-axes a strategy is one choice per sub-axis; mixed choices are kept only where a factor is too small for
-the whole product (few key-value heads), which keeps the space small without losing replicated KV heads.
+On one sub-axis an op runs replicated (R), invariant (I), split along one factor of one of its labels, or passes a
+pending sum (P). Over several sub-axes a strategy is one choice per sub-axis; mixed choices are kept only where a factor
+is too small for the whole product (few key-value heads), which keeps the space small without losing replicated KV heads.
 """
 
 from __future__ import annotations
@@ -127,12 +127,16 @@ def strategies(
     axes: Sequence[Axis],
     sizes: Mapping[str, int],
 ) -> list[Strategy]:
-    """Every strategy of `node` over `axes`; `sizes` gives the factor sizes as numbers. The batch is never split here: it
-    belongs to the data-parallel sub-axes."""
+    """Every strategy of `node` over `axes`; `sizes` gives the factor sizes as numbers.
+
+    The batch is never split here: it belongs to the data-parallel sub-axes.
+    """
     if not axes:
         none: Layout = ()
         return [Strategy("R", (none,) * len(node.tensor_inputs), (none,) * len(node.outputs), (), 1)]
-    per_axis = [c for c in axis_choices(node, values, factors) if c.factor is None or "b" not in factors[c.factor].symbols]
+    per_axis = [
+        c for c in axis_choices(node, values, factors) if c.factor is None or "b" not in factors[c.factor].symbols
+    ]
     total = 1
     for axis in axes:
         total *= axis.size

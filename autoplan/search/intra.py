@@ -138,7 +138,10 @@ def make_solver(time_limit_s: float) -> pulp.LpSolver:
 
 
 def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
-    """Proved optimum of the problem. InfeasibleError if nothing satisfies it; a stop by time is labelled in `status`."""
+    """Proved optimum of the problem.
+
+    InfeasibleError if nothing satisfies it; a stop by time is labelled in `status`.
+    """
     start = time.perf_counter()
     whole = problem
     problem = _prune(problem)
@@ -187,11 +190,12 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
         selection.update(option.parts or ((choice.name, option),))
     cost = evaluate(whole, selection)
     bound = _dual_bound(lp, solver)
+    proved = status == "Optimal" and lp.sol_status == pulp.LpSolutionOptimal
     return IntraSolution(
         selection=selection,
         cost_s=cost,
         bound_s=cost if bound is None else min(cost, bound / scale),
-        status="optimal" if status == "Optimal" and lp.sol_status == pulp.LpSolutionOptimal else "stopped by time limit",
+        status="optimal" if proved else "stopped by time limit",
         solver=type(solver).__name__,
         num_variables=lp.numVariables(),
         build_time_s=built - start,

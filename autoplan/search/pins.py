@@ -1,7 +1,7 @@
 """Pinned degrees: reading them, the legality rules, and the stated defaults for what is not pinned.
 
-Defaults until the search chooses: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and
-2 * pp with one, no recompute, 1F1B, stages of balanced arithmetic.
+Defaults until the search chooses: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a
+pipeline and 2 * pp with one, no recompute, 1F1B, stages of balanced arithmetic.
 """
 
 from __future__ import annotations
@@ -63,15 +63,20 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     for name, degree in (("tp", tp), ("pp", pp)):
         if num_devices % degree:
             raise PinError(
-                f"pin {name}={degree} does not divide the {num_devices} devices; nearest legal: {_nearest_divisor(degree, num_devices)}"
+                f"pin {name}={degree} does not divide the {num_devices} devices; nearest legal: "
+                f"{_nearest_divisor(degree, num_devices)}"
             )
     if num_devices % (tp * pp):
         rest = num_devices // pp
-        raise PinError(f"pins tp={tp} x pp={pp} do not divide the {num_devices} devices; with pp={pp}, tp may be {_nearest_divisor(tp, rest)}")
+        raise PinError(
+            f"pins tp={tp} x pp={pp} do not divide the {num_devices} devices; with pp={pp}, tp may be "
+            f"{_nearest_divisor(tp, rest)}"
+        )
     dp = _integer(pins, "dp", num_devices // (tp * pp))
     if dp * tp * pp != num_devices:
         raise PinError(
-            f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} devices, but the cluster has {num_devices}; nearest legal: dp={num_devices // (tp * pp)}"
+            f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} devices, but the cluster has {num_devices}; nearest legal: "
+            f"dp={num_devices // (tp * pp)}"
         )
     zero = pins.get("zero_stage", 1)
     if zero not in (0, 1, 2, 3):
@@ -82,7 +87,10 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     recompute = pins.get("recompute", "none")
     for value in recompute.values() if isinstance(recompute, Mapping) else [recompute]:
         if value not in RECOMPUTE:
-            raise PinError(f"pin recompute={value!r} is not supported; use {' or '.join(RECOMPUTE)}, or a mapping block -> one of them")
+            raise PinError(
+                f"pin recompute={value!r} is not supported; use {' or '.join(RECOMPUTE)}, or a mapping block -> "
+                "one of them"
+            )
     stages = pins.get("stages")
     slack = pins.get("state_slack", 1.02)
     if not isinstance(slack, (int, float)) or slack < 1:
@@ -118,17 +126,25 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
     for where, heads, _ in head_counts(graph):
         if heads % config.tp:
             raise PinError(
-                f"pin tp={config.tp} does not divide the {heads} attention heads at {where}; nearest legal: {_nearest_divisor(config.tp, heads)}"
+                f"pin tp={config.tp} does not divide the {heads} attention heads at {where}; nearest legal: "
+                f"{_nearest_divisor(config.tp, heads)}"
             )
     layers = layer_calls(graph)
     if config.pp > 1 and config.pp > len(layers):
-        raise PinError(f"pin pp={config.pp} needs at least as many layers, the model has {len(layers)}; nearest legal: {len(layers)}")
+        raise PinError(
+            f"pin pp={config.pp} needs at least as many layers, the model has {len(layers)}; nearest legal: "
+            f"{len(layers)}"
+        )
     if config.stages is not None:
         if len(config.stages) != config.pp:
-            raise PinError(f"pin stages={list(config.stages)} has {len(config.stages)} entries for pp={config.pp}; give {config.pp}")
+            raise PinError(
+                f"pin stages={list(config.stages)} has {len(config.stages)} entries for pp={config.pp}; give "
+                f"{config.pp}"
+            )
         if any(not isinstance(n, int) or n < 1 for n in config.stages) or sum(config.stages) != len(layers):
             raise PinError(
-                f"pin stages={list(config.stages)} must be {config.pp} positive numbers that add up to the model's {len(layers)} layers"
+                f"pin stages={list(config.stages)} must be {config.pp} positive numbers that add up to the model's "
+                f"{len(layers)} layers"
             )
     batch_coupling = [
         node for block in graph.blocks.values() for node in block.nodes if _couples_batch(graph, block.values, node)
@@ -136,8 +152,8 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
     if batch_coupling and (config.dp > 1 or config.num_micro_batches > 1):
         node = batch_coupling[0]
         raise PinError(
-            f"{node.op} at {node.source or node.name} couples the samples of a batch, so the batch cannot be split; use dp=1 and "
-            "num_micro_batches=1"
+            f"{node.op} at {node.source or node.name} couples the samples of a batch, so the batch cannot be split; "
+            "use dp=1 and num_micro_batches=1"
         )
 
 
@@ -177,7 +193,10 @@ def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, in
     if config.stages is not None:
         counts: Sequence[int] = config.stages
     else:
-        cost = {b: sum(float(flops(n, blk.values, rule_for(n, blk.values)).evaluate(env)) for n in blk.nodes) for b, blk in graph.blocks.items()}
+        cost = {
+            b: sum(float(flops(n, blk.values, rule_for(n, blk.values)).evaluate(env)) for n in blk.nodes)
+            for b, blk in graph.blocks.items()
+        }
         by_name = {c.name: cost[c.block] for c in calls}
         weights = [sum(by_name[n] for n in unit) for unit in units]
         weights[0] += sum(by_name[n] for n in before)
