@@ -32,7 +32,7 @@ Dim = tuple[str, ...]  # factor names, major to minor; () is a dim of size 1
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: global shape, dtype, whether a gradient flows to it, and its dims as factors (None before inference)."""
+    """A tensor: global shape, dtype, whether a gradient flows to it, its dims as factors (None before inference)."""
 
     name: str
     shape: tuple[Expr, ...]

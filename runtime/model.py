@@ -344,7 +344,8 @@ class ParallelModel:
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
-        return f"ParallelModel({self.spec.model}, {degrees}, stage {self.stage_index}, {self.num_micro_batches} micro-batches)"
+        micro_batches = f"{self.num_micro_batches} micro-batches"
+        return f"ParallelModel({self.spec.model}, {degrees}, stage {self.stage_index}, {micro_batches})"
 
     def named_state(self) -> dict[str, Any]:
         """What a checkpoint must carry beside tensors."""

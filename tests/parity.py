@@ -1,7 +1,8 @@
 """Parity helpers: compile a plan once, run its program on all ranks, and compare with one device.
 
-Two ways to run: `run_simulated` (LocalTensorMode: every rank in this process with real numerics) and `train_job` (a job for real
-processes, see harness.py). The reference is the program of one device; that it equals the eager model is tested by itself.
+Two ways to run: `run_simulated` (LocalTensorMode: every rank in this process with real numerics) and `train_job` (a job
+for real processes, see harness.py). The reference is the program of one device; that it equals the eager model is
+tested by itself.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ def full_tensors(case: Case, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor
 
 
 def global_batch(case: Case, step: int = 0, samples: int = 12) -> dict[str, torch.Tensor]:
-    """12 samples: divisible by dp x micro-batches up to 2 x 6, 4 x 3. Unequal: half of the samples have few valid labels."""
+    """12 samples: divisible by dp x micro-batches up to 2 x 6, 4 x 3.
+
+    Unequal: half of the samples have few valid labels.
+    """
     batch = models.token_batch(samples, SEQ, seed=10 + step)
     if case.labels == "unequal":
         g = torch.Generator().manual_seed(99 + step)
@@ -265,7 +269,8 @@ def local_inputs(
 
 
 def assemble(grad: torch.Tensor, p: ParamSpec, mesh: AxisMesh, world: int) -> torch.Tensor:
-    """Full gradient from every rank's local one: by sub-axis concatenated (sharded), summed (dp, deferred), or equal (invariant)."""
+    """Full gradient from every rank's local one: by sub-axis concatenated (sharded), summed (dp, deferred), or equal
+    (invariant)."""
     assert isinstance(grad, LocalTensor)
     parts = {r: grad._local_tensors[r] for r in range(world)}
     shape = [f for dim in p.factor_shape for f in dim]

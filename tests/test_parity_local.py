@@ -135,7 +135,7 @@ def test_negative_control(control: str) -> None:
     try:
         _, got = run_simulated(case, sources={name: broken})
     except AssertionError as exc:
-        assert "differs between ranks" in str(exc)  # noqa: PT017  ranks that must agree do not
+        assert "differs between ranks" in str(exc)  # ranks that must agree do not
     else:
         assert worst(got, want)[0] > 1e-2
 

@@ -1,4 +1,4 @@
-"""Parity over real processes: gloo, torch's FSDP2 and pipelining, three optimizer steps, in float64 against one device."""
+"""Parity over real processes: gloo, torch's FSDP2 and pipelining, three optimizer steps, float64 against one device."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_float32_with_sgd(case: Case) -> None:
     "case", [Case(tp=2, num_micro_batches=2), Case("gpt", tp=2, prices="latency", num_micro_batches=3)], ids=str
 )
 def test_ledger_over_processes(case: Case) -> None:
-    """What one step of real processes sends on the tensor-parallel axis is the ledger, the once-per-step reductions included."""
+    """What one step of real processes sends on the tensor-parallel axis is the ledger, the once-per-step reductions
+    included."""
     got = trained(case, "float32", 1, "sgd")
     spec = compiled(case).spec
     size = next(iter(global_batch(case).values())).shape[0] // case.num_micro_batches

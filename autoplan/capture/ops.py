@@ -68,7 +68,8 @@ def _addmm(a: Args) -> Result:
 def _attention(a: Args) -> Result:
     if a.get("dropout_p", 0.0):
         raise CaptureError(
-            f"dropout_p={a['dropout_p']} inside scaled_dot_product_attention cannot be reproduced across plans; set it to 0 and "
+            f"dropout_p={a['dropout_p']} inside scaled_dot_product_attention cannot be reproduced across plans; "
+            "set it to 0 and "
             "use nn.Dropout on the residual branch"
         )
     tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])

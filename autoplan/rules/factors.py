@@ -200,7 +200,7 @@ def infer_factors(graph: ModelGraph) -> ModelGraph:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Where a label sits: tensor `operand` (inputs then outputs), tensor dim, and its factors' positions in that dim."""
+    """Where a label sits: tensor `operand` (inputs then outputs), tensor dim, and the places of its factors there."""
 
     operand: int
     dim: int

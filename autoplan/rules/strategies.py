@@ -2,7 +2,8 @@
 
 On one sub-axis an op runs replicated (R), invariant (I), split along one factor of one of its labels, or passes a
 pending sum (P). Over several sub-axes a strategy is one choice per sub-axis; mixed choices are kept only where a factor
-is too small for the whole product (few key-value heads), which keeps the space small without losing replicated KV heads.
+is too small for the whole product (few key-value heads), which keeps the space small without losing replicated KV
+heads.
 """
 
 from __future__ import annotations
