@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,9 @@ from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import AutoplanError, CaptureError, PinError
+from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.plan import Plan, make_plan
-from autoplan.runtime.failure import init_process_group
+from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.search.pins import ParallelConfig, read_pins
 
@@ -34,6 +37,7 @@ def parallelize(
     folder: str | Path | None = None,
     seed: int = 0,
     timeout_s: float | None = None,
+    check: bool = False,
 ) -> ParallelModel:
     """Parallelise `model` over `cluster`; call it on every rank (under torchrun), each with the same model.
 
@@ -49,6 +53,7 @@ def parallelize(
             stages (layers per pipeline stage), schedule. What is not pinned gets the default stated in autoplan.search.pins.
         folder: where to write the emitted program (`stageN.py`, `program.json`); a temporary folder by default.
         seed: of dropout.
+        check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`, `pm.source`.
@@ -70,7 +75,7 @@ def parallelize(
             raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
         example_inputs = default_example(model)
     device = _start(cluster, timeout_s)
-    plan, program = _agree(model, cluster, config, example_inputs, loss_fn)
+    plan, program = _agree(model, cluster, config, example_inputs, loss_fn, check)
     parameters, buffers = _tensors(model)
     if world > 1:
         _same_values(parameters, buffers, device)
@@ -117,7 +122,9 @@ def _start(cluster: Cluster, timeout_s: float | None) -> torch.device:
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         device = torch.device("cpu")
-    if not dist.is_initialized():
+    if dist.is_initialized():  # by the caller: watch it, and give the groups to come the timeout
+        watch(timeout_s)
+    else:
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             init_process_group(backend, timeout_s=timeout_s)
@@ -132,12 +139,15 @@ def _agree(
     config: ParallelConfig,
     example_inputs: Mapping[str, torch.Tensor],
     loss_fn: LossFn | None,
+    check: bool,
 ) -> tuple[Plan, Program]:
     """Rank 0 captures, plans and compiles; everybody gets the same result, or the same error."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             box[0] = plan_program(model, cluster, config, example_inputs, loss_fn)
+            if check:
+                _type_check(box[0][1])
         except AutoplanError as exc:
             box[0] = exc
     if dist.get_world_size() > 1:
@@ -146,6 +156,17 @@ def _agree(
         raise box[0]
     plan, program = box[0]
     return plan, program
+
+
+def _type_check(program: Program) -> None:
+    """Run `autoplan.codegen.check` on the program: a child process, since it needs a process group of its own."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    with tempfile.TemporaryDirectory() as folder:
+        program.write(Path(folder))
+        command = [sys.executable, "-m", "autoplan.codegen.check", folder, "--sequence", "64"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    if result.returncode:
+        raise LayoutError(f"the emitted program does not type-check:\n{result.stderr[-4000:]}")
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -1,0 +1,116 @@
+"""Jobs for test_api.py: what a user does, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+
+import autoplan
+from autoplan.cost_models.errors import AutoplanError
+
+
+def alone(rank: int, world: int) -> tuple[float, float]:
+    """`parallelize(model, cluster)` and nothing else; ranks start with different weights."""
+    model = models.make_llama(seed=rank)
+    pm = autoplan.parallelize(model, "local", pins={"tp": 2})
+    batch = models.token_batch(2, 16)
+    loss = pm.step(batch)
+    reference = models.make_llama(seed=0)(**batch).loss
+    return loss.item(), reference.item()
+
+
+def train(rank: int, world: int, pins: dict[str, Any], check: bool) -> list[float]:
+    """A user's loop."""
+    batch = models.token_batch(8, 16)
+    pm = autoplan.parallelize(
+        models.make_llama(),
+        "local",
+        example_inputs={k: v[:4] for k, v in batch.items()},
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        pins=pins,
+        check=check,
+    )
+    size = 8 // pm.data_world
+    mine = {k: v[pm.data_rank * size : (pm.data_rank + 1) * size] for k, v in batch.items()}
+    losses = []
+    for _ in range(5):
+        losses.append(pm.step(mine).item())
+        pm.clip_grad_norm_(1.0)
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+    assert pm.plan is not None and pm.plan.config.tp == pins.get("tp", 1) and "class Stage" in "".join(pm.source.values())
+    return losses
+
+
+def refused(rank: int, world: int, kwargs: dict[str, Any], family: str = "llama") -> str:
+    """The error every rank gets."""
+    model = models.make_llama() if family == "llama" else models.make_gpt()
+    try:
+        autoplan.parallelize(model, **{"cluster": "local", **kwargs})
+    except (AutoplanError, ValueError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "accepted"
+
+
+def refused_optimizer(rank: int, world: int) -> str:
+    return refused(rank, world, {"optimizer": functools.partial(torch.optim.LBFGS, lr=1.0), "pins": {"tp": 2}})
+
+
+def bad_batches(rank: int, world: int) -> list[str]:
+    """Messages for batches that do not fit."""
+    pm = autoplan.parallelize(models.make_llama(), "local", pins={"dp": 2, "num_micro_batches": 3})
+    good = models.token_batch(6, 16)
+    tries = [
+        models.token_batch(4, 16),
+        {"input_ids": good["input_ids"]},
+        {"input_ids": good["input_ids"], "labels": good["labels"][:3]},
+        {"input_ids": good["input_ids"], "labels": torch.full_like(good["labels"], -100)},
+    ]
+    out = []
+    for batch in tries:
+        try:
+            pm._step(batch)
+        except ValueError as exc:
+            out.append(str(exc))
+    return out
+
+
+def dies(rank: int, world: int, how: str) -> str:
+    """Rank 1 ends in the middle of training."""
+    pm = autoplan.parallelize(models.make_llama(), "local", pins={"tp": 2}, timeout_s=8)
+    batch = models.token_batch(2, 16)
+    pm.step(batch)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        batch = {"input_ids": batch["input_ids"]}  # a bug of the user's on one rank only
+    pm.step(batch)
+    return "finished"
+
+
+def state_round_trip(rank: int, world: int, pins: dict[str, Any]) -> float:
+    """state_dict of a trained program into a fresh one of another plan."""
+    model = models.make_llama(tie_word_embeddings=True)
+    batch = models.token_batch(4, 16)
+    pm = autoplan.parallelize(model, "local", optimizer=functools.partial(torch.optim.SGD, lr=0.1), pins=pins)
+    size = 4 // pm.data_world
+    mine = {k: v[pm.data_rank * size : (pm.data_rank + 1) * size] for k, v in batch.items()}
+    pm.step(mine)
+    assert pm.optimizer is not None
+    pm.optimizer.step()
+    state = pm.state_dict()
+    loss = pm.step(mine).item()
+    model.load_state_dict(state)  # exactly the original names
+    other = autoplan.parallelize(models.make_llama(seed=7, tie_word_embeddings=True), "local", pins={"pp": 2})
+    other.load_state_dict(state)
+    theirs = other.step(batch).item()
+    with torch.no_grad():
+        eager = model(**batch).loss.item()
+    dist.barrier()
+    return max(abs(loss - theirs), abs(loss - eager))
