@@ -1,7 +1,7 @@
 """The rule table: op name -> how it can be split. An op that is not here is an error, never a silent guess.
 
-Most ops are one line of the rule language. Ops whose labels depend on their arguments (views, slices, reductions, ...) name a
-builder. `FLOPS_PER_POINT` gives the arithmetic of an op per element of its label space.
+Most ops are one line of the rule language. Ops whose labels depend on their arguments (views, slices, reductions, ...)
+name a builder. `FLOPS_PER_POINT` gives the arithmetic of an op per element of its label space.
 """
 
 from __future__ import annotations
@@ -236,14 +236,17 @@ UNARY = "[*a] -> [*a]"
 UNARY_LINEAR = "~[*a] -> [*a]"
 BINARY = "[*a], [*a] -> [*a]"
 
+_UNARY_OPS = (
+    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf pow_scalar add_scalar rsub_scalar softplus square "
+    "logical_not ne_scalar eq_scalar lt_scalar gt_scalar le_scalar ge_scalar clamp to dropout"
+)
+_LINEAR_OPS = "neg mul_scalar div_scalar detach clone"
+_BINARY_OPS = "pow maximum minimum eq ne lt gt le ge logical_and logical_or bitwise_and bitwise_or"
+
 LINES: dict[str, str] = {
-    **dict.fromkeys(
-        "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf pow_scalar add_scalar rsub_scalar softplus square "
-        "logical_not ne_scalar eq_scalar lt_scalar gt_scalar le_scalar ge_scalar clamp to dropout".split(),
-        UNARY,
-    ),
-    **dict.fromkeys("neg mul_scalar div_scalar detach clone".split(), UNARY_LINEAR),
-    **dict.fromkeys("pow maximum minimum eq ne lt gt le ge logical_and logical_or bitwise_and bitwise_or".split(), BINARY),
+    **dict.fromkeys(_UNARY_OPS.split(), UNARY),
+    **dict.fromkeys(_LINEAR_OPS.split(), UNARY_LINEAR),
+    **dict.fromkeys(_BINARY_OPS.split(), BINARY),
     "add": "[*a] + [*a] -> [*a]",
     "sub": "[*a] + [*a] -> [*a]",
     "mul": "[*a] * [*a] -> [*a]",
@@ -290,9 +293,10 @@ def _keep_last_two(ins: list[Shape]) -> OpRule:
 
 
 # P only through these: what spmd_types, which checks the emitted program, also knows to be linear
-PASSES_PARTIAL = frozenset(
-    "add sub neg mul div mul_scalar div_scalar reshape transpose permute unsqueeze squeeze expand cat sum mean".split()
+_PASSING_OPS = (
+    "add sub neg mul div mul_scalar div_scalar reshape transpose permute unsqueeze squeeze expand cat sum mean"
 )
+PASSES_PARTIAL = frozenset(_PASSING_OPS.split())
 
 # arithmetic per point of the label space (product of all label sizes); everything else is 1 per output element
 FLOPS_PER_POINT: dict[str, int] = {"linear": 2, "matmul": 2}
@@ -302,8 +306,8 @@ def rule_for(node: Node, values: Mapping[str, Value]) -> OpRule:
     """The bound rule of a node. RuleError names the op, the source line, and the line to write."""
     if node.op not in BUILDERS:
         raise RuleError(
-            f"op {node.op!r} at {node.source or node.name} has no sharding rule; add one line to autoplan.rules.table.LINES, "
-            f"e.g. {node.op!r}: '{UNARY}' if it is element-wise"
+            f"op {node.op!r} at {node.source or node.name} has no sharding rule; add one line to "
+            f"autoplan.rules.table.LINES, e.g. {node.op!r}: '{UNARY}' if it is element-wise"
         )
     ins = [values[name].shape for name in node.tensor_inputs]
     outs = [values[name].shape for name in node.outputs]
@@ -322,7 +326,9 @@ def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:
         points = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3]) * 2
         return points.scale(_HALF) if node.attrs.get("causal") else points
     if node.op in FLOPS_PER_POINT:
-        contracted = product([s for s, dim in zip(ins[0].shape, rule.inputs[0], strict=True) if any(rule.contracted(x) for x in dim)])
+        contracted = product(
+            [s for s, dim in zip(ins[0].shape, rule.inputs[0], strict=True) if any(rule.contracted(x) for x in dim)]
+        )
         return out.num_elements * contracted * FLOPS_PER_POINT[node.op]
     return out.num_elements
 

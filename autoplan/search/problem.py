@@ -1,10 +1,11 @@
 """The intra-op problem as plain data, built from a ModelGraph: choices, options, and the conversions between layouts.
 
     minimise   sum over choices  weight * cost(option chosen)
-             + sum over values v and target layouts t needed by somebody  weight(v) * conversion(native layout of v -> t)
+             + sum over values v and target layouts t needed by somebody
+                                 weight(v) * conversion(native layout of v -> t)
 
-* a *choice* is an op (its strategies), a parameter (how it is stored), or a boundary (the layout in which a block hands a value
-  to the next); exactly one option is taken;
+* a *choice* is an op (its strategies), a parameter (how it is stored), or a boundary (the layout in which a block hands
+  a value to the next); exactly one option is taken;
 * an option *requires* values in given layouts and *provides* the native layout of others;
 * a value is converted once per target layout however many consumers share it (Megatron's one gather for q, k and v).
 
@@ -32,12 +33,14 @@ ValueKey = tuple[str, str]  # block, value
 # forward + backward arithmetic of an op in units of its forward
 _BACKWARD_WORK = {"linear": 3.0, "matmul": 3.0, "attention": 3.5}
 # these move no data: shapes, or fused into their neighbours
-_FREE = frozenset("reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full".split())
+_FREE_OPS = "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full"
+_FREE = frozenset(_FREE_OPS.split())
 # ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
-_FOLLOWS = frozenset(
-    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar div_scalar "
-    "reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax".split()
+_FOLLOWING_OPS = (
+    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar "
+    "div_scalar reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax"
 )
+_FOLLOWS = frozenset(_FOLLOWING_OPS.split())
 # bytes an element-wise optimizer (AdamW, fp32) moves per parameter byte and step: read p, g, m, v; write p, m, v
 _OPTIMIZER_TRAFFIC = 7.0
 
@@ -81,7 +84,9 @@ class IntraProblem:
         for choice in self.choices:
             options = tuple(o for o in choice.options if allowed(choice, o))
             if not options:
-                raise InfeasibleError(f"{choice.name} has no option left; it had {', '.join(o.name for o in choice.options)}")
+                raise InfeasibleError(
+                    f"{choice.name} has no option left; it had {', '.join(o.name for o in choice.options)}"
+                )
             choices.append(replace(choice, options=options))
         return replace(self, choices=tuple(choices))
 
@@ -90,7 +95,7 @@ Selection = Mapping[str, Option]  # choice name -> option
 
 
 def evaluate(problem: IntraProblem, selection: Selection) -> float:
-    """Cost in seconds of a complete selection; inf if it breaks the budget or needs a conversion that does not exist."""
+    """Cost in seconds of a complete selection; inf if it breaks the budget or a conversion does not exist."""
     total = state = 0.0
     native: dict[ValueKey, Layout] = {}
     needed: dict[ValueKey, set[Layout]] = {}
@@ -121,8 +126,8 @@ class IntraSettings:
     cluster: Cluster
     env: Mapping[str, int]  # b (micro-batch per data-parallel rank) and s
     num_micro_batches: int = 1
-    # parameters may be stored in at most this multiple of the least possible; None: no limit. A pinned degree is a wish for
-    # memory: without a limit a small model is cheapest replicated.
+    # parameters may be stored in at most this multiple of the least possible; None: no limit. A pinned degree is a wish
+    # for memory: without a limit a small model is cheapest replicated.
     state_slack: float | None = 1.02
 
 
@@ -246,14 +251,18 @@ class _Build:
                 update = _OPTIMIZER_TRAFFIC * size / self.settings.cluster.device.memory_bytes_per_s
                 options.append(
                     Option(
-                        _show(layout), (), tuple((k, layout) for k in keys), update / self.settings.num_micro_batches, 4.0 * size
+                        _show(layout),
+                        (),
+                        tuple((k, layout) for k in keys),
+                        update / self.settings.num_micro_batches,
+                        4.0 * size,
                     )
                 )
             name = f"{keys[0][0]}/{keys[0][1]}"
             self.choices.append(Choice(f"store {name}", tuple(options), float(count)))
 
     def _shards_of(self, key: ValueKey, dim: int, position: int) -> list[Layout]:
-        """Storage by one factor over the whole product, or over the leading sub-axes if it is too small (few KV heads)."""
+        """Storage by one factor over the whole product, or over the leading sub-axes if too small (few KV heads)."""
         size = self.sizes[(self.value(key).dims or ())[dim][position]]
         out, total = [], 1
         for used in range(1, self.rank + 1):
@@ -277,7 +286,9 @@ class _Build:
         for block in self.graph.blocks.values():
             for name in block.buffers:
                 key = (block.name, name)
-                self.choices.append(Choice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),)))
+                self.choices.append(
+                    Choice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),))
+                )
 
     def _boundaries(self) -> None:
         """One layout per class of values that blocks hand to each other; inputs are R, the loss is I."""
@@ -293,7 +304,10 @@ class _Build:
 
         for call in self.graph.calls:
             block = self.graph.blocks[call.block]
-            for actual, formal in [*zip(call.inputs, block.inputs, strict=True), *zip(call.outputs, block.outputs, strict=True)]:
+            for actual, formal in [
+                *zip(call.inputs, block.inputs, strict=True),
+                *zip(call.outputs, block.outputs, strict=True),
+            ]:
                 join(("", actual), (block.name, formal))
         classes: dict[ValueKey, list[ValueKey]] = {}
         for key in list(parent):

@@ -1,0 +1,433 @@
+"""One small node per op and form for tests/test_rules.py, each with what plain torch computes for it.
+
+Tensors are written by their factors: `"b, s, kv group head"` is [b, s, kv*group*head], `1` a dim of size 1, `[]` a
+scalar. A word before `:` says what is in it: `const` has no gradient, `pos` is positive, `int16` holds integers below
+16, `target16` also -100, `bool` and `f32` are dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoplan.cost_models.graph import Node, Value
+from autoplan.cost_models.symbols import Expr, product
+
+ENV = {"b": 2, "s": 8}
+FACTORS: dict[str, Expr] = {
+    "b": Expr.symbol("b"),
+    "s": Expr.symbol("s"),
+    "next": Expr.symbol("s") + 1,
+    "keys": Expr.of(4),
+    # two key-value heads: fewer than the four ranks
+    **{name: Expr.of(size) for name, size in dict(kv=2, group=4, head=4, value=8, heads=4).items()},
+    **{name: Expr.of(size) for name, size in dict(hidden=8, out=12, major=2, minor=8, vocab=16, two=2).items()},
+    **{name: Expr.of(size) for name, size in dict(three=3, six=6, nine=9, four=4, eight=8).items()},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node, and `ref`: the same in plain torch (None where only the runtime has the op)."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ref: Callable[..., Any] | None
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        attrs = "".join(f" {k}={v}" for k, v in self.attrs.items())
+        return f"{self.op}({'; '.join(self.inputs)}){attrs}"
+
+    @property
+    def node(self) -> Node:
+        ins = tuple(f"x{i}" for i in range(len(self.inputs)))
+        return Node(
+            "node", self.op, ins, tuple(f"y{i}" for i in range(len(self.outputs))), self.attrs, source="case.py:1"
+        )
+
+    @property
+    def values(self) -> dict[str, Value]:
+        out = {}
+        grad = False
+        for i, text in enumerate(self.inputs):
+            mark, dims = _read(text)
+            mine = mark in ("", "pos", "f32")
+            grad |= mine
+            out[f"x{i}"] = _value(
+                f"x{i}", dims, _DTYPES.get(mark, "int64" if mark[:3] in ("int", "tar") else "float64"), mine
+            )
+        for i, text in enumerate(self.outputs):
+            mark, dims = _read(text)
+            dtype = _DTYPES.get(mark, "int64" if mark == "int" else "float64")
+            mine = grad and "float" in dtype and mark != "const"
+            out[f"y{i}"] = _value(f"y{i}", dims, dtype, mine)
+        return out
+
+    def make(self, seed: int = 0) -> list[torch.Tensor]:
+        """The inputs, whole: multiples of 1/16, so that casts to float32 and sums of parts are exact."""
+        out = []
+        for i, text in enumerate(self.inputs):
+            mark, _ = _read(text)
+            shape = [int(size.evaluate(ENV)) for size in self.values[f"x{i}"].shape]
+            g = torch.Generator().manual_seed(seed * 31 + i)
+            if mark.startswith("int"):
+                x = torch.randint(int(mark[3:]), shape, generator=g)
+            elif mark.startswith("target"):
+                x = torch.randint(int(mark[6:]), shape, generator=g)
+                x[torch.rand(shape, generator=g) < 0.2] = -100
+            elif mark == "bool":
+                x = torch.rand(shape, generator=g) < 0.6
+            else:
+                low = 1 if mark == "pos" else -40
+                x = (
+                    torch.randint(low, 41, shape, generator=g).to(torch.float32 if mark == "f32" else torch.float64)
+                    / 16
+                )
+            out.append(x)
+        return out
+
+
+_DTYPES = {"bool": "bool", "f32": "float32", "c32": "float32"}
+
+
+def _read(text: str) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    mark, _, rest = text.rpartition(":")
+    words = [w.strip() for w in rest.split(",")] if rest.strip() != "[]" else []
+    return mark.strip(), tuple(() if w == "1" else tuple(w.split()) for w in words)
+
+
+def _value(name: str, dims: tuple[tuple[str, ...], ...], dtype: str, grad: bool) -> Value:
+    return Value(name, tuple(product([FACTORS[f] for f in dim]) for dim in dims), dtype, grad, dims)
+
+
+def case(op: str, inputs: list[str], outputs: list[str] | str, ref: Callable[..., Any] | None, **attrs: Any) -> Case:
+    return Case(op, tuple(inputs), (outputs,) if isinstance(outputs, str) else tuple(outputs), ref, attrs)
+
+
+X = "b, s, kv group head"  # what most cases work on
+T = torch
+
+
+def _same(op: str, ref: Callable[..., Any] | None, x: str = X, y: str = "", **attrs: Any) -> Case:
+    mark = f"{y}:" if y else ""
+    return case(op, [x], mark + _strip(x), ref, **attrs)
+
+
+def _strip(text: str) -> str:
+    return text.rpartition(":")[2]
+
+
+UNARY = [
+    *(_same(n, getattr(F, n)) for n in ("silu", "relu", "softplus")),
+    *(_same(n, getattr(T, n)) for n in ("tanh", "sigmoid", "exp", "cos", "sin", "abs", "erf", "square", "neg")),
+    *(_same(n, getattr(T, n), f"pos: {X}") for n in ("log", "rsqrt", "sqrt")),
+    _same("gelu", F.gelu, approximate="none"),
+    _same("gelu", lambda x: F.gelu(x, approximate="tanh"), approximate="tanh"),
+    _same("logical_not", T.logical_not, f"bool: {X}", "bool"),
+    _same("pow_scalar", lambda x: x**2, scalar=2),
+    _same("pow_scalar", lambda x: x**-0.5, f"pos: {X}", scalar=-0.5),
+    _same("add_scalar", lambda x: x + 0.5, scalar=0.5),
+    _same("add_scalar", lambda x: x + 8, scalar=Expr.symbol("s")),
+    _same("rsub_scalar", lambda x: 1.5 - x, scalar=1.5),
+    _same("mul_scalar", lambda x: x * -0.25, scalar=-0.25),
+    _same("div_scalar", lambda x: x / 8, scalar=Expr.symbol("s")),
+    *(
+        _same(f"{n}_scalar", lambda x, n=n: getattr(T, n)(x, 0.25), X, "bool", scalar=0.25)
+        for n in ("ne", "eq", "lt", "gt", "le", "ge")
+    ),
+    _same("clamp", lambda x: x.clamp(-1.0, None), min=-1.0, max=None),
+    _same("clamp", lambda x: x.clamp(None, 0.5), min=None, max=0.5),
+    _same("to", lambda x: x.double(), f"f32: {X}", dtype="float64"),
+    _same("to", lambda x: x.double(), f"bool: {X}", "const", dtype="float64"),
+    _same("to", lambda x: x.float(), X, "f32", dtype="float32"),
+    _same("detach", lambda x: x.detach(), X, "const"),
+    _same("clone", lambda x: x.clone()),
+    _same("dropout", None, p=0.4),
+    _same("dropout", None, "s, b, hidden", p=0.4),
+]
+
+# the second operand: equal, a vector, a column, a scalar, a constant, an outer dim
+SECOND = [
+    X,
+    "kv group head",
+    "b, s, 1",
+    "[]",
+    f"const: {X}",
+    "const: s, 1",
+    "1, 1, kv group head",
+    "b, 1, kv group head",
+]
+BINARY = [
+    *(
+        case(n, [X, second], X, getattr(T, n))
+        for n in ("add", "sub", "mul", "div")
+        for second in (SECOND if n != "div" else [f"pos: {s}" for s in SECOND if "const" not in s])
+    ),
+    *(case(n, ["s, 1", "1, head"], "s, head", getattr(T, n)) for n in ("add", "mul")),
+    *(case(n, ["const: s, 1", "const: 1, head"], "const: s, head", getattr(T, n)) for n in ("add", "mul")),
+    case("add", ["b, s, out", "out"], "b, s, out", T.add, bias=True),
+    case("div", ["[]", "const: []"], "[]", T.div),
+    case("div", ["const: b, s", "pos: b, s"], "b, s", T.div),
+    *(case(n, [X, "kv group head"], X, getattr(T, n)) for n in ("maximum", "minimum")),
+    *(case(n, [X, "b, s, 1"], X, getattr(T, n)) for n in ("maximum", "minimum")),
+    case("pow", [f"pos: {X}", "kv group head"], X, T.pow),
+    case("pow", ["pos: []", X], X, T.pow),
+    *(case(n, [X, second], f"bool: {X}", getattr(T, n)) for n in ("eq", "ne", "lt") for second in (X, "b, s, 1")),
+    *(case(n, ["const: s, 1", "const: head"], "bool: s, head", getattr(T, n)) for n in ("gt", "le", "ge", "lt")),
+    *(
+        case(n, [f"bool: {X}", f"bool: {second}"], f"bool: {X}", getattr(T, n))
+        for n in ("logical_and", "logical_or", "bitwise_and", "bitwise_or")
+        for second in (X, "s, 1")
+    ),
+    case("where", [f"bool: {X}", X, X], X, T.where),
+    case("where", ["bool: s, 1", X, "[]"], X, T.where),
+    case("where", ["bool: s, head", "[]", "b, 1, 1"], "b, s, head", T.where),
+    case("masked_fill", [X, f"bool: {X}"], X, lambda x, m: x.masked_fill(m, 0.5), scalar=0.5),
+    case("masked_fill", [X, "bool: s, 1"], X, lambda x, m: x.masked_fill(m, float("-2")), scalar=-2.0),
+]
+
+
+def _norm(x: torch.Tensor) -> tuple[int, ...]:
+    return (x.shape[-1],)
+
+
+PRODUCTS = [
+    case("linear", ["b, s, hidden", "out, hidden"], "b, s, out", F.linear),
+    case("linear", ["b, s, hidden", "kv group head, hidden"], "b, s, kv group head", F.linear),
+    case("linear", ["b, s, kv group head", "hidden, kv group head"], "b, s, hidden", F.linear),
+    case("linear", ["b, s, hidden", "hidden, hidden"], "b, s, hidden", F.linear),  # one factor in both roles
+    case("linear", ["b s, hidden", "out, hidden"], "b s, out", F.linear),
+    case("linear", ["b, s, 1", "out, 1"], "b, s, out", F.linear),
+    case("linear", ["b, s, hidden", "1, hidden"], "b, s, 1", F.linear),
+    case("linear", ["hidden", "out, hidden"], "out", F.linear),
+    case("linear", ["const: b, s, hidden", "out, hidden"], "b, s, out", F.linear),
+    case("linear", ["b, s, hidden", "const: out, hidden"], "b, s, out", F.linear),
+    case("matmul", ["b, heads, s, head", "b, heads, head, keys"], "b, heads, s, keys", T.matmul),
+    case("matmul", ["b, kv group, s, head", "b, 1, head, keys"], "b, kv group, s, keys", T.matmul),
+    case("matmul", ["s, hidden", "heads, hidden, out"], "heads, s, out", T.matmul),
+    case("matmul", ["b, s, kv head", "kv head, out"], "b, s, out", T.matmul),
+    case("matmul", ["b, s, 1", "1, head"], "b, s, head", T.matmul),
+    case(
+        "layer_norm",
+        ["b, s, hidden", "hidden", "hidden"],
+        "b, s, hidden",
+        lambda x, w, b: F.layer_norm(x, _norm(x), w, b, 1e-6),
+        eps=1e-6,
+        weight=True,
+        bias=True,
+    ),
+    case(
+        "layer_norm",
+        ["b, s, kv head", "kv head"],
+        "b, s, kv head",
+        lambda x, w: F.layer_norm(x, _norm(x), w),
+        eps=1e-5,
+        weight=True,
+        bias=False,
+    ),
+    case(
+        "layer_norm",
+        ["b, s, heads, head"],
+        "b, s, heads, head",
+        lambda x: F.layer_norm(x, _norm(x)),
+        eps=1e-5,
+        weight=False,
+        bias=False,
+    ),
+    case(
+        "layer_norm",
+        ["s, hidden", "hidden"],
+        "s, hidden",
+        lambda x, b: F.layer_norm(x, _norm(x), None, b),
+        eps=1e-5,
+        weight=False,
+        bias=True,
+    ),
+    case(
+        "rms_norm",
+        ["b, s, hidden", "hidden"],
+        "b, s, hidden",
+        lambda x, w: F.rms_norm(x, _norm(x), w, 1e-5),
+        eps=1e-5,
+        weight=True,
+    ),
+    case(
+        "rms_norm",
+        ["b, kv group, s, head"],
+        "b, kv group, s, head",
+        lambda x: F.rms_norm(x, _norm(x)),
+        eps=None,
+        weight=False,
+    ),
+    case("embedding", ["vocab, hidden", "int16: b, s"], "b, s, hidden", lambda w, i: F.embedding(i, w), padding_idx=-1),
+    case(
+        "embedding",
+        ["vocab, hidden", "int16: b, s"],
+        "b, s, hidden",
+        lambda w, i: F.embedding(i, w, padding_idx=5),
+        padding_idx=5,
+    ),
+    case("embedding", ["four head, kv head", "int16: s"], "s, kv head", lambda w, i: F.embedding(i, w), padding_idx=-1),
+    case(
+        "embedding", ["two minor, hidden", "int16: b s"], "b s, hidden", lambda w, i: F.embedding(i, w), padding_idx=-1
+    ),
+    case(
+        "cross_entropy_sum",
+        ["b s, vocab", "target16: b s"],
+        "[]",
+        lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+        ignore_index=-100,
+        label_smoothing=0.0,
+    ),
+    case(
+        "cross_entropy_sum",
+        ["s, vocab", "target16: s"],
+        "[]",
+        lambda x, t: F.cross_entropy(x, t, reduction="sum", label_smoothing=0.2),
+        ignore_index=-100,
+        label_smoothing=0.2,
+    ),
+    case(
+        "cross_entropy_sum",
+        ["s, two minor", "target16: s"],
+        "[]",
+        lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+        ignore_index=-100,
+        label_smoothing=0.0,
+    ),
+    case(
+        "cross_entropy_sum",
+        ["const: b s, vocab", "target16: b s"],
+        "const: []",
+        lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+        ignore_index=-100,
+        label_smoothing=0.0,
+    ),
+]
+
+
+def _sdpa(causal: bool, scale: float | None = None) -> Callable[..., torch.Tensor]:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention written out: no fused kernel, heads repeated."""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
+        if causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1) @ v
+
+    return run
+
+
+def _attention(
+    q: str, k: str, v: str, out: str, mask: str = "", causal: bool = True, scale: float | None = None
+) -> Case:
+    ins = [q, k, v, *([mask] if mask else [])]
+    return case("attention", ins, out, _sdpa(causal, scale), causal=causal, scale=scale)
+
+
+GQA = ("b, kv group, s, head", "b, kv, s, head", "b, kv, s, head", "b, kv group, s, head")
+ATTENTION = [
+    _attention(*GQA),
+    _attention(*GQA, causal=False, scale=0.3),
+    _attention("b, heads, s, head", "b, heads, s, head", "b, heads, s, value", "b, heads, s, value"),
+    _attention(
+        "b, heads, s, head", "b, heads, keys, head", "b, heads, keys, value", "b, heads, s, value", causal=False
+    ),
+    _attention("b, group, s, head", "b, 1, s, head", "b, 1, s, head", "b, group, s, head"),
+    _attention("b, 1, s, head", "b, 1, s, head", "b, 1, s, head", "b, 1, s, head"),
+    _attention("b, two kv group, s, head", "b, two kv, s, head", "b, two kv, s, head", "b, two kv group, s, head"),
+    _attention(*GQA, mask="const: 1, kv group, s, s"),
+    _attention(*GQA, mask="const: 1, 1, s, s", causal=False),
+    _attention(*GQA, mask="const: s, s", causal=False),
+    _attention(*GQA, mask="const: b, 1, s, s"),
+    _attention(
+        "b, heads, s, head", "b, heads, s, head", "b, heads, s, head", "b, heads, s, head", "const: b, heads, s, s"
+    ),
+]
+
+BIG = 2**63 - 1
+VIEWS = [
+    case("reshape", [X], "b, s, kv group, head", lambda x: x.reshape(2, 8, 8, 4)),
+    case("reshape", [X], "b, s, kv, group head", lambda x: x.reshape(2, 8, 2, 16)),
+    case("reshape", ["b, s, kv group, head"], X, lambda x: x.reshape(2, 8, 32)),
+    case("reshape", ["b, s, hidden"], "b s, hidden", lambda x: x.reshape(16, 8)),
+    case("reshape", ["b s, hidden"], "b, s, hidden", lambda x: x.reshape(2, 8, 8)),
+    case("reshape", ["b, s, kv, head"], "b s kv, head", lambda x: x.reshape(32, 4)),
+    case("reshape", ["s, hidden"], "s, 1, hidden, 1", lambda x: x.reshape(8, 1, 8, 1)),
+    case("reshape", ["six, four"], "eight, three", lambda x: x.reshape(8, 3)),  # no common refinement
+    case("reshape", ["const: b, s, hidden"], "const: b s, hidden", lambda x: x.reshape(16, 8)),
+    case("transpose", ["b, s, kv group, head"], "b, kv group, s, head", lambda x: x.transpose(1, 2), dim0=1, dim1=2),
+    case("transpose", ["b, s, hidden"], "b, hidden, s", lambda x: x.transpose(-1, -2), dim0=-1, dim1=-2),
+    case("transpose", ["s, 1, hidden"], "1, s, hidden", lambda x: x.transpose(0, 1), dim0=0, dim1=1),
+    case("permute", ["b, s, kv, head"], "kv, b, head, s", lambda x: x.permute(2, 0, -1, 1), dims=(2, 0, -1, 1)),
+    case("unsqueeze", ["b, s, hidden"], "b, 1, s, hidden", lambda x: x.unsqueeze(1), dim=1),
+    case("unsqueeze", ["b, s, hidden"], "b, s, hidden, 1", lambda x: x.unsqueeze(-1), dim=-1),
+    case("squeeze", ["b, 1, s, hidden"], "b, s, hidden", lambda x: x.squeeze(1), dim=1),
+    case("squeeze", ["b, s, 1"], "b, s", lambda x: x.squeeze(-1), dim=-1),
+    case("squeeze", ["b, kv, hidden"], "b, kv, hidden", lambda x: x.squeeze(1), dim=1),  # not 1: stays
+    case("expand", ["b, kv, 1, s, head"], "b, kv, group, s, head", lambda x: x.expand(2, 2, 4, 8, 4)),
+    case("expand", ["s, head"], "b, kv, s, head", lambda x: x.expand(2, 2, 8, 4)),
+    case("expand", ["1, s, 1"], "b, s, kv head", lambda x: x.expand(2, 8, 8)),
+    case("slice", ["b, s, kv head"], "b, s, three", lambda x: x[:, :, 2:5], dim=-1, start=2, end=5, step=1),
+    case("slice", ["b, next, hidden"], "b, s, hidden", lambda x: x[:, 1:], dim=1, start=1, end=BIG, step=1),
+    case("slice", ["b, next"], "b, s", lambda x: x[:, :-1], dim=1, start=0, end=-1, step=1),
+    case("slice", ["b, next"], "b, s", lambda x: x[:, :8], dim=1, start=0, end=Expr.symbol("s"), step=1),
+    case("slice", ["minor, s, kv head"], "four, s, kv head", lambda x: x[::2], dim=0, start=0, end=BIG, step=2),
+    case("slice", ["s, hidden"], "s, 1", lambda x: x[:, -1:], dim=1, start=-1, end=BIG, step=1),
+    case("select", ["b, s, kv head"], "b, kv head", lambda x: x[:, -1], dim=1, index=-1),
+    case("select", ["b, s, kv head, three"], "b, s, kv head", lambda x: x[..., 1], dim=3, index=1),
+    case("pad", ["int9: b, s"], "int: b, next", lambda x: F.pad(x, (0, 1), value=-100), pad=(0, 1), value=-100),
+    case("pad", ["b, s, kv head"], "b, next, kv head", lambda x: F.pad(x, (0, 0, 1, 0)), pad=(0, 0, 1, 0), value=0),
+    case("cat", ["b, s, head", "b, s, four"], "b, s, eight", lambda *x: T.cat(x, -1), dim=-1),
+    case("cat", ["b, s, kv head", "b, 1, kv head"], "b, next, kv head", lambda *x: T.cat(x, 1), dim=1),
+    case("cat", ["1, s, kv", "1, s, kv", "1, s, kv"], "three, s, kv", lambda *x: T.cat(x, 0), dim=0),
+    case("cat", ["b, s, head", "const: b, s, head"], "b, s, eight", lambda *x: T.cat(x, 2), dim=2),
+    case("chunk", ["b, s, three kv group head"], [X, X, X], lambda x: x.chunk(3, -1), dim=-1),
+    case("chunk", ["b, two s, hidden"], ["b, s, hidden"] * 2, lambda x: x.chunk(2, 1), dim=1),
+    case("chunk", ["b, s, three"], ["b, s, 1"] * 3, lambda x: x.chunk(3, 2), dim=2),
+    case("chunk", ["s, kv head, nine"], ["s, kv head, six", "s, kv head, three"], lambda x: x.split([6, 3], 2), dim=2),
+    case(
+        "chunk",
+        ["s, kv head, nine"],
+        ["s, kv head, four", "s, kv head, four", "s, kv head, 1"],
+        lambda x: x.split(4, 2),
+        dim=2,
+    ),
+    case("chunk", ["b, s, hidden"], ["b, s, hidden"], lambda x: x.chunk(1, 2), dim=2),
+    *(
+        case(n, ["b, s, kv group head"], out, lambda x, n=n, a=a: getattr(x, n)(*a), dims=a[0], keepdim=a[1])
+        for n in ("sum", "mean")
+        for out, a in (
+            ("b, s, 1", ((-1,), True)),
+            ("b, s", ((2,), False)),
+            ("b, kv group head", ((1,), False)),
+            ("b, 1, 1", ((1, -1), True)),
+        )
+    ),
+    case("sum", [X], "[]", lambda x: x.sum(), dims=None, keepdim=False),
+    case("mean", [X], "[]", lambda x: x.mean(), dims=None, keepdim=False),
+    case("sum", [X], "1, 1, 1", lambda x: x.sum((0, 1, 2), keepdim=True), dims=None, keepdim=True),
+    case("mean", [X], "[]", lambda x: x.mean(), dims=(), keepdim=False),
+    case("mean", ["const: s, head"], "const: s", lambda x: x.mean(1), dims=(1,), keepdim=False),
+    case("softmax", ["b, kv group, s, keys"], "b, kv group, s, keys", lambda x: x.softmax(-1), dim=-1, dtype=None),
+    case("softmax", ["b, s, out"], "b, s, out", lambda x: x.softmax(1), dim=1, dtype="float64"),
+    case("log_softmax", ["b, s, vocab"], "b, s, vocab", lambda x: x.log_softmax(-1), dim=-1, dtype=None),
+    case("cumsum", ["b, s, kv head"], "b, s, kv head", lambda x: x.cumsum(-1), dim=-1),
+    case("tril", ["kv group, s, keys"], "kv group, s, keys", lambda x: x.tril(-1), diagonal=-1),
+    case("triu", ["s, keys"], "s, keys", lambda x: x.triu(1), diagonal=1),
+    case("arange", [], "int: s", lambda: T.arange(8), start=0, end=Expr.symbol("s"), dtype="int64"),
+    case("arange", [], "int: s", lambda: T.arange(1, 9), start=1, end=Expr.symbol("s") + 1, dtype="int64"),
+    case("full", [], "const: s", lambda: T.full((8,), 0.5, dtype=T.float64), scalar=0.5, dtype="float64"),
+    case("full", [], "bool: b, s", lambda: T.full((2, 8), True), scalar=1, dtype="bool"),
+]
+
+CASES = [*UNARY, *BINARY, *PRODUCTS, *ATTENTION, *VIEWS]
