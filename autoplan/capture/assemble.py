@@ -1,7 +1,7 @@
 """Cut the flat trace into blocks and calls: layers, the glue before, between and after them, and parameter-free tables.
 
-Values that depend on no parameter (rotary tables, masks, shifted labels) go into blocks of their own, which every pipeline
-stage recomputes instead of receiving them.
+Values that depend on no parameter (rotary tables, masks, shifted labels) go into blocks of their own, which every
+pipeline stage recomputes instead of receiving them.
 """
 
 from __future__ import annotations
@@ -62,13 +62,17 @@ def _normalise_loss(trace: Trace) -> _Loss:
     total, out = f"{node.name}.sum", node.outputs[0]
     ignore, target = int(node.attrs["ignore_index"]), str(node.inputs[1])
     if len(trace.values[str(node.inputs[0])].shape) != 2:
-        raise CaptureError(f"{node.source}: cross_entropy needs logits [tokens, classes]; flatten batch and sequence first")
+        raise CaptureError(
+            f"{node.source}: cross_entropy needs logits [tokens, classes]; flatten batch and sequence first"
+        )
     if not node.attrs["mean"]:
         trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs)
         return _Loss("none", target, ignore)
     trace.values[total] = replace(trace.values[out], name=total)
     trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
-    _insert_after(trace, entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source))
+    _insert_after(
+        trace, entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
+    )
     return _Loss("tokens", target, ignore)
 
 
@@ -87,7 +91,9 @@ def _normalise_mean(trace: Trace) -> _Loss:
         trace.nodes[i] = replace(node, op="sum", outputs=(total,))
         _insert_after(trace, i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
         at = next(k for k, n in enumerate(trace.nodes) if n.name == part)
-        _insert_after(trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
+        _insert_after(
+            trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source)
+        )
         return _Loss("samples", None, -100)
     return _Loss("none", None, -100)
 
@@ -118,7 +124,8 @@ def _drop_dead(trace: Trace) -> None:
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
     """The tensors a merged layer really uses: those at the places that its first one uses or hands through."""
     _, first, ins, _ = trace.repeats[index]
-    used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs} | set(trace.layer_outputs[first])
+    used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs}
+    used |= set(trace.layer_outputs[first])
     return {mine for mine, theirs in zip(ins, trace.layer_inputs[first], strict=True) if theirs in used}
 
 
@@ -183,7 +190,8 @@ class _Builder:
     def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss) -> None:
         self.trace, self.segments, self.loss = trace, segments, loss
         self.blocks: dict[str, Block] = {}
-        self.by_layer: dict[str, tuple[Block, list[str], list[str]]] = {}  # block, actual inputs, actual outputs of the first
+        # block, actual inputs, actual outputs of the first
+        self.by_layer: dict[str, tuple[Block, list[str], list[str]]] = {}
         self.calls: list[Call] = []
         self.rename: dict[str, str] = {}
         self.ok = True
@@ -201,7 +209,9 @@ class _Builder:
         used_buffers = {full for c in self.calls for full in c.buffers.values()}
         unused = sorted(n for n, p in params.items() if n not in used_params and p.trainable)
         if unused:
-            raise CaptureError(f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False")
+            raise CaptureError(
+                f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False"
+            )
         return ModelGraph(
             name=name,
             inputs=tuple(self.trace.inputs),
@@ -294,7 +304,8 @@ class _Builder:
 
         for x in ins:
             value = self.trace.values[x]
-            names[x] = fresh("hidden" if value.requires_grad else x.split(".")[0] if x in self.trace.inputs else x.rsplit("_", 1)[0].split(".")[0])
+            plain = (x if x in self.trace.inputs else x.rsplit("_", 1)[0]).split(".")[0]
+            names[x] = fresh("hidden" if value.requires_grad else plain)
         for node in nodes:
             for x in node.tensor_inputs:
                 if x in self.trace.params and x not in names:
@@ -320,7 +331,11 @@ class _Builder:
     def _rewrite(node: Node, names: Mapping[str, str], scope: str) -> Node:
         outs = tuple(names[x] for x in node.outputs)
         return replace(
-            node, name=outs[0], scope=scope, inputs=tuple(names[x] if x is not None else None for x in node.inputs), outputs=outs
+            node,
+            name=outs[0],
+            scope=scope,
+            inputs=tuple(names[x] if x is not None else None for x in node.inputs),
+            outputs=outs,
         )
 
     def _repeat(self, segment: _Segment) -> None:

@@ -1,8 +1,8 @@
 """Captured graphs on disk, by the hash of everything they depend on.
 
-Only models made of installed packages (torch, transformers) are cached: their code is known by its version. A model with classes
-of the user's own is captured every time, since no cheap key covers every function its forward may call; a stale capture would be
-a silently wrong program.
+Only models made of installed packages (torch, transformers) are cached: their code is known by its version. A model
+with classes of the user's own is captured every time, since no cheap key covers every function its forward may call; a
+stale capture would be a silently wrong program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _plain(value: Any) -> Any:
 
 
 def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> str | None:
-    """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's own)."""
+    """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's
+    own)."""
     internal = set(nn.Module().__dict__)
     modules = []
     for name, module in model.named_modules():
@@ -83,9 +84,15 @@ def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
 
 
 def cached(
-    model: nn.Module, example_inputs: Mapping[str, torch.Tensor], make: Callable[[], ModelGraph], folder: Path | None = None
+    model: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    make: Callable[[], ModelGraph],
+    folder: Path | None = None,
 ) -> ModelGraph:
-    """The stored graph of this model and these inputs, else `make()`, stored. A damaged file is made anew, never used."""
+    """The stored graph of this model and these inputs, else `make()`, stored.
+
+    A damaged file is made anew, never used.
+    """
     key = fingerprint(model, example_inputs)
     if key is None:
         return make()

@@ -1,7 +1,8 @@
-"""Capture: nn.Module + example inputs -> ModelGraph, through torch.export (non-strict, pre-dispatch ATen, fake tensors).
+"""Capture: nn.Module + example inputs -> ModelGraph, by torch.export (non-strict, pre-dispatch ATen, fake tensors).
 
-The chain, in order (`capture`): wrap model and loss -> export with symbolic batch and sequence, layers marked -> inline no_grad
-regions -> translate ATen to IR ops -> cut into blocks and merge identical ones -> normalise the loss -> infer factors -> check.
+The chain, in order (`capture`): wrap model and loss -> export with symbolic batch and sequence, layers marked -> inline
+no_grad regions -> translate ATen to IR ops -> cut into blocks and merge identical ones -> normalise the loss -> infer
+factors -> check.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class LossModule(nn.Module):
         loss = out if loss is None and isinstance(out, torch.Tensor) and out.dim() == 0 else loss
         if loss is None:
             raise CaptureError(
-                f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in example_inputs"
+                f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in "
+                "example_inputs"
             )
         return loss
 
@@ -66,7 +68,8 @@ def model_input_names(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ..
     chosen = tuple(n for n in names if n in accepted)
     if not chosen:
         raise CaptureError(
-            f"none of the inputs {', '.join(names)} is an argument of {type(model).__name__}.forward({', '.join(accepted)})"
+            f"none of the inputs {', '.join(names)} is an argument of "
+            f"{type(model).__name__}.forward({', '.join(accepted)})"
         )
     return chosen
 
@@ -97,11 +100,12 @@ def capture(
 
     Args:
         model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta).
-        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's. Only shapes and
-            dtypes matter.
+        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's. Only
+            shapes and dtypes matter.
         loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
 
-    Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input `loss_denominator`.
+    Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input
+        `loss_denominator`.
     Raises: CaptureError naming the op and the source line that cannot be captured.
     """
     refuse_padding(example_inputs)
@@ -129,7 +133,8 @@ def _capture(
 
 
 def _dims(example_inputs: Mapping[str, torch.Tensor]) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
-    """Dynamic dims and stand-in tensors: batch 2 and the given sequence length (made distinct so that no size is mistaken)."""
+    """Dynamic dims and stand-in tensors: batch 2 and the given sequence length (made distinct so that no size is
+    mistaken)."""
     batch, sequence = torch.export.Dim("b"), torch.export.Dim("s")
     first = next(iter(example_inputs.values()))
     if first.dim() < 1:
@@ -139,7 +144,9 @@ def _dims(example_inputs: Mapping[str, torch.Tensor]) -> tuple[list[dict[int, An
     stand_in = 2 if num_tokens != 2 else 3
     for name, tensor in example_inputs.items():
         if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
-            raise CaptureError(f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}")
+            raise CaptureError(
+                f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}"
+            )
         mine: dict[int, Any] = {0: batch}
         if tensor.dim() > 1 and tensor.shape[1] == num_tokens and num_tokens is not None and num_tokens > 1:
             mine[1] = sequence
@@ -148,7 +155,9 @@ def _dims(example_inputs: Mapping[str, torch.Tensor]) -> tuple[list[dict[int, An
     return dims, tensors
 
 
-def _export(wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+def _export(
+    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]
+) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
     dims, tensors = _dims(example_inputs)
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
@@ -174,19 +183,22 @@ def _export(wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]) -> 
 def _export_refining(
     wrapper: LossModule, tensors: list[torch.Tensor], dims: list[dict[int, Any]]
 ) -> torch.export.ExportedProgram:
-    """Export; where the model fixes or bounds a dim (features in dim 1, a table of positions), take what torch suggests."""
+    """Export; where the model fixes or bounds a dim (features in dim 1, a table of positions), take what torch
+    suggests."""
     shapes = {"tensors": tuple(dims)}
     try:
         return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=shapes)
     except torch._dynamo.exc.UserError as exc:
         if "Suggested fixes" not in str(exc):
             raise
-        fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]  # torch's parser wants nothing after them
+        # torch's parser wants nothing after them
+        fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]
         refined = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
         for mine in refined["tensors"]:
             if not isinstance(mine[0], torch.export.Dim):
                 raise CaptureError(
-                    f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to {mine[0]})"
+                    f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to "
+                    f"{mine[0]})"
                 ) from exc
         return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=refined)
 
@@ -248,7 +260,11 @@ class _Translator:
     """ATen graph -> Trace."""
 
     def __init__(
-        self, program: torch.export.ExportedProgram, wrapper: LossModule, symbols: dict[str, str], names: tuple[str, ...]
+        self,
+        program: torch.export.ExportedProgram,
+        wrapper: LossModule,
+        symbols: dict[str, str],
+        names: tuple[str, ...],
     ) -> None:
         self.program, self.wrapper, self.symbols, self.names = program, wrapper, symbols, names
         self.trace = Trace()
@@ -300,7 +316,9 @@ class _Translator:
                 name = f"buffer:{full}"
                 self.trace.buffers[name] = full
             else:
-                raise CaptureError(f"the model makes a constant tensor ({target}) in its forward; register it as a buffer")
+                raise CaptureError(
+                    f"the model makes a constant tensor ({target}) in its forward; register it as a buffer"
+                )
             self.env[node] = name
             value = node.meta["val"]
             grad = kind is InputKind.PARAMETER and bool(self.wrapper.get_parameter(target).requires_grad)
@@ -376,9 +394,12 @@ class _Translator:
                 changed = self.env.get(node.args[0])
                 if changed in self.trace.buffers:
                     raise CaptureError(self._mutated(self.trace.buffers[changed]))
-                raise CaptureError(f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y")
+                raise CaptureError(
+                    f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
+                )
             raise CaptureError(
-                f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its rule to "
+                f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its "
+                "rule to "
                 "autoplan.rules.table"
             )
         try:
@@ -408,13 +429,17 @@ class _Translator:
             return before.dtype == _dtype(value.dtype)
         return before.shape == self._shape(value)
 
-    def _emit(self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str) -> list[str]:
+    def _emit(
+        self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str
+    ) -> list[str]:
         base = self._fresh(item.op)
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         for name, meta in zip(outs, metas, strict=True):
             dtype = _dtype(meta.dtype)
-            grad = any(v.requires_grad for v in inputs) and not self.no_grad and item.op != "detach" and "float" in dtype
+            grad = (
+                any(v.requires_grad for v in inputs) and not self.no_grad and item.op != "detach" and "float" in dtype
+            )
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):

@@ -16,7 +16,8 @@ from autoplan.cost_models.graph import Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
 from autoplan.cost_models.symbols import Expr, product
 
-_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32", "bool": "bool"}
+_FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
+_SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,10 @@ def _infix(symbol: str) -> Callable[[_OpText], str]:
     return lambda t: f"{t.a[0]} {symbol} {t.a[1]}"
 
 
+def _function(name: str) -> Callable[[_OpText], str]:
+    return lambda t: f"{name}({t.a[0]}, {t.a[1]})"
+
+
 def _scalar(template: str) -> Callable[[_OpText], str]:
     return lambda t: template.format(x=t.a[0], c=_literal(t.attrs["scalar"]))
 
@@ -147,7 +152,10 @@ def _slice(t: _OpText) -> str:
 
 def _chunk(t: _OpText) -> str:
     dim = t.attrs["dim"]
-    sizes = [local_shape(v, layout, t.ctx.factors, t.ctx.axes)[dim] for v, layout in zip(t.op.values, t.op.strategy.outputs, strict=True)]
+    sizes = [
+        local_shape(v, layout, t.ctx.factors, t.ctx.axes)[dim]
+        for v, layout in zip(t.op.values, t.op.strategy.outputs, strict=True)
+    ]
     if all(s == sizes[0] for s in sizes):
         return f"{t.a[0]}.chunk({len(sizes)}, dim={dim})"
     return f"{t.a[0]}.split([{', '.join(_arg(s) for s in sizes)}], dim={dim})"
@@ -198,7 +206,11 @@ def _dropout(t: _OpText) -> str:
     for i, dim in enumerate(value.dims or ()):
         for j, factor in enumerate(dim):
             size = t.ctx.factors[factor]
-            axes = tuple(a.name for a, kind in zip(t.ctx.axes, layout, strict=True) if kind.is_shard and (kind.dim, kind.factor) == (i, j))
+            axes = tuple(
+                a.name
+                for a, kind in zip(t.ctx.axes, layout, strict=True)
+                if kind.is_shard and (kind.dim, kind.factor) == (i, j)
+            )
             mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
             entries.append(f"({_arg(local[i][j])}, {_arg(size)}, {mark})")
     return f"dropout({t.a[0]}, {t.attrs['p']}, rng, self.site + {t.site}, ({', '.join(entries)},))"
@@ -214,7 +226,13 @@ def _arange(t: _OpText) -> str:
 
 
 def _full(t: _OpText) -> str:
-    return f"torch.full(({t.out_shape}{',' if len(t.op.values[0].shape) == 1 else ''}), {_literal(t.attrs['scalar'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
+    shape = t.out_shape + ("," if len(t.op.values[0].shape) == 1 else "")
+    return f"torch.full(({shape}), {_literal(t.attrs['scalar'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
+
+
+def _gelu(t: _OpText) -> str:
+    how = t.attrs["approximate"]
+    return f"F.gelu({t.a[0]}" + (f", approximate={how!r})" if how != "none" else ")")
 
 
 def _softmax(name: str) -> Callable[[_OpText], str]:
@@ -225,15 +243,21 @@ def _softmax(name: str) -> Callable[[_OpText], str]:
     return text
 
 
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "bitwise_and": "&", "bitwise_or": "|"}
+_SYMBOLS = {**_ARITHMETIC, "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}
+
 EMITTERS: dict[str, Callable[[_OpText], str]] = {
-    **{op: _unary(f"torch.{op}({{x}})") for op in "tanh sigmoid exp log cos sin rsqrt sqrt abs erf square logical_not".split()},
+    **{
+        op: _unary(f"torch.{op}({{x}})")
+        for op in "tanh sigmoid exp log cos sin rsqrt sqrt abs erf square logical_not".split()
+    },
     **{op: _unary(f"F.{op}({{x}})") for op in "silu relu softplus".split()},
     **{op: _unary(f"{{x}}.{op}()") for op in ("detach", "clone")},
     "neg": _unary("-{x}"),
-    "gelu": lambda t: f"F.gelu({t.a[0]}" + (f", approximate={t.attrs['approximate']!r})" if t.attrs["approximate"] != "none" else ")"),
-    **{op: _infix(s) for op, s in {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "bitwise_and": "&", "bitwise_or": "|"}.items()},
-    **{op: (lambda t, op=op: f"torch.{op}({t.a[0]}, {t.a[1]})") for op in "pow maximum minimum logical_and logical_or matmul".split()},
-    **{f"{op}_scalar": _scalar(f"{{x}} {s} {{c}}") for op, s in {"add": "+", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}.items()},
+    "gelu": _gelu,
+    **{op: _infix(symbol) for op, symbol in _SYMBOLS.items()},
+    **{op: _function(f"torch.{op}") for op in "pow maximum minimum logical_and logical_or matmul".split()},
+    **{f"{op}_scalar": _scalar(f"{{x}} {_SYMBOLS[op]} {{c}}") for op in "add mul div eq ne lt gt le ge".split()},
     "pow_scalar": _scalar("{x}.pow({c})"),
     "rsub_scalar": _scalar("{c} - {x}"),
     "linear": _linear,
@@ -273,7 +297,9 @@ EMITTERS: dict[str, Callable[[_OpText], str]] = {
 def op_text(op: Op, ctx: Context, site: int) -> str:
     """Right-hand side of an op. RuleError for an op without an emitter."""
     if op.node.op not in EMITTERS:
-        raise RuleError(f"op {op.node.op!r} ({op.node.source}) has no emitter; add one line to autoplan.codegen.emit.EMITTERS")
+        raise RuleError(
+            f"op {op.node.op!r} ({op.node.source}) has no emitter; add one line to autoplan.codegen.emit.EMITTERS"
+        )
     text = EMITTERS[op.node.op](_OpText(op, ctx, site))
     new = [
         axis.name
@@ -346,11 +372,17 @@ def block_source(lowered: LoweredBlock, ctx: Context, calls: Sequence[str]) -> t
             continue
         text = op_text(statement, ctx, site)
         site += statement.node.op == "dropout"
-        comment = "; ".join(describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True))
+        comment = "; ".join(
+            describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
+        )
         body.append(_assign(", ".join(statement.targets), text, comment))
     joined = "\n".join(line.split("#")[0] for line in body)
     needs = {name: _mentions(joined, name) for name in ("b", "s", "device", "rng")}
-    extra = [f"{n}: {'int' if n in 'bs' else 'torch.device' if n == 'device' else 'Tensor'}" for n, used in needs.items() if used]
+    extra = [
+        f"{n}: {'int' if n in 'bs' else 'torch.device' if n == 'device' else 'Tensor'}"
+        for n, used in needs.items()
+        if used
+    ]
     lines = [f"class {lowered.class_name}({'Block' if lowered.params else 'nn.Module'}):"]
     shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
     lines += [f'    """{shown}"""', ""]
@@ -404,20 +436,27 @@ def _assign(target: str, text: str, comment: str) -> str:
 
 def _init_lines(lowered: LoweredBlock, ctx: Context) -> list[str]:
     lines = ["    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:"]
-    lines.append("        super().__init__(recompute=recompute, site=site)" if lowered.params else "        super().__init__()")
+    lines.append(
+        "        super().__init__(recompute=recompute, site=site)" if lowered.params else "        super().__init__()"
+    )
     if not lowered.params:
         lines[0] = "    def __init__(self) -> None:"
     for param in lowered.params:
         shape = shape_text(local_shape(param.value, param.stored, ctx.factors, ctx.axes))
         comma = "," if len(param.value.shape) == 1 else ""
-        used = "" if param.used == param.stored else f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
+        used = ""
+        if param.used != param.stored:
+            used = f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         lines.append(
-            f"        self.{param.attr} = parameter(({shape}{comma}), torch.{param.value.dtype}, {param.value.requires_grad})"
+            f"        self.{param.attr} = parameter(({shape}{comma}), torch.{param.value.dtype}, "
+            f"{param.value.requires_grad})"
             f"  # {describe(param.value, param.stored, ctx)}{used}"
         )
     for attr, value in lowered.buffers:
         shape = shape_text(local_shape(value, (), ctx.factors, ()))
         comma = "," if len(value.shape) == 1 else ""
-        lines.append(f"        self.register_buffer({attr!r}, torch.empty(({shape}{comma}), dtype=torch.{value.dtype}))")
+        lines.append(
+            f"        self.register_buffer({attr!r}, torch.empty(({shape}{comma}), dtype=torch.{value.dtype}))"
+        )
     lines.append("")
     return lines
