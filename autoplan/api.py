@@ -1,4 +1,4 @@
-"""The door: `autoplan.parallelize(model, cluster, ...)` turns an ordinary nn.Module into this rank's part of a parallel program."""
+"""The door: `autoplan.parallelize(model, cluster, ...)` turns a module into this rank's part of a parallel program."""
 
 from __future__ import annotations
 
@@ -44,19 +44,21 @@ def parallelize(
     Args:
         model: an ordinary module on the CPU or this rank's device. Rank 0's values are used everywhere.
         cluster: a Cluster, or 'local' for all processes of this job.
-        optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is planned for
-            AdamW and you make your own from `pm.parameters()`.
-        example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. Not needed for a Hugging
-            Face causal language model.
+        optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
+            planned for AdamW and you make your own from `pm.parameters()`.
+        example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. Not needed for
+            a Hugging Face causal language model.
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
-        pins: fixed choices: tp, pp, dp, zero_stage (0-3), num_micro_batches, recompute ('none', 'full' or {block: ...}),
-            stages (layers per pipeline stage), schedule. What is not pinned gets the default stated in autoplan.search.pins.
+        pins: fixed choices: tp, pp, dp, zero_stage (0-3), num_micro_batches, recompute ('none', 'full' or a mapping
+            block -> one), stages (layers per pipeline stage), schedule. What is not pinned gets the default stated in
+            autoplan.search.pins.
         folder: where to write the emitted program (`stageN.py`, `program.json`); a temporary folder by default.
         seed: of dropout.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
-    Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`, `pm.source`.
+    Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
+        `pm.plan`, `pm.source`.
     Raises: PinError, CaptureError and other AutoplanErrors, the same on every rank.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,7 +110,11 @@ def plan_program(
     loss_fn: LossFn | None = None,
 ) -> tuple[Plan, Program]:
     """Capture, plan and compile in this process; no process group needed."""
-    graph = capture(model, example_inputs, loss_fn) if loss_fn else cached(model, example_inputs, lambda: capture(model, example_inputs))
+    graph = (
+        capture(model, example_inputs, loss_fn)
+        if loss_fn
+        else cached(model, example_inputs, lambda: capture(model, example_inputs))
+    )
     shape = next(iter(example_inputs.values())).shape
     env = {"b": max(1, shape[0] // config.num_micro_batches), "s": shape[1] if len(shape) > 1 else 1}
     plan, layouts, _ = make_plan(graph, cluster, config, env)
@@ -129,7 +135,8 @@ def _start(cluster: Cluster, timeout_s: float | None) -> torch.device:
         if "RANK" in os.environ:
             init_process_group(backend, timeout_s=timeout_s)
         else:
-            init_process_group(backend, timeout_s=timeout_s, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so in its stubs
+            init_process_group(backend, timeout_s=timeout_s, store=store, rank=0, world_size=1)
     return device
 
 
@@ -160,7 +167,8 @@ def _agree(
 
 def _type_check(program: Program) -> None:
     """Run `autoplan.codegen.check` on the program: a child process, since it needs a process group of its own."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
     with tempfile.TemporaryDirectory() as folder:
         program.write(Path(folder))
         command = [sys.executable, "-m", "autoplan.codegen.check", folder, "--sequence", "64"]
@@ -179,7 +187,8 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
 def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], device: torch.device) -> None:
     """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike."""
     everything = {**parameters, **buffers}
-    sums = torch.tensor([float(t.double().sum()) + 1e-3 * float(t.double().abs().sum()) for t in everything.values()], device=device)
+    prints = [float(t.double().sum()) + 1e-3 * float(t.double().abs().sum()) for t in everything.values()]
+    sums = torch.tensor(prints, device=device)
     theirs = sums.clone()
     dist.broadcast(theirs, 0)
     different = (sums != theirs).to(torch.int32)

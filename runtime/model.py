@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
@@ -62,7 +63,8 @@ class ParallelModel:
         extra_state: Mapping[str, torch.Tensor] | None = None,
         mesh: AxisMesh | None = None,
     ) -> None:
-        self.spec, self.source, self.plan = spec, dict(sources), None
+        self.spec, self.source = spec, dict(sources)
+        self.plan: Any = None  # a Plan, whose class the runtime does not know
         self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
@@ -135,7 +137,10 @@ class ParallelModel:
         for mine, group in self._tied_groups:
             if not mine:
                 continue
-            gradients = [local_of(self.stage.get_submodule(f"blocks.{b}").get_parameter(a).grad) for b, a in mine]
+            copies = [self.stage.get_submodule(f"blocks.{b}").get_parameter(a).grad for b, a in mine]
+            gradients = [local_of(g) for g in copies if g is not None]
+            if not gradients:
+                continue
             total = gradients[0]
             for other in gradients[1:]:
                 total += other
@@ -211,9 +216,10 @@ class ParallelModel:
         dtype = self._dtype or torch.float32
         if self.spec.loss_count == "none":
             return torch.ones((), dtype=dtype, device=self.device)
+        count_valid: Any = self.stage.count
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for part in parts:
-            count += self.stage.count(**part).to(self.device)
+            count += count_valid(**part).to(self.device)
         if self.mesh.size("dp") > 1:
             dist.all_reduce(count, group=self.mesh.group("dp"))
         if int(count) == 0:
@@ -334,9 +340,7 @@ class ParallelModel:
                 if p.name not in state:
                     raise KeyError(f"the state has no {p.name!r}")
                 local = shard(state[p.name].to(parameter.device), p, self.mesh.size, self._coordinate)
-                if hasattr(parameter, "device_mesh"):
-                    from torch.distributed.tensor import distribute_tensor
-
+                if isinstance(parameter, DTensor):
                     whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
                     parameter.to_local().copy_(whole.to_local())
                 else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -185,7 +185,7 @@ def _export_refining(
 ) -> torch.export.ExportedProgram:
     """Export; where the model fixes or bounds a dim (features in dim 1, a table of positions), take what torch
     suggests."""
-    shapes = {"tensors": tuple(dims)}
+    shapes: dict[str, Any] = {"tensors": tuple(dims)}
     try:
         return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=shapes)
     except torch._dynamo.exc.UserError as exc:
@@ -193,7 +193,7 @@ def _export_refining(
             raise
         # torch's parser wants nothing after them
         fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]
-        refined = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
+        refined: Any = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
         for mine in refined["tensors"]:
             if not isinstance(mine[0], torch.export.Dim):
                 raise CaptureError(
@@ -336,8 +336,8 @@ class _Translator:
         elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
-            source = self.env[node.args[0]]
-            self.env[node] = source[node.args[1]]
+            source, index = cast(tuple[fx.Node, int], node.args)
+            self.env[node] = self.env[source][index]
         elif target in SKIP or not self._has_tensor(node):
             return
         else:
@@ -352,21 +352,23 @@ class _Translator:
 
     def _inline(self, module: fx.GraphModule, node: fx.Node) -> None:
         """A torch.no_grad region: its nodes in place, without gradients."""
-        enabled, sub = node.args[0], module.get_submodule(str(node.args[1].target))
+        args: tuple[Any, ...] = node.args
+        enabled, sub = args[0], cast(fx.GraphModule, module.get_submodule(str(args[1].target)))
         before, self.no_grad = self.no_grad, self.no_grad or not enabled
         inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
-        for placeholder, actual in zip(inner, node.args[2:], strict=True):
+        for placeholder, actual in zip(inner, args[2:], strict=True):
             self.env[placeholder] = self.env.get(actual)
             placeholder.meta.setdefault("val", actual.meta.get("val"))
         self._graph(sub, sub.graph)
-        out = next(n for n in sub.graph.nodes if n.op == "output").args[0]
+        out: Any = next(n for n in sub.graph.nodes if n.op == "output").args[0]
         self.env[node] = [self.env[o] for o in out] if isinstance(out, (tuple, list)) else self.env[out]
         self.no_grad = before
 
     def _marker(self, target: str, node: fx.Node) -> None:
-        tensors = [self._name_of(a) for a in node.args[0]]
+        args: tuple[Any, ...] = node.args
+        tensors = [self._name_of(a) for a in args[0]]
         if "begin" in target:
-            layer = node.args[1]
+            layer = args[1]
             self.layer.append(layer)
             self.trace.layer_inputs[layer] = tensors
             self.env[node] = tensors
@@ -375,7 +377,7 @@ class _Translator:
             self.trace.layer_outputs[layer] = tensors
             self.env[node] = tensors
         else:
-            _, like, layer, first = node.args
+            _, like, layer, first = args
             outs = []
             for i, k in enumerate(like):
                 old = self.trace.values[tensors[k]]
@@ -391,7 +393,7 @@ class _Translator:
         where = source_of(node)
         if target not in OPS:
             if target.split(".")[1].endswith("_"):
-                changed = self.env.get(node.args[0])
+                changed = self.env.get(cast(fx.Node, node.args[0]))
                 if changed in self.trace.buffers:
                     raise CaptureError(self._mutated(self.trace.buffers[changed]))
                 raise CaptureError(
@@ -399,8 +401,7 @@ class _Translator:
                 )
             raise CaptureError(
                 f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its "
-                "rule to "
-                "autoplan.rules.table"
+                "rule to autoplan.rules.table"
             )
         try:
             result = OPS[target](self._arguments(node))

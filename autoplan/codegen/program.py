@@ -122,7 +122,7 @@ class _Compiler:
             sources[name] = self._source(index, spec)
             ledger += self._ledger(index)
         mesh = self.layouts.mesh
-        spec = ProgramSpec(
+        program = ProgramSpec(
             model=self.graph.name,
             axes=tuple((a.name, a.size) for a in mesh.axes),
             groups=tuple((name, tuple(members)) for name, members in mesh.groups.items()),
@@ -136,10 +136,10 @@ class _Compiler:
             recompute=tuple(sorted(self.layouts.recompute.items())),
             ledger=tuple(ledger),
         )
-        return Program(spec, sources)
+        return Program(program, sources)
 
     def _sizes_from(self) -> tuple[tuple[str, str, int], ...]:
-        out = {}
+        out: dict[str, tuple[str, str, int]] = {}
         for name in self.graph.inputs:
             for i, size in enumerate(self.graph.values[name].shape):
                 for symbol in ("b", "s"):

@@ -238,7 +238,7 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
     kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
     major = math.gcd(config.tp, kv)
     if config.tp > 1 and 1 < major < config.tp:
-        tensor = (Axis("tp0", major), Axis("tp1", config.tp // major))
-        return Mesh((*axes, *tensor), {"tp": ("tp0", "tp1")}), tensor
+        split = (Axis("tp0", major), Axis("tp1", config.tp // major))
+        return Mesh((*axes, *split), {"tp": ("tp0", "tp1")}), split
     tensor = (Axis("tp", config.tp),)
     return Mesh((*axes, *tensor), {}), tensor if config.tp > 1 else ()
