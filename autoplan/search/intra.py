@@ -154,7 +154,7 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
     scale = 1.0 / max(1e-12, max(c.weight * o.cost_s for c in problem.choices for o in c.options))
     variables: dict[str, list[pulp.LpVariable]] = {}
     for i, choice in enumerate(problem.choices):
-        xs = [pulp.LpVariable(f"x{i}_{k}", cat="Binary") for k in range(len(choice.options))]
+        xs = [lp.add_variable(f"x{i}_{k}", cat="Binary") for k in range(len(choice.options))]
         variables[choice.name] = xs
         lp += pulp.lpSum(xs) == 1
         per_need: dict[tuple[ValueKey, Layout], list[pulp.LpVariable]] = {}
@@ -223,7 +223,7 @@ def _conversion_rows(
         cost = problem.convert_s(key, source, layout)
         if cost is None:
             continue
-        z = pulp.LpVariable(f"z{index}_{k}", 0, 1)
+        z = lp.add_variable(f"z{index}_{k}", 0, 1)
         lp += z <= pulp.lpSum(providers)
         objective.append((z, problem.weights[key] * cost * scale))
         supply.append(z)
