@@ -44,7 +44,9 @@ def train(rank: int, world: int, pins: dict[str, Any], check: bool) -> list[floa
         pm.clip_grad_norm_(1.0)
         assert pm.optimizer is not None
         pm.optimizer.step()
-    assert pm.plan is not None and pm.plan.config.tp == pins.get("tp", 1) and "class Stage" in "".join(pm.source.values())
+    assert (
+        pm.plan is not None and pm.plan.config.tp == pins.get("tp", 1) and "class Stage" in "".join(pm.source.values())
+    )
     return losses
 
 

@@ -55,7 +55,10 @@ REFUSED = [
     ({"pins": {"recompute": "some"}}, r"recompute='some' is not supported; use none or full"),
     ({"pins": {"recompute": {"layer9": "full"}}}, r"recompute names 'layer9', which is not a block"),
     ({"pins": {"num_micro_batches": 0}}, r"num_micro_batches=0: must be a whole number of at least 1"),
-    ({"cluster": "local:4"}, r"the cluster has 4 devices but this job has 2 processes; start it with torchrun --nproc-per-node 4"),
+    (
+        {"cluster": "local:4"},
+        r"the cluster has 4 devices but this job has 2 processes; start it with torchrun --nproc-per-node 4",
+    ),
     ({"cluster": "h100"}, r"cluster 'h100' is not known; use 'local'"),
 ]
 
