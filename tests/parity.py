@@ -91,7 +91,11 @@ class Case:
 
 def make_model(family: str, dropout: float) -> torch.nn.Module:
     if family.startswith("llama"):
-        return models.make_llama(tie_word_embeddings=family == "llama-tied")
+        model = models.make_llama(tie_word_embeddings=family == "llama-tied")
+        if family == "llama-frozen":
+            for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
+                model.get_parameter(name).requires_grad_(False)
+        return model
     return models.make_gpt(dropout=dropout, tied=family == "gpt")
 
 
@@ -239,6 +243,8 @@ def run_simulated(
         gradients: dict[str, torch.Tensor] = {}
         for s, stage in zip(spec.stages, stages, strict=True):
             for p in s.params:
+                if not p.trainable:
+                    continue
                 grad = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr).grad
                 full = assemble(grad, p, mesh, world)
                 gradients[p.name] = gradients[p.name] + full if p.name in gradients else full

@@ -13,7 +13,7 @@ from parity import SEQ, Case, compiled, global_batch, graph_of, make_model, refe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
-TOLERANCE = 1e-11  # float64, sums of a few thousand terms in another order
+TOLERANCE = 1e-12  # float64, sums of a few thousand terms in another order
 
 SPACE = {
     "family": ["llama", "llama-tied", "gpt", "gpt-untied"],
@@ -71,6 +71,12 @@ def test_matrix(case: Case) -> None:
     assert loss == pytest.approx(want_loss, rel=1e-12)
     error, name = worst(gradients, want)
     assert error < TOLERANCE, name
+
+
+@pytest.mark.parametrize("prices", ["bandwidth", "latency"])
+def test_frozen_parameters(prices: str) -> None:
+    """Parameters that are not trained: sharded all the same, without a gradient, and their layer differs from the others."""
+    test_matrix(Case("llama-frozen", tp=2, dp=2, pp=2, num_micro_batches=2, prices=prices))
 
 
 @pytest.mark.exhaustive

@@ -33,6 +33,7 @@ CASES = [
     Case("gpt", pp=2, tp=2, num_micro_batches=3, dropout=0.25, stages=(3, 1)),
     Case("llama-tied", pp=2, dp=2, zero=1, num_micro_batches=3, labels="unequal"),
     Case("gpt", pp=2, dp=2, zero=3, num_micro_batches=2, recompute="full"),
+    Case("llama-frozen", dp=2, tp=2, zero=3, num_micro_batches=2),
     Case("llama", tp=4, labels="unequal"),
     Case("llama", pp=4, num_micro_batches=6, recompute="full"),
     Case("gpt", pp=2, dp=2, tp=2, zero=2, num_micro_batches=3, labels="unequal", dropout=0.25),
@@ -53,9 +54,9 @@ def test_training_equals_one_device(case: Case) -> None:
     """Losses, gradients and clip norm of the first step, parameters after three AdamW steps with clipping."""
     got = trained(case)
     want = train_reference(case, torch.float64, 3, "adamw")
-    assert got.losses == pytest.approx(want.losses, rel=1e-11)
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
     error, name = worst(got.gradients, want.gradients)
-    assert error < 1e-11, name
+    assert error < 1e-12, name
     assert got.norm == pytest.approx(want.norm, rel=1e-11)
     assert sorted(got.parameters) == state_keys(case.family)
     floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}

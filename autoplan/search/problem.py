@@ -187,7 +187,8 @@ class _Build:
 
     def _node(self, block: Block, node: Node) -> None:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
-        if not any(block.values[o].requires_grad for o in node.outputs):
+        frozen = any(name in block.params for name in node.tensor_inputs)  # a table that is not trained is split all the same
+        if not frozen and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # a slice of it is free
         work = self.number(flops(node, block.values, rule_for(node, block.values)))
         options = []
@@ -249,6 +250,8 @@ class _Build:
             for layout in layouts:
                 size = self.local_bytes(keys[0], layout)
                 update = _OPTIMIZER_TRAFFIC * size / self.settings.cluster.device.memory_bytes_per_s
+                copies = 4.0 if value.requires_grad else 1.0  # parameter, gradient, two moments
+                update = update if value.requires_grad else 0.0
                 options.append(
                     Option(
                         _show(layout),
