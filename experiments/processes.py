@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -56,7 +57,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float) 
     """
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the child imports torch
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
