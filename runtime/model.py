@@ -97,13 +97,30 @@ class ParallelModel:
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
         stage: nn.Module = module.Stage()
         materialise(stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype)
+        if self.spec.zero_stage == 0 or self.mesh.size("dp") == 1:
+            self._share_tied(stage)
         return stage
+
+    def _share_tied(self, stage: nn.Module) -> None:
+        """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
+        specs = {(p.block, p.attr): p for p in self.spec.stages[self.stage_index].params}
+        for tied in self.spec.tied:
+            mine = [(block, attr) for index, block, attr in tied.places if index == self.stage_index]
+            for block, attr in mine[1:]:
+                if specs[block, attr].used_as == specs[mine[0]].used_as:
+                    first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])
+                    setattr(stage.get_submodule(f"blocks.{block}"), attr, first)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+        """Every parameter object of this rank once, with the spec of its first use."""
+        seen: set[int] = set()
         for p in self.spec.stages[self.stage_index].params:
-            yield p, self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+            parameter = self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield p, parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(original name, this rank's shard); a tied parameter appears once per copy this rank holds."""
@@ -137,8 +154,8 @@ class ParallelModel:
         for mine, group in self._tied_groups:
             if not mine:
                 continue
-            copies = [self.stage.get_submodule(f"blocks.{b}").get_parameter(a).grad for b, a in mine]
-            gradients = [local_of(g) for g in copies if g is not None]
+            copies = {id(p): p for p in (self.stage.get_submodule(f"blocks.{b}").get_parameter(a) for b, a in mine)}
+            gradients = [local_of(p.grad) for p in copies.values() if p.grad is not None]
             if not gradients:
                 continue
             total = gradients[0]

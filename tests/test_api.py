@@ -15,7 +15,7 @@ from harness import Pool, pool
 
 import autoplan
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.errors import CaptureError, PinError
 from autoplan.runtime.optim import check_elementwise
 from autoplan.search.pins import read_pins
 
@@ -144,6 +144,13 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "True"
+
+
+def test_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = models.make_llama()
+    with pytest.raises(CaptureError, match="on the meta device and has no values"):
+        autoplan.parallelize(model)
 
 
 def test_door() -> None:
