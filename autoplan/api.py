@@ -78,7 +78,9 @@ def parallelize(
         example_inputs = default_example(model)
     absent = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if absent:
-        raise CaptureError(f"{absent[0]!r} is on the meta device and has no values; build the model on the CPU (or load it) first")
+        raise CaptureError(
+            f"{absent[0]!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
+        )
     device = _start(cluster, timeout_s)
     plan, program = _agree(model, cluster, config, example_inputs, loss_fn, check)
     parameters, buffers = _tensors(model)

@@ -75,7 +75,7 @@ def test_matrix(case: Case) -> None:
 
 @pytest.mark.parametrize("prices", ["bandwidth", "latency"])
 def test_frozen_parameters(prices: str) -> None:
-    """Parameters that are not trained: sharded all the same, without a gradient, and their layer differs from the others."""
+    """Parameters that are not trained: sharded too, without a gradient; their layer differs from the others."""
     test_matrix(Case("llama-frozen", tp=2, dp=2, pp=2, num_micro_batches=2, prices=prices))
 
 

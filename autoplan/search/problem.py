@@ -30,6 +30,14 @@ from autoplan.rules.table import flops, rule_for
 
 ValueKey = tuple[str, str]  # block, value
 
+_RESTRICTIONS = (
+    "uniform layers per block",
+    "weights gathered over data-parallel sub-axes only",
+    "one choice for all tensor-parallel sub-axes unless its factor is too small for them",
+    "blocks hand over whole or evenly split values, no pending sums",
+    "values without a gradient are computed whole",
+)
+
 # forward + backward arithmetic of an op in units of its forward
 _BACKWARD_WORK = {"linear": 3.0, "matmul": 3.0, "attention": 3.5}
 # these move no data: shapes, or fused into their neighbours
@@ -141,7 +149,6 @@ class _Build:
         self.all_i: Layout = (I,) * self.rank
         self.choices: list[Choice] = []
         self.params: set[ValueKey] = {(b.name, p) for b in graph.blocks.values() for p in b.params}
-        self.produced: dict[ValueKey, set[Layout]] = {}
 
     def value(self, key: ValueKey) -> Value:
         return self.graph.blocks[key[0]].values[key[1]]
@@ -171,7 +178,7 @@ class _Build:
         self._buffers()
         self._boundaries()
         weights = {(b.name, v): float(self.counts[b.name]) for b in self.graph.blocks.values() for v in b.values}
-        budget, restrictions = None, ["uniform layers per block", "weights gathered over data-parallel sub-axes only"]
+        budget, restrictions = None, list(_RESTRICTIONS)
         if self.settings.state_slack is not None and self.rank:
             least = sum(c.weight * min(o.state_bytes for o in c.options) for c in self.choices)
             vectors = sum(c.weight * max(o.state_bytes for o in c.options) for c in self.choices if self._is_vector(c))
@@ -187,7 +194,8 @@ class _Build:
 
     def _node(self, block: Block, node: Node) -> None:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
-        frozen = any(name in block.params for name in node.tensor_inputs)  # a table that is not trained is split all the same
+        # a table that is not trained is split all the same
+        frozen = any(name in block.params for name in node.tensor_inputs)
         if not frozen and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # a slice of it is free
         work = self.number(flops(node, block.values, rule_for(node, block.values)))
@@ -195,8 +203,6 @@ class _Build:
         for s in found:
             requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
             provides = tuple(((block.name, v), layout) for v, layout in zip(node.outputs, s.outputs, strict=True))
-            for key, layout in provides:
-                self.produced.setdefault(key, set()).add(layout)
             cost = self._work_s(node, work, s, requires, provides) + self._special_s(node, block, s)
             options.append(Option(s.name, requires, provides, cost, strategy=s))
         weight = float(self.counts[block.name])
@@ -219,16 +225,16 @@ class _Build:
         return factor * max(work / s.num_shards / device.peak_flops, moved / device.memory_bytes_per_s)
 
     def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
-        """Collectives inside a special form: the loss over a split vocabulary reduces three numbers per token."""
+        """Collectives inside a special form: the loss over a split vocabulary reduces a maximum and sums per token."""
         if s.special != "vocab_cross_entropy":
             return 0.0
         total = 1
         for axis in self.settings.axes:
             total *= axis.size
         tokens = self.number(block.values[node.tensor_inputs[1]].num_elements)
-        width = dtype_bytes(block.values[node.tensor_inputs[0]].dtype)
-        link = self.settings.cluster.link
-        return sum(collective_s("all_reduce", n * tokens * width, total, link) for n in (1, 2))
+        width = max(4, dtype_bytes(block.values[node.tensor_inputs[0]].dtype))  # half precision is summed in float32
+        link, sums = self.settings.cluster.link, 3 if node.attrs.get("label_smoothing") else 2
+        return sum(collective_s("all_reduce", n * tokens * width, total, link) for n in (1, sums))
 
     def _storage(self) -> None:
         """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
@@ -258,7 +264,7 @@ class _Build:
                         (),
                         tuple((k, layout) for k in keys),
                         update / self.settings.num_micro_batches,
-                        4.0 * size,
+                        copies * size,
                     )
                 )
             name = f"{keys[0][0]}/{keys[0][1]}"
@@ -379,7 +385,7 @@ class _Build:
                 # the gradient of a parameter used as R is reduced once per step, not once per micro-batch
                 deferred = key in self.params and step.kind is ConversionKind.TO_REPLICATE
                 total += cost / self.settings.num_micro_batches if deferred else cost
-            if step.kind in (ConversionKind.SLICE, ConversionKind.ALL_GATHER, ConversionKind.REDUCE_SCATTER):
+            if step.kind not in (ConversionKind.ALL_REDUCE, ConversionKind.TO_REPLICATE):  # these copy
                 total += size / self.settings.cluster.device.memory_bytes_per_s
             for axis in step.axes:
                 current[axis] = step.target
