@@ -10,7 +10,8 @@ venv: $(STAMP)
 # torch goes first and pinned, so that no other package decides which torch is installed. On Linux PyPI serves its
 # CUDA build; for the smaller CPU build set PIP_EXTRA_INDEX_URL to PyTorch's CPU index before the first make.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("autoplan needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("autoplan needs Python 3.11 or newer: make PYTHON=python3.11" \
+		if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -c constraints.txt torch
 	$(PY) -m pip install -c constraints.txt -e '.[dev]'
