@@ -7,15 +7,23 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from parity import SEQ, Case, compiled, global_batch, run_simulated
+from parity import SEQ, Case, cluster_of, compiled, global_batch, graph_of, run_simulated
 from spmd_types import SpmdTypeError
 
 from autoplan.codegen.check import check_program
+from autoplan.codegen.program import compile_program
+from autoplan.cost_models.cluster import Device
+from autoplan.cost_models.collectives import collective_s
+from autoplan.plan import make_plan
 from autoplan.runtime.spec import LedgerEntry, ProgramSpec, evaluate
+from autoplan.search.pins import read_pins
+from autoplan.search.problem import IntraSettings, build_problem
+from autoplan.search.problem import evaluate as evaluate_cost
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -92,6 +100,29 @@ def test_collectives_equal_the_ledger(case: Case) -> None:
     inside = expected(tuple(e for e in spec.ledger if e.call in layers and e.phase == "forward"), case, "micro_batch")
     assert set(again) <= {k[:3] for k in inside}  # the checkpoint stops early: at most what the forward did
     assert bool(again) == bool(layers and inside)
+
+
+@pytest.mark.parametrize("case", LEDGER, ids=str)
+def test_the_ledger_is_what_was_priced(case: Case) -> None:
+    """With arithmetic and memory for free, the ILP's cost of the chosen layout is the cost of the ledger's entries."""
+    graph, config = graph_of(case.family, case.dropout), read_pins(case.pins, case.world)
+    cluster, env = cluster_of(case.world, case.prices), {"b": 2, "s": SEQ}
+    _, layouts, solution = make_plan(graph, cluster, config, env)
+    free = replace(cluster, device=Device("free", 1e30, 1e30, 1, "made up"))
+    problem = build_problem(graph, IntraSettings(layouts.axes, free, env, config.num_micro_batches, config.state_slack))
+    chosen = {
+        c.name: next(o for o in c.options if (o.requires, o.provides) == (mine.requires, mine.provides))
+        for c in problem.choices
+        for mine in [solution.selection[c.name]]
+    }
+    spec = compile_program(graph, layouts).spec
+    total = 0.0
+    for e in spec.ledger:
+        if e.kind != "send_recv":
+            seconds = collective_s(e.kind, evaluate(e.bytes, env), spec.axis_size(e.axis), cluster.link)
+            total += seconds / (config.num_micro_batches if e.per == "step" else 1)
+    assert total > 0
+    assert evaluate_cost(problem, chosen) == pytest.approx(total, rel=1e-9)
 
 
 def test_a_collective_outside_the_ledger_is_seen() -> None:
