@@ -155,15 +155,20 @@ def _agree(
 ) -> tuple[Plan, Program]:
     """Rank 0 captures, plans and compiles; everybody gets the same result, or the same error."""
     box: list[Any] = [None]
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = plan_program(model, cluster, config, example_inputs, loss_fn)
             if check:
                 _type_check(box[0][1])
         except AutoplanError as exc:
-            box[0] = exc
+            failure = box[0] = exc
+        except Exception as exc:  # not a user's error, but the others must not wait for a plan that never comes
+            failure, box[0] = exc, AutoplanError(f"rank 0 could not plan: {type(exc).__name__}: {exc}")
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
+    if failure is not None:
+        raise failure
     if isinstance(box[0], AutoplanError):
         raise box[0]
     plan, program = box[0]

@@ -116,3 +116,17 @@ def state_round_trip(rank: int, world: int, pins: dict[str, Any]) -> float:
         eager = model(**batch).loss.item()
     dist.barrier()
     return max(abs(loss - theirs), abs(loss - eager))
+
+
+def breaks_on_rank_0(rank: int, world: int) -> str:
+    """A loss function that fails while rank 0 captures."""
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        raise KeyError("mask")
+
+    batch = models.token_batch(2, 16)
+    try:
+        autoplan.parallelize(models.make_llama(), "local", example_inputs=batch, loss_fn=loss)
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "accepted"

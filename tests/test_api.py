@@ -80,6 +80,12 @@ def test_uncapturable_on_every_rank() -> None:
 
 
 @pytest.mark.processes
+def test_an_error_while_rank_0_plans_reaches_everybody() -> None:
+    results = pool(2).run(api_jobs.breaks_on_rank_0)
+    assert all("mask" in r and r.startswith("CaptureError") for r in results), results
+
+
+@pytest.mark.processes
 def test_heads_must_divide() -> None:
     found = pool(2).run(api_jobs.refused, {"pins": {"tp": 2}})
     assert found == ["accepted", "accepted"]
