@@ -1,19 +1,21 @@
 """Solve the intra-op problem as an ILP (PuLP, HiGHS; CBC as the fallback), and the same by brute force for tests.
 
-    x[c,o]  in {0,1}   option o of choice c;            sum_o x[c,o] = 1
-    p[v,l]  = sum of x[c,o] over options that provide v in layout l            (exactly one l per v)
-    y[v,l]  in [0,1]   v is needed in layout l:         y[v,l] >= sum of x[c,o] over options of c that require (v,l)
-    z[v,a,l]>= 0       v is converted from a to l:      p[v,l] + sum_a z[v,a,l] >= y[v,l],   z[v,a,l] <= p[v,a]
+    x[c,o]   in {0,1}  option o of choice c;                sum_o x[c,o] = 1
+    y[u,a,l] in [0,1]  operand u, native in layout a, is used in layout l
+             sum_a y[u,a,l]  = sum of x[c,o] over the options that use u in l
+             sum_l y[u,a,l] <= sum of x[c,o] over the options that provide its value in a
+    z[v,a,l] in [0,1]  value v is converted from a to l;    z[v,a,l] >= y[u,a,l] for every operand u that is v
     minimise  sum w_c cost[c,o] x[c,o] + sum w_v conversion[v,a,l] z[v,a,l]
 
-y and z are continuous: with x integral their optimal values are.
+y and z are continuous: with x integral their optimal values are. The transport rows of y make the relaxation nearly
+tight (exact on trees), so that a whole model is solved at the root node.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import pulp
@@ -22,8 +24,14 @@ from autoplan.cost_models.errors import InfeasibleError
 from autoplan.cost_models.layout import Layout
 from autoplan.search.problem import Choice, IntraProblem, Option, ValueKey, evaluate
 
-# ties are broken by option order, at a scale far below any real cost difference
-_TIE = 1e-9
+# Costs are scaled so that the largest of one option is _SCALE. Ties are broken by option order and for fewer
+# conversions, far below any real difference and above the solver's tolerance (1e-7).
+_SCALE = 1e3
+_TIE = 1e-6
+
+
+_Use = dict[Layout, list[pulp.LpVariable]]  # one operand of one choice: the options that take it in each layout
+_Prices = dict[tuple[Layout, Layout], float]
 
 
 @dataclass(frozen=True)
@@ -133,106 +141,182 @@ def _merge(a: Choice, b: Choice, key: ValueKey) -> Choice | None:
 def make_solver(time_limit_s: float) -> pulp.LpSolver:
     """HiGHS if it is there, else the CBC that PuLP ships."""
     options = {"msg": False, "timeLimit": time_limit_s, "threads": 1}
-    highs = pulp.HiGHS(gapRel=0.0, **options)
+    highs = pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **options)
     return highs if highs.available() else pulp.PULP_CBC_CMD(**options)
 
 
-def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
-    """Proved optimum of the problem.
+_Terms = list[tuple[pulp.LpVariable, float]]
 
-    InfeasibleError if nothing satisfies it; a stop by time is labelled in `status`.
+
+class _Model:
+    """The ILP of a problem. `elastic`: operands may stay without a layout; `missing` says which did."""
+
+    def __init__(self, problem: IntraProblem, *, elastic: bool = False) -> None:
+        self.problem, self.elastic = problem, elastic
+        self.lp = pulp.LpProblem("intra_op", pulp.LpMinimize)
+        self.scale = _SCALE / max(1e-12, max(c.weight * o.cost_s for c in problem.choices for o in c.options))
+        self.cost: _Terms = []
+        self.state: _Terms = []
+        self.missing: list[tuple[pulp.LpVariable, str, ValueKey, Layout]] = []
+        self.ties = 0.0  # the most that breaking ties may add to the objective
+        self.variables: dict[str, list[pulp.LpVariable]] = {}
+        self._count = 0
+        native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]] = {}
+        uses: dict[ValueKey, dict[str, tuple[str, _Use]]] = {}
+        for i, choice in enumerate(problem.choices):
+            for key, use in self._choice(i, choice, native):
+                # the same operand twice is one use
+                same = repr([(layout, [x.name for x in takers]) for layout, takers in use.items()])
+                uses.setdefault(key, {})[same] = (choice.name, use)
+        for key, mine in uses.items():
+            self._value(key, native[key], list(mine.values()))
+
+    def _variable(self, name: str) -> pulp.LpVariable:
+        self._count += 1
+        return self.lp.add_variable(f"{name}{self._count}", 0, 1)
+
+    def _choice(
+        self, index: int, choice: Choice, native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]]
+    ) -> list[tuple[ValueKey, _Use]]:
+        """Variables of one choice; the operands it uses."""
+        xs = [self.lp.add_variable(f"x{index}_{k}", cat="Binary") for k in range(len(choice.options))]
+        self.variables[choice.name] = xs
+        self.lp += pulp.lpSum(xs) == 1
+        self.ties += (len(xs) - 1) * _TIE
+        uses: dict[tuple[ValueKey, int], _Use] = {}
+        for k, (x, option) in enumerate(zip(xs, choice.options, strict=True)):
+            self.cost.append((x, choice.weight * option.cost_s * self.scale + k * _TIE))
+            if option.state_bytes:
+                self.state.append((x, choice.weight * option.state_bytes))
+            for key, layout in option.provides:
+                native.setdefault(key, {}).setdefault(layout, []).append(x)
+            seen: dict[ValueKey, int] = {}
+            for key, layout in option.requires:
+                seen[key] = seen.get(key, 0) + 1
+                uses.setdefault((key, seen[key]), {}).setdefault(layout, []).append(x)
+        return [(key, use) for (key, _), use in uses.items()]
+
+    def _prices(self, key: ValueKey, sources: Iterable[Layout], targets: Iterable[Layout]) -> _Prices:
+        """Scaled cost of every possible conversion of a value; nothing for staying as it is."""
+        out: _Prices = {}
+        for source, target in itertools.product(sources, targets):
+            price = 0.0 if source == target else self.problem.convert_s(key, source, target)
+            if price is not None:
+                moved = source != target
+                out[source, target] = price * self.problem.weights[key] * self.scale + _TIE if moved else 0.0
+        return out
+
+    def _value(
+        self, key: ValueKey, native: Mapping[Layout, list[pulp.LpVariable]], uses: list[tuple[str, _Use]]
+    ) -> None:
+        """Where every use of one value gets its layout from."""
+        targets = list(dict.fromkeys(layout for _, use in uses for layout in use))
+        prices = self._prices(key, native, targets)
+        self.ties += len(targets) * _TIE
+        paid: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
+        for consumer, use in uses:
+            taken: dict[Layout, list[pulp.LpVariable]] = {}
+            given: dict[Layout, list[pulp.LpVariable]] = {}
+            for (source, target), price in prices.items():
+                if target not in use:
+                    continue
+                move = self._variable("y")
+                taken.setdefault(source, []).append(move)
+                given.setdefault(target, []).append(move)
+                if price and len(uses) == 1:
+                    self.cost.append((move, price))
+                elif price:  # paid once, however many uses share it
+                    if (source, target) not in paid:
+                        paid[source, target] = self._variable("z")
+                        self.cost.append((paid[source, target], price))
+                    self.lp += move <= paid[source, target]
+            for target, takers in use.items():
+                if self.elastic:
+                    miss = self._variable("e")
+                    given.setdefault(target, []).append(miss)
+                    self.missing.append((miss, consumer, key, target))
+                self.lp += pulp.lpSum(given.get(target, [])) == pulp.lpSum(takers)
+            for source, moves in taken.items():
+                self.lp += pulp.lpSum(moves) <= pulp.lpSum(native[source])
+
+    def solve(self, solver: pulp.LpSolver, objective: _Terms) -> str:
+        """PuLP's status."""
+        self.lp.setObjective(pulp.LpAffineExpression(objective))
+        self.lp.solve(solver)
+        return str(pulp.LpStatus[self.lp.status])
+
+
+def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
+    """Proved optimum; a stop by time is labelled in `status`.
+
+    Args:
+        merge_chains: let element-wise chains follow their producer: fewer variables, and a restriction of the space.
+
+    Raises: InfeasibleError if nothing satisfies the problem, naming what stands in the way, or if time ran out first.
     """
     start = time.perf_counter()
     whole = problem
     problem = _prune(problem)
     if merge_chains:
         problem = follow(problem)
-    lp = pulp.LpProblem("intra_op", pulp.LpMinimize)
-    objective: list[tuple[pulp.LpVariable, float]] = []
-    native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]] = {}
-    needed: dict[tuple[ValueKey, Layout], list[list[pulp.LpVariable]]] = {}
-    scale = 1.0 / max(1e-12, max(c.weight * o.cost_s for c in problem.choices for o in c.options))
-    variables: dict[str, list[pulp.LpVariable]] = {}
-    for i, choice in enumerate(problem.choices):
-        xs = [lp.add_variable(f"x{i}_{k}", cat="Binary") for k in range(len(choice.options))]
-        variables[choice.name] = xs
-        lp += pulp.lpSum(xs) == 1
-        per_need: dict[tuple[ValueKey, Layout], list[pulp.LpVariable]] = {}
-        for k, (x, option) in enumerate(zip(xs, choice.options, strict=True)):
-            objective.append((x, choice.weight * option.cost_s * scale + k * _TIE))
-            for key, layout in option.provides:
-                native.setdefault(key, {}).setdefault(layout, []).append(x)
-            for need in set(option.requires):
-                per_need.setdefault(need, []).append(x)
-        for need, terms in per_need.items():
-            needed.setdefault(need, []).append(terms)
-    for n, ((key, layout), consumers) in enumerate(needed.items()):
-        _conversion_rows(lp, objective, problem, n, key, layout, native[key], consumers, scale)
+    model = _Model(problem)
     if problem.state_budget_bytes is not None:
-        state = [
-            (x, c.weight * o.state_bytes / problem.state_budget_bytes)
-            for c in problem.choices
-            for x, o in zip(variables[c.name], c.options, strict=True)
-            if o.state_bytes
-        ]
-        lp += pulp.LpAffineExpression(state) <= 1.0
-    lp.setObjective(pulp.LpAffineExpression(objective))
+        state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
+        model.lp += pulp.LpAffineExpression(state) <= 1.0
     built = time.perf_counter()
     solver = make_solver(time_limit_s)
-    lp.solve(solver)
-    status = pulp.LpStatus[lp.status]
-    if status not in ("Optimal", "Not Solved") or any(x.value() is None for xs in variables.values() for x in xs):
-        raise InfeasibleError(f"the intra-op problem has no solution (solver says {status})")
+    status = model.solve(solver, model.cost)
+    if status == "Infeasible":
+        raise _explain(problem, time_limit_s)
+    if status != "Optimal" or any(x.value() is None for xs in model.variables.values() for x in xs):
+        raise InfeasibleError(f"no solution found within {time_limit_s:g} s (solver says {status}); raise time_limit_s")
     selection: dict[str, Option] = {}
     for choice in problem.choices:
-        best = max(range(len(choice.options)), key=lambda k: variables[choice.name][k].value())
-        option = choice.options[best]
-        selection.update(option.parts or ((choice.name, option),))
+        taken = max(zip(model.variables[choice.name], choice.options, strict=True), key=lambda pair: pair[0].value())[1]
+        selection.update(taken.parts or ((choice.name, taken),))
     cost = evaluate(whole, selection)
-    bound = _dual_bound(lp, solver)
-    proved = status == "Optimal" and lp.sol_status == pulp.LpSolutionOptimal
+    optimal = model.lp.sol_status == pulp.LpSolutionOptimal
+    bound = _dual_bound(model.lp, solver)
+    known = cost if optimal else 0.0  # CBC says no more than that it is done
+    bound_s = known if bound is None else min(cost, max(0.0, bound - model.ties) / model.scale)
     return IntraSolution(
         selection=selection,
         cost_s=cost,
-        bound_s=cost if bound is None else min(cost, bound / scale),
-        status="optimal" if proved else "stopped by time limit",
+        bound_s=bound_s,
+        status="optimal" if optimal else "stopped by time limit",
         solver=type(solver).__name__,
-        num_variables=lp.numVariables(),
+        num_variables=model.lp.numVariables(),
         build_time_s=built - start,
         solve_time_s=time.perf_counter() - built,
         restrictions=problem.restrictions,
     )
 
 
-def _conversion_rows(
-    lp: pulp.LpProblem,
-    objective: list[tuple[pulp.LpVariable, float]],
-    problem: IntraProblem,
-    index: int,
-    key: ValueKey,
-    layout: Layout,
-    native: Mapping[Layout, list[pulp.LpVariable]],
-    consumers: list[list[pulp.LpVariable]],
-    scale: float,
-) -> None:
-    """The rows of one (value, needed layout): who needs it, and where it comes from."""
-    supply: list[pulp.LpVariable] = list(native.get(layout, []))
-    for k, (source, providers) in enumerate(native.items()):
-        if source == layout:
-            continue
-        cost = problem.convert_s(key, source, layout)
-        if cost is None:
-            continue
-        z = lp.add_variable(f"z{index}_{k}", 0, 1)
-        lp += z <= pulp.lpSum(providers)
-        objective.append((z, problem.weights[key] * cost * scale))
-        supply.append(z)
-    for terms in consumers:
-        lp += pulp.lpSum(supply) >= pulp.lpSum(terms)
+def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:
+    """What makes a problem infeasible: an operand that cannot get its layout, or the budget."""
+    model = _Model(problem, elastic=True)
+    status = model.solve(make_solver(time_limit_s), [(miss, 1.0) for miss, *_ in model.missing])
+    stuck = [(c, k, t) for miss, c, k, t in model.missing if status == "Optimal" and (miss.value() or 0.0) > 0.5]
+    if stuck:
+        choice, key, layout = stuck[0]
+        return InfeasibleError(
+            f"{choice} cannot get {'/'.join(key)} as {' '.join(map(str, layout))} with any combination of options"
+        )
+    if problem.state_budget_bytes is None:
+        return InfeasibleError(f"the intra-op problem has no solution (solver says {status})")
+    model = _Model(problem)
+    model.solve(make_solver(time_limit_s), model.state)
+    least = sum(size * (x.value() or 0.0) for x, size in model.state)
+    sizes = {c.name: c.weight * min(o.state_bytes for o in c.options) for c in problem.choices}
+    largest = max(sizes, key=lambda name: sizes[name])
+    return InfeasibleError(
+        f"stored state needs at least {least:,.0f} bytes per rank, the budget is {problem.state_budget_bytes:,.0f}; "
+        f"the largest part is {largest!r} with {sizes[largest]:,.0f}"
+    )
 
 
 def _dual_bound(lp: pulp.LpProblem, solver: pulp.LpSolver) -> float | None:
-    """HiGHS's own dual bound; None where the solver does not say (CBC proves optimality by its status)."""
+    """HiGHS's own dual bound; None where the solver does not say."""
     model = getattr(lp, "solverModel", None)
     if not isinstance(solver, pulp.HiGHS) or model is None:
         return None
