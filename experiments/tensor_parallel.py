@@ -115,14 +115,14 @@ def table_of(cases: list[dict[str, Any]], title: str) -> Table:
     """The results as a table."""
     table = Table(title=f"forward + backward of HF Llama: {title}")
     left = ("model", "program")
-    for heading in (*left, "ms", "autoplan / this", "cpu", "fwd calls", "bwd calls", "MB sent", "grad diff"):
+    for heading in (*left, "ms", "autoplan / this", "cpu", "fwd", "bwd", "MB", "diff"):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
     for c in cases:
         for name, r in c["contenders"].items():
             ratio = r.get("ratio")
             table.add_row(
                 c["name"] if name == MINE else "",
-                name if name == MINE else f"DTensor {name}",
+                name,
                 f"{1e3 * r['median_s']:.1f}",
                 r["ratio_text"] if ratio else "",
                 f"{ratio['cpu']:.2f}" if ratio else "",
@@ -150,7 +150,10 @@ def main(
             results = run_ranks(measure_rank, processes, size, budget_s, folder, timeout_s=timeout_s)
         cases.append({"name": f"llama {size}", "size": asdict(size), "contenders": results[0]})
     console.print(table_of(cases, f"{processes} processes, gloo; {describe(env)}"))
-    console.print("grad diff: of autoplan to one process, of the others to autoplan; relative, worst parameter")
+    console.print(
+        "Below autoplan: DTensor variants. fwd, bwd: collectives per step. MB: sent by each process per step. diff: of the\n"
+        "gradients, worst parameter, relative; of autoplan to one process, of the others to autoplan."
+    )
     write_json(json, "tensor_parallel", env, cases)
 
 
