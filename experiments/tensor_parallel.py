@@ -151,8 +151,8 @@ def main(
         cases.append({"name": f"llama {size}", "size": asdict(size), "contenders": results[0]})
     console.print(table_of(cases, f"{processes} processes, gloo; {describe(env)}"))
     console.print(
-        "Below autoplan: DTensor variants. fwd, bwd: collectives per step. MB: sent by each process per step. diff: of the\n"
-        "gradients, worst parameter, relative; of autoplan to one process, of the others to autoplan."
+        "Below autoplan: DTensor variants. fwd, bwd: collectives per step. MB: sent by each process per step.\n"
+        "diff: of the gradients, worst parameter, relative; of autoplan to one process, of the others to autoplan."
     )
     write_json(json, "tensor_parallel", env, cases)
 
