@@ -130,3 +130,17 @@ def breaks_on_rank_0(rank: int, world: int) -> str:
     except Exception as exc:
         return f"{type(exc).__name__}: {exc}"
     return "accepted"
+
+
+def changing_shapes(rank: int, world: int, pins: dict[str, Any]) -> float:
+    """Batch size and sequence length differ from step to step."""
+    pm = autoplan.parallelize(models.make_llama(), "local", pins=pins)
+    model = models.make_llama()
+    worst = 0.0
+    for samples, length in ((4, 16), (8, 8), (4, 24), (8, 16)):
+        batch = models.token_batch(samples, length, seed=length)
+        size = samples // pm.data_world
+        loss = pm.step({k: v[pm.data_rank * size : (pm.data_rank + 1) * size] for k, v in batch.items()})
+        with torch.no_grad():
+            worst = max(worst, abs(loss.item() - model(**batch).loss.item()))
+    return worst

@@ -44,6 +44,12 @@ def test_state_dict_moves_between_plans(pins: dict[str, Any]) -> None:
     assert max(pool(2).run(api_jobs.state_round_trip, pins)) < 2e-6
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2, "num_micro_batches": 2}, {"dp": 2, "zero_stage": 3}], ids=str)
+def test_shapes_may_change(pins: dict[str, Any]) -> None:
+    assert max(pool(2).run(api_jobs.changing_shapes, pins)) < 1e-5
+
+
 REFUSED = [
     ({"pins": {"tp": 3}}, r"PinError: pin tp=3 does not divide the 2 devices; nearest legal: 2"),
     ({"pins": {"tpp": 2}}, r"unknown pin 'tpp'; did you mean 'tp'\?"),
