@@ -139,10 +139,13 @@ def _merge(a: Choice, b: Choice, key: ValueKey) -> Choice | None:
 
 
 def make_solver(time_limit_s: float) -> pulp.LpSolver:
-    """HiGHS if it is there, else the CBC that PuLP ships."""
+    """HiGHS if it is there, else a CBC that is installed, else the one that PuLP ships."""
     options = {"msg": False, "timeLimit": time_limit_s, "threads": 1}
     highs = pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **options)
-    return highs if highs.available() else pulp.PULP_CBC_CMD(**options)
+    if highs.available():
+        return highs
+    cbc = pulp.COIN_CMD(**options)
+    return cbc if cbc.available() else pulp.PULP_CBC_CMD(**options)
 
 
 _Terms = list[tuple[pulp.LpVariable, float]]
@@ -267,6 +270,8 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
     solver = make_solver(time_limit_s)
     status = model.solve(solver, model.cost)
     if status == "Infeasible":
+        if merge_chains:  # perhaps only a conversion inside a chain helps
+            return solve(whole, time_limit_s, merge_chains=False)
         raise _explain(problem, time_limit_s)
     if status != "Optimal" or any(x.value() is None for xs in model.variables.values() for x in xs):
         raise InfeasibleError(f"no solution found within {time_limit_s:g} s (solver says {status}); raise time_limit_s")
