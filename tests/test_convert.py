@@ -19,7 +19,7 @@ from harness import pool
 from spmd_types import SpmdTypeError
 from spmd_types.checker import typecheck
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, get_local_tensor_mode_list, rank_map
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime.convert import (
@@ -251,13 +251,19 @@ def test_phases_and_foreign_collectives_are_recorded() -> None:
 
 def test_recorder_outside_the_simulation_refuses() -> None:
     # It may raise on entering the simulation or at its first operation.
-    with (
-        mesh_of([("tp", 2)]),
-        pytest.raises(RuntimeError, match="inside LocalTensorMode"),
-        record_collectives(),
-        LocalTensorMode(2),
-    ):
-        all_reduce(rank_map(lambda rank: randn(rank)), "tp", I)
+    mode = LocalTensorMode(2)
+    try:
+        with (
+            mesh_of([("tp", 2)]),
+            pytest.raises(RuntimeError, match="inside LocalTensorMode"),
+            record_collectives(),
+            mode,
+        ):
+            all_reduce(rank_map(lambda rank: randn(rank)), "tp", I)
+    finally:
+        if mode in get_local_tensor_mode_list():  # entered half way: every later test would run in it
+            get_local_tensor_mode_list().remove(mode)
+            mode.disable_()
 
 
 def test_fake_tensors_have_the_right_shapes_and_bytes() -> None:
