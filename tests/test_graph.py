@@ -63,7 +63,11 @@ def test_sizes() -> None:
 
 @pytest.fixture(scope="module")
 def graph() -> ModelGraph:
-    return capture(models.make_gpt(num_layers=2), {k.replace("input_ids", "ids"): v for k, v in models.token_batch(2, 8).items()}, models.gpt_loss)
+    return capture(
+        models.make_gpt(num_layers=2),
+        {k.replace("input_ids", "ids"): v for k, v in models.token_batch(2, 8).items()},
+        models.gpt_loss,
+    )
 
 
 def test_json(graph: ModelGraph) -> None:
