@@ -18,7 +18,7 @@ from autoplan.runtime.optim import check_elementwise
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner
 from autoplan.runtime.program import load_module
-from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, evaluate
+from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.zero import apply_zero
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -73,6 +73,8 @@ class ParallelModel:
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stage = self._build(parameters, buffers)
+        # looked up once: a step asks for them several times, and ZeRO exchanges parameters, never modules
+        self._owners = {p.block: self.stage.get_submodule(f"blocks.{p.block}") for p in self._stage_spec.params}
         self._sync = apply_zero(self.stage, self.mesh.device_mesh["dp"], spec.zero_stage, schedule=spec.schedule)
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
@@ -82,11 +84,15 @@ class ParallelModel:
             self.optimizer = optimizer(list(self.parameters()))
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
+    @property
+    def _stage_spec(self) -> StageSpec:
+        return self.spec.stages[self.stage_index]
+
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
 
     def _build(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> nn.Module:
-        mine = self.spec.stages[self.stage_index]
+        mine = self._stage_spec
         path = self.folder / mine.source
         if not path.exists() or path.read_text() != self.source[mine.source]:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +109,7 @@ class ParallelModel:
 
     def _share_tied(self, stage: nn.Module) -> None:
         """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
-        specs = {(p.block, p.attr): p for p in self.spec.stages[self.stage_index].params}
+        specs = {(p.block, p.attr): p for p in self._stage_spec.params}
         for tied in self.spec.tied:
             mine = [(block, attr) for index, block, attr in tied.places if index == self.stage_index]
             for block, attr in mine[1:]:
@@ -116,8 +122,8 @@ class ParallelModel:
     def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
         """Every parameter object of this rank once, with the spec of its first use."""
         seen: set[int] = set()
-        for p in self.spec.stages[self.stage_index].params:
-            parameter = self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+        for p in self._stage_spec.params:
+            parameter: nn.Parameter = getattr(self._owners[p.block], p.attr)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield p, parameter
@@ -247,7 +253,7 @@ class ParallelModel:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
         shape = tuple(env[k] for k in sorted(env))
         if self._runner is None or self._runner_shape != shape:
-            mine = self.spec.stages[self.stage_index]
+            mine = self._stage_spec
             self._runner = PipelineRunner(
                 self.stage,
                 self._sync,
