@@ -302,52 +302,86 @@ def _check_value(where: str, value: Value, factors: Mapping[str, Expr]) -> None:
             )
 
 
+def _check_names(where: str, things: Mapping[str, Value] | Mapping[str, Block] | Mapping[str, Parameter]) -> None:
+    for name, thing in things.items():
+        if thing.name != name:
+            raise GraphError(f"{where}: {name!r} holds something named {thing.name!r}")
+
+
+def _define(where: str, defined: dict[str, None], names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in defined:
+            raise GraphError(f"{where}: {name!r} is defined twice")
+        defined[name] = None
+
+
+def _check_block(block: Block, factors: Mapping[str, Expr]) -> None:
+    where = f"block {block.name}"
+    _check_names(where, block.values)
+    for value in block.values.values():
+        _check_value(where, value, factors)
+    defined: dict[str, None] = {}
+    _define(where, defined, (*block.inputs, *block.params, *block.buffers))
+    for node in block.nodes:
+        for name in node.tensor_inputs:
+            if name not in defined:
+                raise GraphError(f"{where}: {node.name} uses {name!r} before it is defined")
+        _define(where, defined, node.outputs)
+    missing = [name for name in defined if name not in block.values]
+    missing += [name for name in block.outputs if name not in defined]
+    if missing:
+        raise GraphError(f"{where}: {missing[0]!r} is not a value of the block")
+
+
+def _check_call(graph: ModelGraph, call: Call) -> None:
+    callee, where = graph.blocks[call.block], f"call {call.name}"
+    for given, wanted in ((call.inputs, callee.inputs), (call.outputs, callee.outputs)):
+        if len(given) != len(wanted):
+            raise GraphError(
+                f"{where}: {len(given)} values {', '.join(given)} for {', '.join(wanted)} of {callee.name}"
+            )
+        for actual, formal in zip(given, wanted, strict=True):
+            if actual not in graph.values:
+                raise GraphError(f"{where}: {actual!r} is not a value of the graph")
+            a, f = graph.values[actual], callee.values[formal]
+            if (a.shape, a.dtype, a.dims) != (f.shape, f.dtype, f.dims):
+                raise GraphError(f"{where}: {_show(a)} passed for {_show(f)}")
+    if set(call.params) != set(callee.params) or set(call.buffers) != set(callee.buffers):
+        raise GraphError(f"{where} does not bind exactly the parameters of block {call.block}")
+    for bound, known in ((call.params, graph.params), (call.buffers, graph.buffers)):
+        for local, full in bound.items():
+            if full not in known:
+                raise GraphError(f"{where} binds {local} of block {call.block} to the unknown {full!r}")
+            if callee.values[local].shape != tuple(Expr.of(s) for s in known[full].shape):
+                raise GraphError(f"{where}: {full} has another shape than {local} of block {call.block}")
+
+
 def check(graph: ModelGraph) -> None:
     """Raise GraphError unless every name resolves, is defined before use and once, and factors multiply to sizes."""
+    _check_names("top level", graph.values)
+    _check_names("blocks", graph.blocks)
+    _check_names("parameters", graph.params)
+    _check_names("buffers", graph.buffers)
     for value in graph.values.values():
         _check_value("top level", value, graph.factors)
     for block in graph.blocks.values():
-        defined = set(block.inputs) | set(block.params) | set(block.buffers)
-        for value in block.values.values():
-            _check_value(f"block {block.name}", value, graph.factors)
-        for node in block.nodes:
-            for name in node.tensor_inputs:
-                if name not in defined:
-                    raise GraphError(f"block {block.name}: {node.name} uses {name!r} before it is defined")
-            for name in node.outputs:
-                if name in defined:
-                    raise GraphError(f"block {block.name}: {name!r} is defined twice")
-                defined.add(name)
-        missing = [name for name in (*defined, *block.outputs) if name not in block.values]
-        missing += [name for name in block.outputs if name not in defined]
-        if missing:
-            raise GraphError(f"block {block.name}: {missing[0]!r} is not a value of the block")
-    available = set(graph.inputs)
+        _check_block(block, graph.factors)
+    available: dict[str, None] = {}
+    _define("top level", available, graph.inputs)
+    for name in graph.inputs:
+        if name not in graph.values:
+            raise GraphError(f"input {name!r} is not a value of the graph")
     for call in graph.calls:
         if call.block not in graph.blocks:
             raise GraphError(f"call {call.name} names unknown block {call.block!r}")
-        callee = graph.blocks[call.block]
         for name in call.inputs:
             if name not in available:
                 raise GraphError(f"call {call.name} uses {name!r} before it is defined")
-        for actual, formal in [
-            *zip(call.inputs, callee.inputs, strict=True),
-            *zip(call.outputs, callee.outputs, strict=True),
-        ]:
-            a, f = graph.values[actual], callee.values[formal]
-            if (a.shape, a.dtype, a.dims) != (f.shape, f.dtype, f.dims):
-                raise GraphError(f"call {call.name}: {_show(a)} passed for {_show(f)}")
-        if set(call.params) != set(callee.params) or set(call.buffers) != set(callee.buffers):
-            raise GraphError(f"call {call.name} does not bind exactly the parameters of block {call.block}")
-        for local, full in call.params.items():
-            shape = tuple(Expr.of(s) for s in graph.params[full].shape)
-            if callee.values[local].shape != shape:
-                raise GraphError(
-                    f"call {call.name}: parameter {full} has another shape than {local} of block {call.block}"
-                )
-        available |= set(call.outputs)
-    if graph.output not in available:
-        raise GraphError(f"output {graph.output!r} is not computed by any call")
+        _check_call(graph, call)
+        _define(f"call {call.name}", available, call.outputs)
+    for what, wanted in (("output", graph.output), ("loss target", graph.loss_target)):
+        if wanted is not None and wanted not in available:
+            raise GraphError(f"{what} {wanted!r} is not computed by any call")
 
 
 def local_size(size: Expr, num_shards: int) -> Expr:

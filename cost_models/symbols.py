@@ -128,11 +128,13 @@ class Expr:
     @staticmethod
     def parse(text: str) -> Expr:
         """Inverse of str(); ValueError names a malformed term."""
-        total = Expr(())
-        for sign, term in re.findall(r"([+-]?)([^+-]+)", text.replace(" ", "")):
+        total, compact = Expr(()), re.sub(r"\s*([+*-])\s*", r"\1", text.strip())
+        if not re.fullmatch(r"[+-]?[^+-]+([+-][^+-]+)*", compact):
+            raise ValueError(f"malformed size {text!r}: terms are joined by + or -")
+        for sign, term in re.findall(r"([+-]?)([^+-]+)", compact):
             product = Expr.of(-1 if sign == "-" else 1)
             for factor in term.split("*"):
-                if re.fullmatch(r"\d+(/\d+)?", factor):
+                if re.fullmatch(r"\d+(/[1-9]\d*)?", factor):
                     product = product * Fraction(factor)
                 elif factor.isidentifier():
                     product = product * Expr.symbol(factor)

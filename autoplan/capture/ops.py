@@ -203,7 +203,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.unflatten.int": _reshape,
     "aten.transpose.int": _with("transpose", "dim0", "dim1"),
     "aten.t.default": lambda a: Lowered("transpose", (a["self"],), {"dim0": 0, "dim1": 1}),
-    "aten.permute.default": _with("permute", "dims"),
+    "aten.permute.default": lambda a: Lowered("permute", (a["self"],), {"dims": tuple(a["dims"])}),
     "aten.unsqueeze.default": _with("unsqueeze", "dim"),
     "aten.squeeze.dim": _with("squeeze", "dim"),
     "aten.expand.default": lambda a: Lowered("expand", (a["self"],), {}),

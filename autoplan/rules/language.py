@@ -84,32 +84,47 @@ class Template:
     special: Mapping[str, str]
 
 
-_OPERAND = re.compile(r"\s*([*+,])?\s*([~#]?)\s*\[([^\]]*)\]")
+_OPERAND = re.compile(r"\s*([*+,])?\s*([~#]?)\s*\[([^\[\]]*)\]")
+_LABEL = re.compile(r"(\*?[a-z]\w*)(!?)(?:@([a-z]\w*))?")
+
+
+def _dims(body: str, line: str, whole: set[str], special: dict[str, str]) -> tuple[Labels, ...]:
+    """The dims between two brackets; marks go to `whole` and `special`."""
+    dims: list[Labels] = []
+    for part in body.split(",") if body.strip() else []:
+        labels = []
+        for word in part.split():
+            match = _LABEL.fullmatch(word)
+            if match is None:
+                raise RuleError(f"rule {line!r}: cannot read the label {word!r}")
+            name, mark, code = match.groups()
+            if mark:
+                whole.add(name)
+            if code:
+                special[name] = code
+            labels.append(name)
+        if not labels:
+            raise RuleError(f"rule {line!r}: [{body}] has an empty dim; a dim of size 1 gets a label like any other")
+        if len(labels) > 1 and any(name.startswith("*") for name in labels):
+            raise RuleError(f"rule {line!r}: {part.strip()!r} puts any number of dims into one")
+        dims.append(tuple(labels))
+    if sum(dim[0].startswith("*") for dim in dims) > 1:
+        raise RuleError(f"rule {line!r}: [{body}] has two labels for any number of dims")
+    return tuple(dims)
 
 
 def _side(text: str, line: str, whole: set[str], special: dict[str, str]) -> tuple[_Operand, ...]:
-    operands, position = [], 0
+    operands: list[_Operand] = []
     separators: list[str | None] = []
+    position = 0
     for match in _OPERAND.finditer(text):
-        if match.start() != position:
-            raise RuleError(f"rule {line!r}: cannot read {text[position : match.start()]!r}")
-        position = match.end()
         separator, mark, body = match.groups()
-        dims = []
-        for dim in filter(None, (part.strip() for part in body.split(","))):
-            labels = []
-            for word in dim.split():
-                name = word.rstrip("!")
-                name, _, code = name.partition("@")
-                if word.endswith("!"):
-                    whole.add(name)
-                if code:
-                    special[name] = code
-                labels.append(name)
-            dims.append(tuple(labels))
+        if match.start() != position or (separator is None) != (not operands):
+            raise RuleError(f"rule {line!r}: cannot read {text[position : match.end()]!r}")
+        position = match.end()
         separators.append(separator)
         role = {"~": Role.LINEAR, "#": Role.INDEX}.get(mark, Role.OTHER)
-        operands.append(_Operand(tuple(dims), role))
+        operands.append(_Operand(_dims(body, line, whole, special), role))
     if text[position:].strip():
         raise RuleError(f"rule {line!r}: cannot read {text[position:]!r}")
     for i, separator in enumerate(separators):
@@ -129,6 +144,8 @@ def parse(line: str) -> Template:
     special: dict[str, str] = {}
     inputs = _side(left, line, whole, special)
     outputs = _side(right, line, whole, special)
+    if not outputs or any(o.role is not Role.OTHER for o in outputs):
+        raise RuleError(f"rule {line!r}: after '->' stand the outputs, separated by ',' and without marks")
     return Template(line, inputs, outputs, frozenset(whole), special)
 
 
