@@ -73,8 +73,7 @@ class ParallelModel:
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stage = self._build(parameters, buffers)
-        # looked up once: a step asks for them several times, and ZeRO exchanges parameters, never modules
-        self._owners = {p.block: self.stage.get_submodule(f"blocks.{p.block}") for p in self._stage_spec.params}
+        self._owners = self._find_owners()
         self._sync = apply_zero(self.stage, self.mesh.device_mesh["dp"], spec.zero_stage, schedule=spec.schedule)
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
@@ -119,14 +118,22 @@ class ParallelModel:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Every parameter object of this rank once, with the spec of its first use."""
+    def _find_owners(self) -> list[tuple[ParamSpec, nn.Module]]:
+        """Every parameter of this rank once, with the block that holds it: ZeRO exchanges parameters, never modules."""
         seen: set[int] = set()
+        out: list[tuple[ParamSpec, nn.Module]] = []
         for p in self._stage_spec.params:
-            parameter: nn.Parameter = getattr(self._owners[p.block], p.attr)
+            block = self.stage.get_submodule(f"blocks.{p.block}")
+            parameter = block.get_parameter(p.attr)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield p, parameter
+                out.append((p, block))
+        return out
+
+    def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+        """Every parameter object of this rank once, with the spec of its first use."""
+        for p, block in self._owners:
+            yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(original name, this rank's shard); a tied parameter appears once per copy this rank holds."""
@@ -202,7 +209,7 @@ class ParallelModel:
                 part["loss_denominator"] = denominator
                 part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
             losses = self._runner_for(parts[0]).run(parts)
-            reduce_deferred([(p, s) for s, p in self._places()], self.mesh)
+            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh)
             self._sum_tied()
         self._num_steps += 1
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
