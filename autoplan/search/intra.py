@@ -83,6 +83,7 @@ def follow(problem: IntraProblem) -> IntraProblem:
     """Merge element-wise chains into their producer: one choice, no conversion inside the chain.
 
     Done where the value has one consumer and no pending sum can sit between the two (or the consumer passes it on).
+    A restriction: converting a small operand just before a broadcast, say, can be cheaper.
     """
     choices = {c.name: c for c in problem.choices}
     changed = True

@@ -73,7 +73,7 @@ class Choice:
     name: str
     options: tuple[Option, ...]
     weight: float = 1.0
-    follows: bool = False  # element-wise or a view: a conversion before it is never better than one after it
+    follows: bool = False  # element-wise or a view: a conversion just before it rarely pays
 
 
 @dataclass(frozen=True)
