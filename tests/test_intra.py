@@ -292,7 +292,7 @@ def test_infeasible_problems_say_what_stands_in_the_way() -> None:
         solve(replace(problem, state_budget_bytes=100.0))
 
     def only(choice: Choice, option: Option) -> bool:  # stored in shards of its rows, used whole: never gathered here
-        wanted = {"store layer/up.weight": "S(0.0)", "layer/up": "I"}
+        wanted = {"store layer/up.weight": "S(out)", "layer/up": "I"}
         return wanted.get(choice.name, option.name) == option.name
 
     with pytest.raises(InfeasibleError, match="layer/up"):

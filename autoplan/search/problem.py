@@ -260,7 +260,7 @@ class _Build:
                 update = update if value.requires_grad else 0.0
                 options.append(
                     Option(
-                        _show(layout),
+                        _show(layout, value),
                         (),
                         tuple((k, layout) for k in keys),
                         update / self.settings.num_micro_batches,
@@ -330,7 +330,7 @@ class _Build:
             candidates = [fixed[root]] if root in fixed else self._boundary_layouts(probe)
             options = tuple(
                 Option(
-                    _show(layout),
+                    _show(layout, self.value(probe)),
                     tuple((k, layout) for k in requires),
                     tuple((k, layout) for k in provides),
                     0.0,
@@ -392,8 +392,15 @@ class _Build:
         return total
 
 
-def _show(layout: Layout) -> str:
-    return "x".join(str(t) for t in layout) if len(set(layout)) > 1 else str(layout[0]) if layout else "-"
+def _show(layout: Layout, value: Value) -> str:
+    """`S(kv)`, `I`, `S(kv)xI`: per sub-axis, or once if all are alike; `S(hidden:1)` where two dims have that factor."""
+    names = [f for dim in value.dims or () for f in dim]
+    texts = []
+    for kind in layout:
+        factor = (value.dims or ())[kind.dim][kind.factor] if kind.is_shard else ""
+        where = f":{kind.dim}" if names.count(factor) > 1 else ""
+        texts.append(f"S({factor}{where})" if kind.is_shard else str(kind))
+    return "x".join(texts) if len(set(texts)) > 1 else texts[0] if texts else "-"
 
 
 def build_problem(graph: ModelGraph, settings: IntraSettings) -> IntraProblem:
