@@ -128,10 +128,10 @@ def compare(result: dict[str, Any], reference: Reference) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("against one process", "one process", "4 processes", "relative difference"):
         table.add_column(title, justify="left" if title == "against one process" else "right")
-    worst = 0.0
+    found: list[float] = []
     for step, (one, many) in enumerate(zip(reference.losses, result["losses"], strict=False), 1):
         difference = abs(many - one) / abs(one)
-        worst = max(worst, difference)
+        found.append(difference)
         table.add_row(f"loss of step {step}", f"{one:.6f}", f"{many:.6f}", f"{difference:.1e}")
     theirs: dict[str, torch.Tensor] = result["gradients"]
     if theirs.keys() != reference.gradients.keys():
@@ -141,13 +141,13 @@ def compare(result: dict[str, Any], reference: Reference) -> Table:
         name: float((theirs[name] - mine).abs().max() / mine.abs().max()) for name, mine in reference.gradients.items()
     }
     name = max(differences, key=lambda n: differences[n])
-    worst = max(worst, differences[name])
+    found += differences.values()
     table.add_row(f"{len(differences)} gradients of step 1", "", "", f"{differences[name]:.1e}")
     table.caption = f"largest gradient difference in {name}; tolerance {TOLERANCE:g} (float32)"
     table.caption_justify = "left"
-    if not worst <= TOLERANCE:  # also not a number
+    if not all(difference <= TOLERANCE for difference in found):  # a NaN is not
         console.print(table)
-        raise DemoFailure(f"differs from one process by {worst:.1e}, more than {TOLERANCE:g}")
+        raise DemoFailure(f"the plan differs from one process by more than {TOLERANCE:g}")
     return table
 
 
