@@ -393,7 +393,7 @@ class _Build:
 
 
 def _show(layout: Layout, value: Value) -> str:
-    """`S(kv)`, `I`, `S(kv)xI`: per sub-axis, or once if all are alike; `S(hidden:1)` where two dims have that factor."""
+    """`S(kv)`, `I`, `S(kv)xI`: per sub-axis, or once if all are alike; `S(hidden:1)` where two dims have the factor."""
     names = [f for dim in value.dims or () for f in dim]
     texts = []
     for kind in layout:
