@@ -96,7 +96,8 @@ def make_plan(
 
 
 def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
-    calls = [c.name for c in graph.calls if not graph.blocks[c.block].replicable]
+    free = graph.free_calls()
+    calls = [c.name for c in graph.calls if c.name not in free]
     if isinstance(config.recompute, str):
         layers = set(layer_calls(graph))
         return {n: config.recompute if n in layers else "none" for n in calls}

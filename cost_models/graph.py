@@ -81,11 +81,6 @@ class Block:
     nodes: tuple[Node, ...]
     values: Mapping[str, Value]
 
-    @property
-    def replicable(self) -> bool:
-        """True if it holds no parameters: cheap input- or size-dependent values, recomputed on every stage."""
-        return not self.params
-
 
 @dataclass(frozen=True)
 class Call:
@@ -151,6 +146,15 @@ class ModelGraph:
         for call in self.calls:
             counts[call.block] += 1
         return counts
+
+    def free_calls(self) -> frozenset[str]:
+        """Calls that need no parameter, directly or through their inputs: every pipeline stage recomputes them."""
+        known, free = set(self.inputs), set()
+        for call in self.calls:
+            if not call.params and set(call.inputs) <= known:
+                free.add(call.name)
+                known |= set(call.outputs)
+        return frozenset(free)
 
     def tied_params(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """Parameters used by more than one call: full name -> ((call, name in block), ...)."""

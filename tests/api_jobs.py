@@ -144,3 +144,23 @@ def changing_shapes(rank: int, world: int, pins: dict[str, Any]) -> float:
         with torch.no_grad():
             worst = max(worst, abs(loss.item() - model(**batch).loss.item()))
     return worst
+
+
+def odd_models(rank: int, world: int, pins: dict[str, Any]) -> float:
+    """Glue between layers, layers used twice, layers that differ: worst relative gradient difference to eager."""
+    from test_capture import Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
+
+    worst = 0.0
+    for build, block in ((Looped, UnusedNumber), (TupleStack, Tupled), (Stack, ScaledBlock)):
+        torch.manual_seed(0)
+        model = build(block)
+        batch = {"ids": torch.randint(0, 16, (4, 6))}
+        pm = autoplan.parallelize(model, "local", example_inputs=batch, loss_fn=square_loss, pins=pins)
+        square_loss(model(batch["ids"]), batch).backward()
+        size = 4 // pm.data_world
+        pm.step({"ids": batch["ids"][pm.data_rank * size : (pm.data_rank + 1) * size]})
+        for name, got in pm.gradients().items():
+            want = model.get_parameter(name).grad
+            assert want is not None
+            worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
+    return worst

@@ -50,6 +50,12 @@ def test_shapes_may_change(pins: dict[str, Any]) -> None:
     assert max(pool(2).run(api_jobs.changing_shapes, pins)) < 1e-5
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "zero_stage": 2}], ids=str)
+def test_models_that_are_not_a_plain_stack(pins: dict[str, Any]) -> None:
+    assert max(pool(2).run(api_jobs.odd_models, pins)) < 2e-6
+
+
 REFUSED = [
     ({"pins": {"tp": 3}}, r"PinError: pin tp=3 does not divide the 2 devices; nearest legal: 2"),
     ({"pins": {"tpp": 2}}, r"unknown pin 'tpp'; did you mean 'tp'\?"),

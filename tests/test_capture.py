@@ -133,6 +133,41 @@ def test_a_number_that_is_not_read_does_not_matter() -> None:
     assert graph.call_counts()["layer"] == 3
 
 
+class Tupled(UnusedNumber):
+    """Returns what older layers return: a tuple with empty places."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return x + self.linear(x), None
+
+
+class TupleStack(Stack):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.emb(ids)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+def test_a_layer_may_return_more_than_tensors() -> None:
+    graph = capture(TupleStack(Tupled), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert graph.call_counts()["layer"] == 3
+
+
+class Looped(Stack):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.emb(ids)
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x) * 0.5
+        return x
+
+
+def test_layers_used_twice() -> None:
+    """The second round is one block around the layers' own parameters; each parameter has two uses."""
+    graph = capture(Looped(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert set(graph.tied_params()) == {f"layers.{i}.linear.{p}" for i in range(3) for p in ("weight", "bias")}
+
+
 class InPlace(ScaledBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += self.linear(x)

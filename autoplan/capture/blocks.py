@@ -146,6 +146,31 @@ def _metadata(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [(tuple(str(d) for d in t.shape), t.dtype, t.requires_grad) for t in tensors]
 
 
+_TENSOR = object()  # the place of a tensor in a layer's result
+
+
+@dataclass(frozen=True)
+class _FirstCall:
+    """How the first of several identical layers was called, and what its result looks like."""
+
+    metadata: list[tuple[Any, ...]]
+    spec: Any
+    rest: list[Any]
+    like: list[int]
+    out_spec: Any
+    template: list[Any]
+
+    def fits(self, tensors: list[torch.Tensor], spec: Any, rest: list[Any]) -> bool:
+        """True if another call is like this one in everything but the values of tensors."""
+        same = self.metadata == _metadata(tensors) and spec == self.spec and len(rest) == len(self.rest)
+        return same and all(map(_same, self.rest, rest))
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
+        """The layer's result around these tensors."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if x is _TENSOR else x for x in self.template], self.out_spec)
+
+
 @dataclass
 class LayerTracer:
     """Wraps layer forwards during one export. `unproved` collects layers whose identity the trace disproved."""
@@ -154,8 +179,8 @@ class LayerTracer:
     merge: bool = True
     unproved: set[str] = field(default_factory=set)
     _first: dict[str, str] = field(default_factory=dict)
-    _calls: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    _reads: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    _known: dict[str, _FirstCall] = field(default_factory=dict)
+    _called: set[str] = field(default_factory=set)
     _watched: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
     @contextmanager
@@ -191,36 +216,34 @@ class LayerTracer:
 
     def _wrapper(self, name: str, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if name in self._called:
+                return forward(*args, **kwargs)  # a layer used twice: from the second time on part of what is around it
+            self._called.add(name)
             flat, spec = pytree.tree_flatten((args, kwargs))
             at = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
             tensors = [flat[i] for i in at]
             rest = [x for x in flat if not isinstance(x, torch.Tensor)]
-            first = self._first.get(name)
-            if first is not None and first in self._calls:
-                metadata, first_rest, first_spec, like, out_spec = self._calls[first]
-                same_call = metadata == _metadata(tensors) and spec == first_spec and all(map(_same, first_rest, rest))
-                if same_call and like is not None:
-                    outs = torch.ops.autoplan.block_repeat(tensors, like, name, first)
-                    return pytree.tree_unflatten(list(outs), out_spec)
-            metadata = _metadata(tensors)
+            known = self._known.get(self._first.get(name, ""))
+            if known is not None and known.fits(tensors, spec, rest):
+                outs = torch.ops.autoplan.block_repeat(tensors, known.like, name, self._first[name])
+                return known.rebuild(list(outs))
             for i, x in zip(at, torch.ops.autoplan.block_begin(tensors, name), strict=True):
                 flat[i] = x
             new_args, new_kwargs = pytree.tree_unflatten(flat, spec)
-            reads = self._reads.setdefault(name, set())
+            reads: set[tuple[str, str]] = set()
             with _watch(layer, self._watched.get(name, set()), reads):
                 out = forward(*new_args, **new_kwargs)
-            outs, out_spec = pytree.tree_flatten(out)
-            if not all(isinstance(x, torch.Tensor) for x in outs):
-                outs_ok: list[int] | None = None
-                return out
-            outs_ok = self._like(tensors, outs)
+            leaves, out_spec = pytree.tree_flatten(out)
+            results = [x for x in leaves if isinstance(x, torch.Tensor)]
+            template = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
+            like = self._like(tensors, results)
             if reads:
                 self.unproved.add(name)
-                outs_ok = None
-            if name not in self._calls:
-                self._calls[name] = (metadata, rest, spec, outs_ok, out_spec)
-            marked = torch.ops.autoplan.block_end(outs, name)
-            return pytree.tree_unflatten(list(marked), out_spec)
+            plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)
+            first = _FirstCall(_metadata(tensors), spec, rest, like or [], out_spec, template)
+            if like is not None and plain and not reads:
+                self._known[name] = first
+            return first.rebuild(list(torch.ops.autoplan.block_end(results, name)))
 
         return run
 

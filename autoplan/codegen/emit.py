@@ -356,8 +356,13 @@ def convert_text(c: Convert, ctx: Context) -> str:
     return text
 
 
-def block_source(lowered: LoweredBlock, ctx: Context, calls: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
-    """Source lines of a block's class, and which of b, s, device, rng its forward takes."""
+def block_source(
+    lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool
+) -> tuple[list[str], dict[str, bool]]:
+    """Source lines of a block's class, and which of b, s, device, rng its forward takes.
+
+    `free`: a plain module, not a unit of recompute, since nothing in it depends on a parameter.
+    """
     body, site = [], 0
     last_use = _last_uses(lowered)
     dead: list[str] = []
@@ -383,16 +388,15 @@ def block_source(lowered: LoweredBlock, ctx: Context, calls: Sequence[str]) -> t
         for n, used in needs.items()
         if used
     ]
-    lines = [f"class {lowered.class_name}({'Block' if lowered.params else 'nn.Module'}):"]
+    lines = [f"class {lowered.class_name}({'nn.Module' if free else 'Block'}):"]
     shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
     lines += [f'    """{shown}"""', ""]
     if lowered.params or lowered.buffers:
-        lines += _init_lines(lowered, ctx)
+        lines += _init_lines(lowered, ctx, free)
     args = [f"{var}: Tensor" for var, _, _ in lowered.inputs]
     star = ["*"] if extra else []
     returns = "Tensor" if len(lowered.outputs) == 1 else f"tuple[{', '.join(['Tensor'] * len(lowered.outputs))}]"
-    checkpointed = bool(lowered.params)
-    name = "compute" if checkpointed else "forward"
+    name = "forward" if free else "compute"
     lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {returns}:")
     for var, value, layout in lowered.inputs:
         lines.append(f"        # {var}: {describe(value, layout, ctx)}")
@@ -434,12 +438,12 @@ def _assign(target: str, text: str, comment: str) -> str:
     return f"{target} = {text}  # {comment}"
 
 
-def _init_lines(lowered: LoweredBlock, ctx: Context) -> list[str]:
+def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
     lines = ["    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:"]
     lines.append(
-        "        super().__init__(recompute=recompute, site=site)" if lowered.params else "        super().__init__()"
+        "        super().__init__()" if free else "        super().__init__(recompute=recompute, site=site)"
     )
-    if not lowered.params:
+    if free:
         lines[0] = "    def __init__(self) -> None:"
     for param in lowered.params:
         shape = shape_text(local_shape(param.value, param.stored, ctx.factors, ctx.axes))

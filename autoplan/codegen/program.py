@@ -32,7 +32,7 @@ class Layouts:
     mesh: Mesh
     axes: tuple[Axis, ...]  # the sub-axes layouts are chosen on
     selection: Selection
-    stages: tuple[tuple[str, ...], ...]  # calls with parameters, per stage
+    stages: tuple[tuple[str, ...], ...]  # calls that depend on parameters, per stage
     zero_stage: int
     schedule: str
     recompute: Mapping[str, str]  # call -> none | full
@@ -69,7 +69,8 @@ class _Compiler:
             for name, block in graph.blocks.items()
         }
         self.calls = {c.name: c for c in graph.calls}
-        self.free = [c for c in graph.calls if graph.blocks[c.block].replicable]
+        self.free_names = graph.free_calls()
+        self.free = [c for c in graph.calls if c.name in self.free_names]
         self.stage_of = {name: i for i, names in enumerate(layouts.stages) for name in names}
         self.sites = self._sites()
 
@@ -244,7 +245,7 @@ class _Compiler:
         ]
         needs: dict[str, dict[str, bool]] = {}
         for name, calls in blocks.items():
-            text, needs[name] = block_source(self.lowered[name], self.ctx, calls)
+            text, needs[name] = block_source(self.lowered[name], self.ctx, calls, set(calls) <= self.free_names)
             lines += text
         lines += self._stage_class(index, spec, free, mine, needs)
         return "\n".join(lines) + "\n"

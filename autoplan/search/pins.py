@@ -169,15 +169,14 @@ def _couples_batch(graph: ModelGraph, values: Mapping[str, Any], node: Any) -> b
 
 def layer_calls(graph: ModelGraph) -> list[str]:
     """Calls that a pipeline may be cut between: those of the model's layers (not embedding, head, glue or tables)."""
-    counts = graph.call_counts()
-    named = [c.name for c in graph.calls if not graph.blocks[c.block].replicable]
-    layers = [c.name for c in graph.calls if c.name in named and ("." in c.name or counts[c.block] > 1)]
-    return layers
+    # capture names a layer by its module path, which has a dot; everything around layers by one word
+    return [c.name for c in graph.calls if c.params and "." in c.name]
 
 
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """Calls per stage: as pinned, else contiguous with the least maximal arithmetic."""
-    calls = [c for c in graph.calls if not graph.blocks[c.block].replicable]
+    free = graph.free_calls()
+    calls = [c for c in graph.calls if c.name not in free]
     if config.pp == 1:
         return (tuple(c.name for c in calls),)
     layers = layer_calls(graph)

@@ -139,6 +139,27 @@ class IntraSettings:
     state_slack: float | None = 1.02
 
 
+class _Classes:
+    """Union-find over values."""
+
+    def __init__(self) -> None:
+        self.parent: dict[ValueKey, ValueKey] = {}
+
+    def find(self, key: ValueKey) -> ValueKey:
+        while self.parent.setdefault(key, key) != key:
+            key = self.parent[key]
+        return key
+
+    def join(self, a: ValueKey, b: ValueKey) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+    def members(self) -> dict[ValueKey, list[ValueKey]]:
+        out: dict[ValueKey, list[ValueKey]] = {}
+        for key in list(self.parent):
+            out.setdefault(self.find(key), []).append(key)
+        return out
+
+
 class _Build:
     def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
         self.graph, self.settings = graph, settings
@@ -238,13 +259,15 @@ class _Build:
 
     def _storage(self) -> None:
         """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
-        by_full: dict[str, list[ValueKey]] = {}
-        counts: dict[tuple[ValueKey, ...], int] = {}
+        uses: dict[str, ValueKey] = {}
+        classes = _Classes()
         for call in self.graph.calls:
             for local, full in call.params.items():
-                by_full.setdefault(full, []).append((call.block, local))
-        for full_keys in by_full.values():
-            keys = tuple(dict.fromkeys(full_keys))
+                classes.join((call.block, local), uses.setdefault(full, (call.block, local)))
+        counts: dict[tuple[ValueKey, ...], int] = {}
+        members = classes.members()
+        for key in uses.values():  # once per parameter, however often it is used
+            keys = tuple(members[classes.find(key)])
             counts[keys] = counts.get(keys, 0) + 1
         for keys, count in counts.items():
             value = self.value(keys[0])
@@ -301,28 +324,17 @@ class _Build:
 
     def _boundaries(self) -> None:
         """One layout per class of values that blocks hand to each other; inputs are R, the loss is I."""
-        parent: dict[ValueKey, ValueKey] = {}
-
-        def find(key: ValueKey) -> ValueKey:
-            while parent.setdefault(key, key) != key:
-                key = parent[key]
-            return key
-
-        def join(a: ValueKey, b: ValueKey) -> None:
-            parent[find(a)] = find(b)
-
+        links = _Classes()
         for call in self.graph.calls:
             block = self.graph.blocks[call.block]
             for actual, formal in [
                 *zip(call.inputs, block.inputs, strict=True),
                 *zip(call.outputs, block.outputs, strict=True),
             ]:
-                join(("", actual), (block.name, formal))
-        classes: dict[ValueKey, list[ValueKey]] = {}
-        for key in list(parent):
-            classes.setdefault(find(key), []).append(key)
-        fixed = {find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in parent}
-        fixed[find(("", self.graph.output))] = self.all_i
+                links.join(("", actual), (block.name, formal))
+        classes = links.members()
+        fixed = {links.find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in links.parent}
+        fixed[links.find(("", self.graph.output))] = self.all_i
         for root, keys in classes.items():
             provides = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].inputs]
             requires = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].outputs and k not in provides]
