@@ -164,3 +164,20 @@ def odd_models(rank: int, world: int, pins: dict[str, Any]) -> float:
             assert want is not None
             worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
     return worst
+
+
+def bfloat16(rank: int, world: int, pins: dict[str, Any]) -> tuple[float, float, float]:
+    """A bf16 model: its loss, the eager one's, and the worst gradient error in norm."""
+    model = models.make_llama(hidden_size=64).bfloat16()
+    batch = models.token_batch(4, 16)
+    pm = autoplan.parallelize(model, "local", example_inputs=batch, pins=pins, check=True)
+    size = 4 // pm.data_world
+    loss = pm.step({k: v[pm.data_rank * size : (pm.data_rank + 1) * size] for k, v in batch.items()})
+    want = model(**batch).loss
+    want.backward()
+    worst = 0.0
+    for name, got in pm.gradients().items():
+        grad = model.get_parameter(name).grad
+        assert grad is not None and got.dtype == torch.bfloat16
+        worst = max(worst, ((got.float() - grad.float()).norm() / grad.float().norm()).item())
+    return loss.item(), want.item(), worst

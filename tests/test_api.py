@@ -56,6 +56,15 @@ def test_models_that_are_not_a_plain_stack(pins: dict[str, Any]) -> None:
     assert max(pool(2).run(api_jobs.odd_models, pins)) < 2e-6
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 2}], ids=str)
+def test_bfloat16(pins: dict[str, Any]) -> None:
+    """Rounding of 8 bits, summed in another order: a few per cent in the norm of a gradient, not more."""
+    for loss, want, worst in pool(2).run(api_jobs.bfloat16, pins):
+        assert loss == pytest.approx(want, rel=2e-3)
+        assert worst < 0.05
+
+
 REFUSED = [
     ({"pins": {"tp": 3}}, r"PinError: pin tp=3 does not divide the 2 devices; nearest legal: 2"),
     ({"pins": {"tpp": 2}}, r"unknown pin 'tpp'; did you mean 'tp'\?"),
