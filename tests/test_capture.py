@@ -16,6 +16,7 @@ from autoplan.capture.export import _capture, capture
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, check
 from autoplan.cost_models.symbols import Expr
+from autoplan.rules.batch import batch_obstacle
 
 
 def gpt_batch(batch: int = 3, seq: int = 16) -> dict[str, torch.Tensor]:
@@ -327,3 +328,58 @@ class FixedBatch(nn.Module):
 def test_a_fixed_batch_is_refused() -> None:
     with pytest.raises(CaptureError, match="one batch size only"):
         capture(FixedBatch(), {"x": torch.zeros(2, 8)}, square_loss)
+
+
+# -- may the batch be split -------------------------------------------------------------------------------------------
+
+
+def cosine_loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    flat = out.mean(dim=1)
+    return (flat @ flat.transpose(0, 1)).square().mean()
+
+
+def two_means(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.square().mean() + 0.1 * out.abs().mean()
+
+
+def root_of_mean(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.square().mean().sqrt()
+
+
+def centred(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (out - out.mean(dim=0, keepdim=True)).square().mean()
+
+
+def softmax_over_batch(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.softmax(dim=0).square().mean()
+
+
+class Penalised(nn.Module):
+    """A term that does not depend on the batch would be counted once per part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x).square().mean() + self.linear.weight.square().sum()
+        return out
+
+
+@pytest.mark.parametrize("loss", [cosine_loss, two_means, root_of_mean, centred, softmax_over_batch])
+def test_a_batch_that_cannot_be_split_is_refused(loss: Any) -> None:
+    graph = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, loss)
+    found = batch_obstacle(graph)
+    assert found is not None and " at the loss function cannot be computed sample by sample" in found
+
+
+def test_a_term_without_the_batch_is_refused() -> None:
+    found = batch_obstacle(capture(Penalised(), {"x": torch.zeros(4, 8)}))
+    assert found is not None and found.startswith("add at test_capture.py")
+
+
+def test_a_batch_that_can_be_split() -> None:
+    stack = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert batch_obstacle(stack) is None
+    assert batch_obstacle(capture(models.make_llama(), models.token_batch(2, 8))) is None
+    assert batch_obstacle(capture(models.make_gpt(dropout=0.1), gpt_batch(), models.gpt_loss)) is None

@@ -15,6 +15,7 @@ from typing import Any
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
+from autoplan.rules.batch import batch_obstacle
 from autoplan.rules.table import flops, rule_for
 
 KNOWN = ("tp", "pp", "dp", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
@@ -146,25 +147,10 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
                 f"pin stages={list(config.stages)} must be {config.pp} positive numbers that add up to the model's "
                 f"{len(layers)} layers"
             )
-    batch_coupling = [
-        node for block in graph.blocks.values() for node in block.nodes if _couples_batch(graph, block.values, node)
-    ]
-    if batch_coupling and (config.dp > 1 or config.num_micro_batches > 1):
-        node = batch_coupling[0]
-        raise PinError(
-            f"{node.op} at {node.source or node.name} couples the samples of a batch, so the batch cannot be split; "
-            "use dp=1 and num_micro_batches=1"
-        )
-
-
-def _couples_batch(graph: ModelGraph, values: Mapping[str, Any], node: Any) -> bool:
-    """True if an op cannot be computed on a part of the batch."""
-    rule = rule_for(node, values)
-    for name, labels in zip(node.tensor_inputs, rule.inputs, strict=True):
-        for dim, factors in zip(labels, values[name].dims, strict=True):
-            if any("b" in graph.factors[f].symbols for f in factors) and any(label in rule.whole for label in dim):
-                return True
-    return False
+    if config.dp > 1 or config.num_micro_batches > 1:
+        obstacle = batch_obstacle(graph)
+        if obstacle is not None:
+            raise PinError(f"{obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1")
 
 
 def layer_calls(graph: ModelGraph) -> list[str]:
