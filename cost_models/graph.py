@@ -18,7 +18,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 from autoplan.cost_models.errors import GraphError
@@ -386,8 +385,3 @@ def check(graph: ModelGraph) -> None:
     for what, wanted in (("output", graph.output), ("loss target", graph.loss_target)):
         if wanted is not None and wanted not in available:
             raise GraphError(f"{what} {wanted!r} is not computed by any call")
-
-
-def local_size(size: Expr, num_shards: int) -> Expr:
-    """Size of one even shard."""
-    return size.scale(Fraction(1, num_shards))

@@ -380,7 +380,3 @@ class ParallelModel:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
         micro_batches = f"{self.num_micro_batches} micro-batches"
         return f"ParallelModel({self.spec.model}, {degrees}, stage {self.stage_index}, {micro_batches})"
-
-    def named_state(self) -> dict[str, Any]:
-        """What a checkpoint must carry beside tensors."""
-        return {"num_steps": self._num_steps, "seed": self.seed, "program": self.spec.to_json()}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.mesh import AxisMesh
-from autoplan.runtime.spec import ParamSpec, StageSpec
+from autoplan.runtime.spec import BufferSpec, ParamSpec, StageSpec
 
 
 def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
@@ -75,10 +75,17 @@ def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh) -> torch.Tenso
     for s in reversed(spec.shards):  # minor first
         if mesh.size(s.axis) == 1:
             continue
-        parts = [torch.empty_like(out.contiguous()) for _ in range(mesh.size(s.axis))]
-        dist.all_gather(parts, out.contiguous(), group=mesh.group(s.axis))
+        out = out.contiguous()
+        parts = [torch.empty_like(out) for _ in range(mesh.size(s.axis))]
+        dist.all_gather(parts, out, group=mesh.group(s.axis))
         out = torch.cat(parts, dim=where[s.dim, s.position])
     return out.reshape(spec.shape)
+
+
+def buffer_owner(stage: nn.Module, spec: BufferSpec) -> nn.Module:
+    """The module of a stage that holds a buffer: one of its blocks, or a parameter-free table beside them."""
+    inside = spec.block in stage.get_submodule("blocks")._modules
+    return stage.get_submodule(f"blocks.{spec.block}" if inside else spec.block)
 
 
 def materialise(
@@ -102,9 +109,7 @@ def materialise(
             local = shard(parameters[p.name].detach(), p, size, coordinate)
             setattr(block, p.attr, nn.Parameter(cast(local).clone(), requires_grad=p.trainable))
         for b in spec.buffers:
-            in_blocks = b.block in getattr(stage, "blocks", {})
-            owner = stage.get_submodule(f"blocks.{b.block}" if in_blocks else b.block)
-            setattr(owner, b.attr, cast(buffers[b.name].detach()).clone())
+            setattr(buffer_owner(stage, b), b.attr, cast(buffers[b.name].detach()).clone())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 
 from autoplan.runtime.convert import I, P, R, V, typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.runtime.params import local_shape
+from autoplan.runtime.params import buffer_owner, local_shape
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate
 
@@ -90,8 +90,7 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
             value = torch.zeros(local_shape(p, mesh.size), dtype=getattr(torch, p.dtype))
             setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
         for b in this.buffers:
-            in_blocks = b.block in getattr(stage, "blocks", {})
-            owner = stage.get_submodule(f"blocks.{b.block}" if in_blocks else b.block)
+            owner = buffer_owner(stage, b)
             setattr(owner, b.attr, torch.zeros_like(getattr(owner, b.attr)))
     inputs = {name: _input(name, spec, env) for name in spec.inputs}
     inputs |= {"loss_denominator": torch.ones(()), "rng": torch.zeros(3, dtype=torch.int64)}
@@ -102,9 +101,7 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
             parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
             typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as if a in names})
         for b in this.buffers:
-            in_blocks = b.block in getattr(stage, "blocks", {})
-            owner = stage.get_submodule(f"blocks.{b.block}" if in_blocks else b.block)
-            typed(getattr(owner, b.attr), R)
+            typed(getattr(buffer_owner(stage, b), b.attr), R)
         for x in inputs.values():
             typed(x, R)
         for c, x in zip(this.carried_in, carried, strict=True):

@@ -46,10 +46,6 @@ def py(size: Expr) -> str:
     return f"{text} // {denominator}" if simple else f"({text}) // {denominator}"
 
 
-def _arg(size: Expr) -> str:
-    return py(size)
-
-
 def _literal(value: Any) -> str:
     if isinstance(value, Expr):
         return f"({py(value)})" if value.value is None else py(value)
@@ -58,7 +54,7 @@ def _literal(value: Any) -> str:
 
 def shape_text(sizes: Sequence[Expr]) -> str:
     """Comma-separated local sizes."""
-    return ", ".join(_arg(s) for s in sizes)
+    return ", ".join(py(s) for s in sizes)
 
 
 def describe(value: Value, layout: Layout, ctx: Context) -> str:
@@ -158,7 +154,7 @@ def _chunk(t: _OpText) -> str:
     ]
     if all(s == sizes[0] for s in sizes):
         return f"{t.a[0]}.chunk({len(sizes)}, dim={dim})"
-    return f"{t.a[0]}.split([{', '.join(_arg(s) for s in sizes)}], dim={dim})"
+    return f"{t.a[0]}.split([{', '.join(py(s) for s in sizes)}], dim={dim})"
 
 
 def _attention(t: _OpText) -> str:
@@ -212,7 +208,7 @@ def _dropout(t: _OpText) -> str:
                 if kind.is_shard and (kind.dim, kind.factor) == (i, j)
             )
             mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
-            entries.append(f"({_arg(local[i][j])}, {_arg(size)}, {mark})")
+            entries.append(f"({py(local[i][j])}, {py(size)}, {mark})")
     return f"dropout({t.a[0]}, {t.attrs['p']}, rng, self.site + {t.site}, ({', '.join(entries)},))"
 
 

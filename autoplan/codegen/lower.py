@@ -118,8 +118,7 @@ class BlockLowering:
         self.var: dict[tuple[str, Layout], str] = {}
         self.statements: list[Statement] = []
         self.uses: dict[str, set[Layout]] = {}
-        for choice, option in selection.items():
-            del choice
+        for option in selection.values():
             for (where, value), layout in option.provides:
                 if where == block.name:
                     self.native[value] = layout
