@@ -20,7 +20,7 @@ from spmd_types.checker import typecheck
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.codegen.emit import Context, convert_text, op_text
-from autoplan.codegen.lower import Convert, Op
+from autoplan.search.lower import Convert, Op
 from autoplan.cost_models.graph import Value
 from autoplan.cost_models.layout import Axis, AxisType, Layout, conversion
 from autoplan.rules.strategies import Strategy, strategies

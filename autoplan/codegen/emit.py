@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from autoplan.codegen.lower import Convert, LoweredBlock, Op, local_factors, local_shape
+from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout

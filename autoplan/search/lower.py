@@ -1,6 +1,6 @@
 """Lower a ModelGraph with chosen layouts to per-stage programs: statements with local shapes, and the ledger.
 
-Planning on plain values only; `emit` turns the result into source text.
+Planning on plain values only: pricing reads the statements, `autoplan.codegen.emit` turns them into source text.
 """
 
 from __future__ import annotations

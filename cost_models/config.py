@@ -1,0 +1,84 @@
+"""ParallelConfig: the degrees and settings of one plan; Precision and Mode: how it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autoplan.cost_models.errors import PinError
+
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+RECOMPUTE = ("none", "selective", "full")
+
+
+class Mode(StrEnum):
+    """How the program runs: op by op, with fused kernels (Megatron, Transformer Engine), or torch.compile."""
+
+    EAGER = "eager"
+    FUSED = "fused"
+    COMPILED = "compiled"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter and what is computed in which dtype.
+
+    `compute` is the dtype of activations and weights in the forward, None: the model's own. `grad_bytes` per local
+    parameter element, None: those of the parameter. `state_bytes` of the optimizer (AdamW moments and master weights),
+    None: two moments in the parameter's dtype. `matmul` is the dtype of matrix products where it differs.
+    """
+
+    name: str
+    compute: str | None = None
+    grad_bytes: float | None = None
+    state_bytes: float | None = None
+    matmul: str | None = None
+
+
+# Mixed precision as Megatron-LM and torchtitan run it: gradients accumulate in fp32; AdamW holds two fp32 moments and a
+# fp32 master copy (2 + 4 + 12 bytes per parameter, Rajbhandari et al., ZeRO, 2020, section 3.1 with fp32 gradients).
+PRECISIONS: dict[str, Precision] = {
+    "native": Precision("native"),
+    "bf16": Precision("bf16", "bfloat16", 4.0, 12.0),
+    "fp16": Precision("fp16", "float16", 4.0, 12.0),
+    "fp32": Precision("fp32", "float32", 4.0, 8.0),
+    "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
+}
+
+
+def precision_of(name: str) -> Precision:
+    """PinError names the known ones."""
+    if name not in PRECISIONS:
+        raise PinError(f"precision {name!r} is not known; use {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees and settings of one plan.
+
+    The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `stages`: number of layers per pipeline stage (per
+    chunk with virtual stages, in model order), or None for balanced arithmetic. `recompute`: one value for all layers,
+    a mapping from block call to one, or how many layers of each stage are recomputed in full (a tuple of counts).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None  # None: as tp
+    zero_stage: int = 1
+    micro_batch_size: int = 1
+    num_micro_batches: int = 1
+    schedule: str = "1F1B"
+    virtual_stages: int = 1
+    recompute: str | Mapping[str, str] | tuple[int, ...] = "none"
+    stages: tuple[int, ...] | None = None
+    state_slack: float = 1.02
+
+    @property
+    def num_devices(self) -> int:
+        """World size."""
+        return self.pp * self.dp * self.cp * self.tp

@@ -1,0 +1,75 @@
+"""Quantity: a number with its interval and where it comes from. Every term of an estimate is one.
+
+    Quantity(low, mid, high, Tag.MEASURED)
+    a + b          intervals add (errors of one kind of term go the same way); the tag is the weaker of the two
+    a * 3.0        scales all three
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Tag(IntEnum):
+    """Where a number comes from, strongest first."""
+
+    MEASURED = 0
+    FITTED = 1
+    ASSUMED = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """`low <= mid <= high`, in the unit of its context (seconds unless said otherwise)."""
+
+    low: float
+    mid: float
+    high: float
+    tag: Tag
+
+    def __add__(self, other: Quantity) -> Quantity:
+        return Quantity(
+            self.low + other.low, self.mid + other.mid, self.high + other.high, max(self._weight(), other._weight())
+        )
+
+    def _weight(self) -> Tag:
+        return self.tag if self.high else Tag.MEASURED  # nothing has no source
+
+    def __mul__(self, factor: float) -> Quantity:
+        return Quantity(self.low * factor, self.mid * factor, self.high * factor, self.tag)
+
+    __rmul__ = __mul__
+
+    def at_least(self, other: Quantity) -> Quantity:
+        """Element-wise maximum."""
+        tag = self.tag if self.mid >= other.mid else other.tag
+        return Quantity(max(self.low, other.low), max(self.mid, other.mid), max(self.high, other.high), tag)
+
+    def less(self, other: Quantity) -> Quantity:
+        """What remains of this after hiding `other`, never below 0: the least remains if most is hidden."""
+        return Quantity(
+            max(0.0, self.low - other.high),
+            max(0.0, self.mid - other.mid),
+            max(0.0, self.high - other.low),
+            max(self.tag, other.tag),
+        )
+
+    @staticmethod
+    def spread(mid: float, relative: float, tag: Tag) -> Quantity:
+        """`mid` up to a factor of `1 + relative` either way."""
+        return Quantity(mid / (1 + relative), mid, mid * (1 + relative), tag)
+
+
+ZERO = Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
+
+
+def total(quantities: list[Quantity]) -> Quantity:
+    """Sum; ZERO of nothing."""
+    out = ZERO
+    for q in quantities:
+        out = out + q
+    return out

@@ -1,0 +1,138 @@
+"""What one rank does, as plain data: operations, collectives, parameters and activations of every block.
+
+Derived from a ModelGraph and its layout by `autoplan.search.workload`; priced by `autoplan.cost_models.price`. Sizes
+are those of one rank and one micro-batch.
+
+    Workload    the model: units (layers), which blocks they call, what crosses between them
+    BlockWork   one call of one block
+    OpWork      one operation: what a profile measures and the roofline prices
+    CommWork    one collective
+    ParamWork   one stored parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.cost_models.units import dtype_bytes
+
+Plain = str | int | float | bool | None | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWork:
+    """A local tensor: shape, dtype, whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Element count."""
+        out = 1
+        for size in self.shape:
+            out *= size
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes."""
+        return self.num_elements * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class OpWork:
+    """One operation on one rank. `op` is a name of the rule table; `attrs` what else its time depends on, sorted.
+
+    `flops` and `moved_bytes` are those of the forward pass (0 bytes for a view). Two works with equal `key` take the
+    same time.
+    """
+
+    op: str
+    inputs: tuple[TensorWork, ...]
+    outputs: tuple[TensorWork, ...]
+    attrs: tuple[tuple[str, Plain], ...]
+    flops: float
+    moved_bytes: float
+
+    @property
+    def key(self) -> str:
+        """`linear(bfloat16[2,128,64]*,bfloat16[256,64]*)`: a star marks what needs a gradient."""
+        args = [f"{t.dtype}[{','.join(map(str, t.shape))}]{'*' if t.requires_grad else ''}" for t in self.inputs]
+        if not args:
+            args = [f"->{t.dtype}[{','.join(map(str, t.shape))}]" for t in self.outputs]
+        return f"{self.op}({','.join([*args, *(f'{k}={v}' for k, v in self.attrs)])})"
+
+    @property
+    def has_backward(self) -> bool:
+        """True if a gradient flows through it."""
+        return any(t.requires_grad for t in self.inputs)
+
+
+@dataclass(frozen=True)
+class CommWork:
+    """One collective. `num_bytes`: the gathered or reduced tensor on one rank (all_to_all: the local one).
+
+    `axis` is a sub-axis or a named product; `phase` forward or backward; `per` micro_batch or step.
+    """
+
+    what: str
+    kind: str
+    num_bytes: float
+    axis: str
+    phase: str
+    per: str = "micro_batch"
+
+
+@dataclass(frozen=True)
+class ParamWork:
+    """A stored parameter: local elements before ZeRO. `expert`: replicated over the expert-data ranks, not over dp."""
+
+    name: str
+    num_elements: int
+    dtype: str
+    trainable: bool
+    expert: bool = False
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One call of a block on one rank and micro-batch.
+
+    `saved_bytes`: what autograd keeps for the backward; `kept_bytes`: what is kept instead under full recompute;
+    `transient_bytes`: the largest extra need while it runs; `selective_bytes`: what selective recompute (attention)
+    keeps.
+    """
+
+    name: str
+    ops: tuple[OpWork, ...]
+    comms: tuple[CommWork, ...]
+    params: tuple[ParamWork, ...]
+    saved_bytes: float
+    kept_bytes: float
+    transient_bytes: float
+    selective_bytes: float
+    selective_ops: frozenset[int] = frozenset()  # positions in `ops` that selective recompute runs again
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model on one rank. A unit is what a pipeline may be cut between: one layer with the glue after it.
+
+    `units`: names of the blocks each calls, embedding in the first, head and loss in the last. `free`: blocks without
+    parameters that every stage computes for itself. `cut_bytes[i]`: what crosses from unit i to i + 1 per micro-batch.
+    `num_copies[i]`: in how many places parameter tied `i` stands is left to the units that hold it.
+    """
+
+    model: str
+    blocks: Mapping[str, BlockWork]
+    units: tuple[tuple[str, ...], ...]
+    layers: tuple[bool, ...]  # per unit: True if recompute applies (all of them are layers of the model)
+    free: tuple[str, ...]
+    cut_bytes: tuple[float, ...]
+    tokens: float  # of one micro-batch of one data-parallel rank, whole sequence
+    model_flops: float  # forward and backward of one such micro-batch, whole model, all ranks, without recompute
+    micro_batch_size: int
+    seq_len: int
