@@ -1,12 +1,12 @@
 """Errors of the planning side. Every one is caused by what the caller gave and says what would work.
 
-    AutoplanError(ValueError)
-      GraphError        a ModelGraph that breaks its own rules
-      CaptureError      a model that cannot be captured (names node and source line)
-      RuleError         an op without a rule, or a rule that does not fit its operands
-      LayoutError       a layout or conversion that cannot exist
-      PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
-      InfeasibleError   nothing satisfies the constraints
+AutoplanError(ValueError)
+  GraphError        a ModelGraph that breaks its own rules
+  CaptureError      a model that cannot be captured (names node and source line)
+  RuleError         an op without a rule, or a rule that does not fit its operands
+  LayoutError       a layout or conversion that cannot exist
+  PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
+  InfeasibleError   nothing satisfies the constraints
 """
 
 from __future__ import annotations

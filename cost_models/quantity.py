@@ -1,8 +1,8 @@
 """Quantity: a number with its interval and where it comes from. Every term of an estimate is one.
 
-    Quantity(low, mid, high, Tag.MEASURED)
-    a + b          intervals add (errors of one kind of term go the same way); the tag is the weaker of the two
-    a * 3.0        scales all three
+Quantity(low, mid, high, Tag.MEASURED)
+a + b          intervals add (errors of one kind of term go the same way); the tag is the weaker of the two
+a * 3.0        scales all three
 """
 
 from __future__ import annotations

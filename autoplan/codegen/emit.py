@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
 from autoplan.cost_models.symbols import Expr, product
+from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 _SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source
-from autoplan.search.lower import BlockLowering, LoweredBlock, collectives, identifier, local_bytes, local_shape
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.symbols import Expr
@@ -22,6 +21,7 @@ from autoplan.runtime.spec import (
     Terms,
     TiedSpec,
 )
+from autoplan.search.lower import BlockLowering, LoweredBlock, collectives, identifier, local_bytes, local_shape
 from autoplan.search.problem import Selection
 
 
