@@ -5,6 +5,7 @@ AutoplanError(ValueError)
   CaptureError      a model that cannot be captured (names node and source line)
   RuleError         an op without a rule, or a rule that does not fit its operands
   LayoutError       a layout or conversion that cannot exist
+  ProfileError      a measured profile that is unknown, broken, or of another machine
   PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
   InfeasibleError   nothing satisfies the constraints
 """
@@ -30,6 +31,10 @@ class RuleError(AutoplanError):
 
 class LayoutError(AutoplanError):
     """A layout or a conversion between layouts that cannot exist."""
+
+
+class ProfileError(AutoplanError):
+    """A measured profile that is unknown, broken, or of another machine."""
 
 
 class PinError(AutoplanError):

@@ -1,0 +1,303 @@
+"""Time of one operation on one rank: measured, else interpolated between measured shapes, else the roofline.
+
+    exact key in the profile       -> MEASURED, with its spread
+    measured shapes of its class   -> FITTED: t = c0 + c1 flops + c2 bytes (c >= 0, least squares of the relative error)
+                                      times the residual of the nearest measured shapes (inverse distance in log space);
+                                      the interval is the held-out error
+    neither                        -> ASSUMED: roofline of the device with an efficiency that saturates with size
+
+The backward is 1x the forward's arithmetic per operand of a product that needs a gradient, 2.5x for attention (scores
+are computed again; Dao, FlashAttention-2, 2023, section 4.1), else twice the bytes (reads the gradient and what was
+saved, writes a gradient).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoplan.cost_models.cluster import Device
+from autoplan.cost_models.config import Mode
+from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, OpRecord, Profile
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.work import OpWork
+
+# -- what is assumed where nothing was measured ------------------------------------------------------------------------
+
+# Share of the peak that large kernels reach. Dense products: 70-80 % of the peak in cuBLAS on A100 and H100 (NVIDIA,
+# "Matrix Multiplication Background User's Guide"); attention: 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4),
+# less on newer devices; memory-bound kernels: about 80 % of the bandwidth.
+_PRODUCT_EFFICIENCY = 0.75
+_ATTENTION_EFFICIENCY = 0.5
+_MEMORY_EFFICIENCY = 0.8
+# A kernel reaches half of that when it would take this long at the peak: what filling and draining the device costs.
+_HALF_S = 10e-6
+# Python, dispatch and launch of one op in eager mode, forward or backward. A graph launch pays it once for all ops.
+_LAUNCH_S: dict[Mode, float] = {Mode.EAGER: 6e-6, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
+# Share of the traffic of an element-wise op that is left when it is fused into its producer: its input stays in
+# registers, its output is still written where a backward needs it.
+_FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
+# Intervals of the roofline: a factor of 1 + this either way.
+_ASSUMED_ERROR = 0.6
+_BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape, from the second on
+
+_PRODUCTS = frozenset({"linear", "matmul"})
+_VIEW_OPS = "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full"
+VIEWS = frozenset(_VIEW_OPS.split())
+_ELEMENTWISE_OPS = (
+    "add sub mul div pow maximum minimum eq ne lt gt le ge logical_and logical_or logical_not bitwise_and bitwise_or "
+    "where masked_fill neg abs square clamp to clone dropout relu add_scalar mul_scalar div_scalar rsub_scalar "
+    "pow_scalar eq_scalar ne_scalar lt_scalar gt_scalar le_scalar ge_scalar silu gelu tanh sigmoid exp log cos sin "
+    "rsqrt sqrt erf softplus"
+)
+_ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
+_TRANSCENDENTAL = frozenset("silu gelu tanh sigmoid exp log cos sin erf softplus pow pow_scalar".split())
+
+
+def class_of(op: str) -> str:
+    """The class whose measurements may stand for each other: products, attention, views, element-wise, or the op."""
+    if op in _PRODUCTS:
+        return "linear"
+    if op in VIEWS:
+        return "view"
+    if op in _TRANSCENDENTAL:
+        return "transcendental"
+    if op in _ELEMENTWISE:
+        return "elementwise"
+    return {"log_softmax": "softmax", "sum": "reduce", "mean": "reduce", "layer_norm": "norm", "rms_norm": "norm"}.get(
+        op, op
+    )
+
+
+def phase_flops(work: OpWork, phase: str) -> float:
+    """Arithmetic of one phase."""
+    if phase == "forward":
+        return work.flops
+    if work.op in _PRODUCTS:
+        return work.flops * sum(t.requires_grad for t in work.inputs[:2])
+    return work.flops * (2.5 if work.op == "attention" else 2.0)
+
+
+def phase_bytes(work: OpWork, phase: str) -> float:
+    """Memory traffic of one phase."""
+    if phase == "forward":
+        return work.moved_bytes
+    if work.op in _PRODUCTS:
+        return work.moved_bytes * sum(t.requires_grad for t in work.inputs[:2])
+    if work.op == "embedding":  # the gradient of the whole table is filled with zeros and added to
+        table = sum(t.num_bytes for t in work.inputs if t.requires_grad)
+        return 2.0 * table + 3.0 * sum(t.num_bytes for t in work.outputs)
+    return 2.0 * work.moved_bytes
+
+
+# -- the roofline ------------------------------------------------------------------------------------------------------
+
+
+def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity:
+    """Time from the device's figures alone: the larger of arithmetic and traffic, and the launch."""
+    launch = _LAUNCH_S[mode]
+    if work.op in VIEWS:
+        return Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
+    flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
+    best = _ATTENTION_EFFICIENCY if work.op == "attention" else _PRODUCT_EFFICIENCY
+    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
+    half = device.peak_flops * _HALF_S if work.op == "attention" or work.op in _PRODUCTS else 0.0
+    compute_s = (flops + half) / (best * device.peak_flops)
+    traffic_s = moved / (_MEMORY_EFFICIENCY * device.memory_bytes_per_s)
+    if work.op in _ELEMENTWISE:
+        traffic_s *= _FUSED_SHARE[mode]
+    return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
+
+
+# -- interpolation -----------------------------------------------------------------------------------------------------
+
+
+def _size(sizes: Sequence[int]) -> int:
+    return math.prod(sizes) or 1
+
+
+def _features(work: OpWork) -> tuple[float, ...]:
+    """Where a shape stands among others of its class, in doublings."""
+    if work.op in _PRODUCTS and len(work.inputs) >= 2 and work.inputs[0].shape:
+        rows, contracted = _size(work.inputs[0].shape[:-1]), work.inputs[0].shape[-1]
+        columns = _size(work.outputs[0].shape) / rows
+        sizes: tuple[float, ...] = (rows, contracted, columns)
+    elif work.op == "attention":
+        sizes = (work.flops, work.inputs[0].shape[-2], work.inputs[0].shape[-1])
+    elif work.op in ("embedding", "cross_entropy_sum"):
+        sizes = (work.outputs[0].num_bytes, *(t.num_bytes for t in work.inputs))
+    else:
+        sizes = (work.moved_bytes,)
+    return tuple(math.log2(max(1.0, x)) for x in sizes)
+
+
+def _dtype(work: OpWork) -> str:
+    floats = [t.dtype for t in (*work.inputs, *work.outputs) if "float" in t.dtype]
+    return floats[0] if floats else work.inputs[0].dtype if work.inputs else work.outputs[0].dtype
+
+
+def _group(work: OpWork) -> str:
+    """Within a class, what makes shapes comparable beside their size."""
+    if work.op in _PRODUCTS:
+        return "".join("*" if t.requires_grad else "." for t in work.inputs[:2])
+    if work.op == "attention":
+        return f"causal={dict(work.attrs).get('causal')} mask={len(work.inputs) > 3} grad={work.has_backward}"
+    return f"{work.op} {len(work.inputs)} {work.has_backward}"
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Trend and residuals of one group of measured shapes in one phase."""
+
+    coefficients: tuple[float, float, float]
+    points: tuple[tuple[tuple[float, ...], float], ...]  # features, log(measured / trend)
+    error: float
+
+    @staticmethod
+    def of(rows: Sequence[tuple[tuple[float, ...], float, float, float]], error: float | None) -> _Fit:
+        """rows: features, flops, bytes, seconds. `error` None: the error of predicting each shape from the others."""
+        coefficients = _least_squares([((1.0, flops, moved), t) for _, flops, moved, t in rows])
+        points = tuple((f, math.log(t / _trend(coefficients, flops, moved))) for f, flops, moved, t in rows)
+        if error is None:
+            error = UNKNOWN_ERROR
+            if len(points) >= 4:
+                others = [_Fit(coefficients, points[:i] + points[i + 1 :], 0.0) for i in range(len(points))]
+                wrong = [abs(math.exp(o.residual(f)[0] - r) - 1) for o, (f, r) in zip(others, points, strict=True)]
+                error = sorted(wrong)[math.ceil(0.9 * len(wrong)) - 1]
+        return _Fit(coefficients, points, error)
+
+    def residual(self, features: tuple[float, ...]) -> tuple[float, float]:
+        """Log residual at a place, and its distance from the nearest measured shape in doublings."""
+        near = sorted((sum((a - b) ** 2 for a, b in zip(features, f, strict=True)), r) for f, r in self.points)[:4]
+        if near[0][0] == 0.0:
+            same = [r for d, r in near if d == 0.0]
+            return sum(same) / len(same), 0.0
+        weights = [1.0 / d for d, _ in near]
+        return sum(w * r for w, (_, r) in zip(weights, near, strict=True)) / sum(weights), math.sqrt(near[0][0])
+
+    def at(self, features: tuple[float, ...], flops: float, moved: float) -> Quantity:
+        residual, distance = self.residual(features)
+        mid = _trend(self.coefficients, flops, moved) * math.exp(residual)
+        return Quantity.spread(mid, self.error + _BEYOND_ERROR * max(0.0, distance - 1.0), Tag.FITTED)
+
+
+def _trend(coefficients: tuple[float, float, float], flops: float, moved: float) -> float:
+    return coefficients[0] + coefficients[1] * flops + coefficients[2] * moved
+
+
+def _least_squares(rows: Sequence[tuple[tuple[float, float, float], float]]) -> tuple[float, float, float]:
+    """c >= 0 that minimises sum((c . x / t - 1)^2): the best of the solutions over every subset of columns."""
+    scaled = [tuple(x / t for x in xs) for xs, t in rows]
+    best: tuple[float, tuple[float, float, float]] | None = None
+    for chosen in range(1, 8):
+        columns = [i for i in range(3) if chosen >> i & 1]
+        solution = _solve(
+            [[sum(r[i] * r[j] for r in scaled) for j in columns] for i in columns],
+            [sum(r[i] for r in scaled) for i in columns],
+        )
+        if solution is None or min(solution) < 0:
+            continue
+        full = [0.0, 0.0, 0.0]
+        for i, value in zip(columns, solution, strict=True):
+            full[i] = value
+        c = (full[0], full[1], full[2])
+        wrong = sum((sum(a * b for a, b in zip(c, r, strict=True)) - 1) ** 2 for r in scaled)
+        if best is None or wrong < best[0] * (1 - 1e-9):
+            best = (wrong, c)
+    if best is None:  # the constant column alone is always solvable
+        raise ProfileError("an operation without measured times cannot be interpolated")
+    return best[1]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Gauss elimination with scaling of columns; None if singular."""
+    n = len(right)
+    scale = [math.sqrt(matrix[i][i]) for i in range(n)]
+    if min(scale) == 0.0:
+        return None
+    a = [[matrix[i][j] / scale[i] / scale[j] for j in range(n)] + [right[i] / scale[i]] for i in range(n)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda k: abs(a[k][i]))
+        if abs(a[pivot][i]) < 1e-9:
+            return None
+        a[i], a[pivot] = a[pivot], a[i]
+        for k in range(n):
+            if k != i:
+                ratio = a[k][i] / a[i][i]
+                a[k] = [x - ratio * y for x, y in zip(a[k], a[i], strict=True)]
+    return [a[i][n] / a[i][i] / scale[i] for i in range(n)]
+
+
+@lru_cache(maxsize=8)
+def _fits(profile: Profile) -> dict[tuple[str, str, str, str], _Fit]:
+    """(phase, class, dtype, group) -> fit; group '' is the whole class."""
+    rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]] = {}
+    for record in profile.ops:
+        for phase in PHASES:
+            timing = record.forward_s if phase == "forward" else record.backward_s
+            if timing is not None:
+                _add(rows, record, phase, timing.median)
+    errors = profile.held_out
+    return {
+        key: _Fit.of(group, errors[f"{key[1]} {key[0]}"].p90 if f"{key[1]} {key[0]}" in errors else None)
+        for key, group in rows.items()
+    }
+
+
+def _add(
+    rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]],
+    record: OpRecord,
+    phase: str,
+    seconds: float,
+) -> None:
+    work = record.work
+    row = (_features(work), phase_flops(work, phase), phase_bytes(work, phase), seconds)
+    for group in ("", _group(work)):
+        rows.setdefault((phase, class_of(work.op), _dtype(work), group), []).append(row)
+
+
+def interpolated_s(work: OpWork, phase: str, profile: Profile) -> Quantity | None:
+    """From measured shapes of the same op (else of the same class) and dtype, as if this one had not been measured.
+
+    None if there are none.
+    """
+    fits = _fits(profile)
+    features = _features(work)
+    for group in (_group(work), ""):
+        fit = fits.get((phase, class_of(work.op), _dtype(work), group))
+        if fit is not None and len(fit.points[0][0]) == len(features):
+            return fit.at(features, phase_flops(work, phase), phase_bytes(work, phase))
+    return None
+
+
+# -- the one function --------------------------------------------------------------------------------------------------
+
+
+def op_s(work: OpWork, phase: str, device: Device, profile: Profile | None, mode: Mode) -> Quantity:
+    """Seconds of the forward or backward of one operation on one rank; nothing for a backward without a gradient.
+
+    A profile holds eager times: another mode scales those of element-wise ops by an assumed share.
+
+    Raises: ProfileError for an unknown phase.
+    """
+    return _cached(work, phase, device, profile, mode)
+
+
+@lru_cache(maxsize=1 << 17)
+def _cached(work: OpWork, phase: str, device: Device, profile: Profile | None, mode: Mode) -> Quantity:
+    if phase not in PHASES:
+        raise ProfileError(f"phase {phase!r} is not known; use {' or '.join(PHASES)}")
+    if phase == "backward" and not work.has_backward:
+        return ZERO
+    found = None
+    if profile is not None:
+        found = profile.op_s(work, phase) or interpolated_s(work, phase, profile)
+    if found is None:
+        return roofline_s(work, phase, device, mode)
+    if mode is not Mode.EAGER and (work.op in _ELEMENTWISE or work.op in VIEWS):
+        share = 0.0 if work.op in VIEWS else _FUSED_SHARE[mode]
+        return Quantity(found.low * share, found.mid * share, found.high * share, Tag.ASSUMED)
+    return found

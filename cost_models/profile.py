@@ -1,0 +1,493 @@
+"""Profile: what was measured on one kind of machine. Operations, collectives, overheads, and how well they interpolate.
+
+    Profile.load("cpu-2core-gloo-w2")      a shipped profile, one of the user's cache, or a path
+    profile.op_s(work, "forward")          a measured time, or None
+    profile.collective_s("all_reduce", 2**20, group_size=2, stride=1)
+
+The text form is JSON, schema version 1. It is checked on reading: ProfileError names the field and what was expected.
+Times are seconds of one call on one rank while all ranks of the job run the same (co-running processes share memory
+bandwidth): the median, and the quartiles as its spread.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import math
+import os
+import re
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.cost_models.units import DTYPE_BYTES
+from autoplan.cost_models.work import OpWork, Plain, TensorWork
+
+SCHEMA_VERSION = 1
+DEVICE_TYPES = ("cpu", "cuda")
+PHASES = ("forward", "backward")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+OVERHEADS = (
+    "step_s",  # fixed cost of ParallelModel.step: a model of next to no work, one micro-batch
+    "micro_batch_s",  # fixed cost of one more micro-batch in the step
+    "zero_block_forward_s",  # hooks of fully_shard around one block, beside its collectives
+    "zero_block_backward_s",
+    "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, beside its sends
+    "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
+    "optimizer_tensor_s",  # and of one more tensor in it, beside its elements
+    "clip_s",  # fixed cost of clip_grad_norm_
+    "clip_tensor_s",  # and of one more tensor in it
+)
+# The error of an interpolation that was never checked against held-out measurements.
+UNKNOWN_ERROR = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: the median of `repeats` samples and their quartiles, `0 <= low <= median <= high`."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    def quantity(self, tag: Tag = Tag.MEASURED) -> Quantity:
+        """As an interval."""
+        return Quantity(self.low, self.median, self.high, tag)
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One measured operation. `backward_s` is None if no gradient flows through it."""
+
+    work: OpWork
+    forward_s: Timing
+    backward_s: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """One measured collective over ranks `r0 + i * stride`. `num_bytes` as in CommWork."""
+
+    kind: str
+    group_size: int
+    stride: int
+    num_bytes: int
+    time_s: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStats:
+    """Relative errors `|predicted / measured - 1|` over `count` shapes that were held out of the interpolation."""
+
+    count: int
+    median: float
+    p90: float
+    max: float
+
+    @staticmethod
+    def of(errors: Iterable[float]) -> ErrorStats:
+        """Statistics of relative errors; ProfileError for none."""
+        found = sorted(errors)
+        if not found:
+            raise ProfileError("held-out error statistics need at least one shape")
+        at = [found[min(len(found) - 1, math.ceil(q * len(found)) - 1)] for q in (0.5, 0.9)]
+        return ErrorStats(len(found), at[0], at[1], found[-1])
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: caches are per profile
+class Profile:
+    """Measurements of one kind of machine. `held_out`: by op class or collective; `notes`: what was left out."""
+
+    name: str
+    device_type: str
+    world_size: int
+    num_threads: int
+    hardware: Mapping[str, Plain] = field(default_factory=dict)
+    software: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    ops: tuple[OpRecord, ...] = ()
+    links: tuple[LinkRecord, ...] = ()
+    overheads: Mapping[str, float] = field(default_factory=dict)
+    held_out: Mapping[str, ErrorStats] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_key(self) -> dict[str, OpRecord]:
+        """Operations by `OpWork.key`."""
+        return {r.work.key: r for r in self.ops}
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, int, int], _Curve]:
+        found: dict[tuple[str, int, int], list[LinkRecord]] = {}
+        for r in self.links:
+            found.setdefault((r.kind, r.group_size, r.stride), []).append(r)
+        return {key: _Curve.of(records) for key, records in found.items()}
+
+    def op_s(self, work: OpWork, phase: str) -> Quantity | None:
+        """The measured time of exactly this work, or None. ProfileError for an unknown phase."""
+        if phase not in PHASES:
+            raise ProfileError(f"phase {phase!r} is not known; use {' or '.join(PHASES)}")
+        record = self.by_key.get(work.key)
+        timing = None if record is None else record.forward_s if phase == "forward" else record.backward_s
+        return None if timing is None else timing.quantity()
+
+    def collective_s(self, kind: str, num_bytes: float, group_size: int, stride: int) -> Quantity | None:
+        """Seconds of one collective, or None if this kind was not measured over such a group.
+
+        Linear in log-log between measured sizes, never less for more bytes, constant below the smallest size and at the
+        bandwidth of the largest one above it. ProfileError for an unknown kind.
+        """
+        if kind not in COLLECTIVES:
+            raise ProfileError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVES)}")
+        curve = self._curves.get((kind, group_size, stride))
+        if curve is None:
+            return None
+        low, mid, high = (curve.at(num_bytes, which) for which in range(3))
+        if num_bytes in curve.sizes:
+            return Quantity(low, mid, high, Tag.MEASURED)
+        error = self.held_out[kind].p90 if kind in self.held_out else UNKNOWN_ERROR
+        return Quantity(min(low, mid / (1 + error)), mid, max(high, mid * (1 + error)), Tag.FITTED)
+
+    def merged(self, other: Profile) -> Profile:
+        """Both together; `other` wins where both measured the same thing. Its name, hardware and date are kept.
+
+        Raises: ProfileError if the two are not of one machine kind, world size and thread count.
+        """
+        for what in ("device_type", "world_size", "num_threads"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise ProfileError(
+                    f"profiles {self.name!r} and {other.name!r} differ in {what}: {mine!r} and {theirs!r}"
+                )
+        for mapping in ("hardware", "software"):
+            a, b = getattr(self, mapping), getattr(other, mapping)
+            for key in a.keys() & b.keys():
+                if a[key] != b[key]:
+                    names = f"profiles {self.name!r} and {other.name!r}"
+                    raise ProfileError(f"{names} differ in {mapping}.{key}: {a[key]!r} and {b[key]!r}")
+        links = {(r.kind, r.group_size, r.stride, r.num_bytes): r for r in (*self.links, *other.links)}
+        return Profile(
+            name=other.name,
+            device_type=self.device_type,
+            world_size=self.world_size,
+            num_threads=self.num_threads,
+            hardware={**self.hardware, **other.hardware},
+            software={**self.software, **other.software},
+            date=max(self.date, other.date),
+            ops=tuple({**self.by_key, **other.by_key}.values()),
+            links=tuple(links[k] for k in sorted(links)),
+            overheads={**self.overheads, **other.overheads},
+            held_out={**self.held_out, **other.held_out},
+            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+        )
+
+    # -- text form ---------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Text form, stable, one record per line."""
+        head: dict[str, Any] = {
+            "schema": SCHEMA_VERSION,
+            "name": self.name,
+            "device_type": self.device_type,
+            "world_size": self.world_size,
+            "num_threads": self.num_threads,
+            "hardware": dict(sorted(self.hardware.items())),
+            "software": dict(sorted(self.software.items())),
+            "date": self.date,
+            "notes": list(self.notes),
+            "overheads": {k: _short(v) for k, v in sorted(self.overheads.items())},
+            "held_out": {
+                k: {"count": e.count, "median": _short(e.median), "p90": _short(e.p90), "max": _short(e.max)}
+                for k, e in sorted(self.held_out.items())
+            },
+        }
+        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+        ops = sorted(self.ops, key=lambda r: r.work.key)
+        lines.append('"ops": [\n' + ",\n".join(json.dumps(_op_json(r)) for r in ops) + "\n]")
+        links = sorted(self.links, key=lambda r: (r.kind, r.group_size, r.stride, r.num_bytes))
+        lines.append('"links": [\n' + ",\n".join(json.dumps(_link_json(r)) for r in links) + "\n]")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically; folders are made."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
+            handle.write(self.to_json())
+        os.chmod(handle.name, 0o644)  # a temporary file is private
+        Path(handle.name).replace(path)
+
+    @staticmethod
+    def from_json(text: str, source: str = "profile") -> Profile:
+        """Read and check. ProfileError names the field of `source` and what was expected there."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as exc:
+            raise ProfileError(f"{source} is not JSON: {exc}") from exc
+        return _read_profile(_Field(source, "", data))
+
+    @staticmethod
+    def load(path_or_name: Path | str) -> Profile:
+        """A path (ends in `.json`), or the name of a shipped profile or one in the user's cache (which wins).
+
+        Raises: ProfileError for an unknown name (lists the known ones), a missing or a bad file.
+        """
+        if str(path_or_name).endswith(".json"):
+            path = Path(path_or_name)
+            if not path.is_file():
+                raise ProfileError(f"profile {str(path)!r} is not a file; names known: {', '.join(known()) or 'none'}")
+            return Profile.from_json(path.read_text(), f"profile {path.name}")
+        name = str(path_or_name)
+        mine = user_folder() / f"{name}.json"
+        shipped = importlib.resources.files("autoplan.profiles") / f"{name}.json"
+        if re.fullmatch(r"[\w.+-]+", name):
+            for place in (mine, shipped):
+                if place.is_file():
+                    return Profile.from_json(place.read_text(), f"profile {name}.json")
+        raise ProfileError(
+            f"profile {name!r} is not known; known: {', '.join(known()) or 'none'}, or a path to a .json"
+        )
+
+
+def user_folder() -> Path:
+    """Where measured profiles of this user's machines are kept: `profiles` in the cache folder of autoplan."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "profiles"
+
+
+def known() -> tuple[str, ...]:
+    """Names of shipped profiles and of those in the user's cache."""
+    names = {p.name for p in importlib.resources.files("autoplan.profiles").iterdir() if _is_profile(p)}
+    if user_folder().is_dir():
+        names |= {p.name for p in user_folder().iterdir() if _is_profile(p)}
+    return tuple(sorted(n.removesuffix(".json") for n in names))
+
+
+def _is_profile(path: Any) -> bool:
+    return path.name.endswith(".json") and '"device_type"' in path.read_text()[:1000]
+
+
+# -- link curves -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Time over bytes: knots that never fall (running maximum), for the low, middle and high times."""
+
+    sizes: tuple[int, ...]
+    times: tuple[tuple[float, ...], ...]
+
+    @staticmethod
+    def of(records: Iterable[LinkRecord]) -> _Curve:
+        ordered = sorted(records, key=lambda r: r.num_bytes)
+        rows = []
+        for values in (
+            [r.time_s.low for r in ordered],
+            [r.time_s.median for r in ordered],
+            [r.time_s.high for r in ordered],
+        ):
+            top = 0.0
+            row = []
+            for value in values:
+                top = max(top, value)
+                row.append(top)
+            rows.append(tuple(row))
+        return _Curve(tuple(r.num_bytes for r in ordered), tuple(rows))
+
+    def at(self, num_bytes: float, which: int) -> float:
+        """Time at any size; exact at the measured ones."""
+        sizes, times = self.sizes, self.times[which]
+        if num_bytes <= sizes[0]:
+            return times[0]
+        if num_bytes >= sizes[-1]:
+            return times[-1] * num_bytes / sizes[-1]
+        i = bisect_left(sizes, num_bytes)
+        if sizes[i] == num_bytes:
+            return times[i]
+        share = math.log(num_bytes / sizes[i - 1]) / math.log(sizes[i] / sizes[i - 1])
+        return float(times[i - 1] * (times[i] / times[i - 1]) ** share) if times[i - 1] else times[i] * share
+
+
+# -- schema ------------------------------------------------------------------------------------------------------------
+
+
+def _short(value: float) -> float:
+    """Four digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+_TENSOR = re.compile(r"(\w+)\[([\d,]*)\](\*?)")
+
+
+def _tensor_json(t: TensorWork) -> str:
+    return f"{t.dtype}[{','.join(map(str, t.shape))}]{'*' if t.requires_grad else ''}"
+
+
+def _timing_json(t: Timing) -> dict[str, float]:
+    return {"median": _short(t.median), "low": _short(t.low), "high": _short(t.high), "repeats": t.repeats}
+
+
+def _op_json(r: OpRecord) -> dict[str, Any]:
+    return {
+        "op": r.work.op,
+        "inputs": [_tensor_json(t) for t in r.work.inputs],
+        "outputs": [_tensor_json(t) for t in r.work.outputs],
+        "attrs": dict(r.work.attrs),
+        "flops": r.work.flops,
+        "moved_bytes": r.work.moved_bytes,
+        "forward_s": _timing_json(r.forward_s),
+        "backward_s": None if r.backward_s is None else _timing_json(r.backward_s),
+    }
+
+
+def _link_json(r: LinkRecord) -> dict[str, Any]:
+    return {
+        "kind": r.kind,
+        "group_size": r.group_size,
+        "stride": r.stride,
+        "bytes": r.num_bytes,
+        "time_s": _timing_json(r.time_s),
+    }
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A place in a JSON document; every reader says where it stands and what it wanted."""
+
+    source: str
+    path: str
+    value: Any
+
+    def fail(self, expected: str) -> ProfileError:
+        return ProfileError(
+            f"{self.source}: {self.path or 'the file'} must be {expected}, got {json.dumps(self.value)[:80]}"
+        )
+
+    def get(self, name: str) -> _Field:
+        if not isinstance(self.value, dict):
+            raise self.fail("an object")
+        path = f"{self.path}.{name}" if self.path else name
+        if name not in self.value:
+            raise ProfileError(
+                f"{self.source}: {path} is missing; {self.path or 'the file'} has {', '.join(self.value)}"
+            )
+        return _Field(self.source, path, self.value[name])
+
+    def only(self, *names: str) -> _Field:
+        if not isinstance(self.value, dict):
+            raise self.fail("an object")
+        for name in self.value:
+            if name not in names:
+                path = f"{self.path}.{name}" if self.path else name
+                raise ProfileError(f"{self.source}: {path} is not known; known: {', '.join(names)}")
+        return self
+
+    def items(self) -> list[tuple[str, _Field]]:
+        if not isinstance(self.value, dict):
+            raise self.fail("an object")
+        return [(k, _Field(self.source, f"{self.path}.{k}", v)) for k, v in self.value.items()]
+
+    def each(self) -> list[_Field]:
+        if not isinstance(self.value, list):
+            raise self.fail("a list")
+        return [_Field(self.source, f"{self.path}[{i}]", v) for i, v in enumerate(self.value)]
+
+    def text(self, choices: tuple[str, ...] = ()) -> str:
+        if not isinstance(self.value, str) or (choices and self.value not in choices):
+            raise self.fail(f"one of {', '.join(choices)}" if choices else "a text")
+        return self.value
+
+    def number(self, *, positive: bool = False) -> float:
+        good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool) and math.isfinite(self.value)
+        if not good or self.value < 0 or (positive and self.value == 0):
+            raise self.fail("a positive number" if positive else "a number of at least 0")
+        return float(self.value)
+
+    def count(self) -> int:
+        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < 1:
+            raise self.fail("a whole number of at least 1")
+        return self.value
+
+    def plain(self) -> Plain:
+        if isinstance(self.value, list):
+            return tuple(int(f.number()) for f in self.each())
+        if self.value is not None and not isinstance(self.value, (str, int, float, bool)):
+            raise self.fail("plain data")
+        return self.value
+
+
+def _read_tensor(f: _Field) -> TensorWork:
+    match = _TENSOR.fullmatch(f.text())
+    if match is None or match.group(1) not in DTYPE_BYTES:
+        raise f.fail('a tensor such as "float32[2,128]*" (a star: needs a gradient)')
+    shape = tuple(int(x) for x in match.group(2).split(",") if x)
+    return TensorWork(shape, match.group(1), match.group(3) == "*")
+
+
+def _read_timing(f: _Field) -> Timing:
+    f.only("median", "low", "high", "repeats")
+    low, median, high = f.get("low").number(), f.get("median").number(positive=True), f.get("high").number()
+    if not low <= median <= high:
+        raise f.fail("low <= median <= high")
+    return Timing(median, low, high, f.get("repeats").count())
+
+
+def _read_op(f: _Field) -> OpRecord:
+    f.only("op", "inputs", "outputs", "attrs", "flops", "moved_bytes", "forward_s", "backward_s")
+    work = OpWork(
+        f.get("op").text(),
+        tuple(_read_tensor(t) for t in f.get("inputs").each()),
+        tuple(_read_tensor(t) for t in f.get("outputs").each()),
+        tuple(sorted((k, v.plain()) for k, v in f.get("attrs").items())),
+        f.get("flops").number(),
+        f.get("moved_bytes").number(),
+    )
+    backward = f.get("backward_s")
+    return OpRecord(work, _read_timing(f.get("forward_s")), None if backward.value is None else _read_timing(backward))
+
+
+def _read_link(f: _Field) -> LinkRecord:
+    f.only("kind", "group_size", "stride", "bytes", "time_s")
+    return LinkRecord(
+        f.get("kind").text(COLLECTIVES),
+        f.get("group_size").count(),
+        f.get("stride").count(),
+        f.get("bytes").count(),
+        _read_timing(f.get("time_s")),
+    )
+
+
+def _read_stats(f: _Field) -> ErrorStats:
+    f.only("count", "median", "p90", "max")
+    return ErrorStats(f.get("count").count(), *(f.get(name).number() for name in ("median", "p90", "max")))
+
+
+def _read_profile(f: _Field) -> Profile:
+    if f.get("schema").value != SCHEMA_VERSION:
+        raise f.get("schema").fail(f"{SCHEMA_VERSION}, the version this autoplan reads")
+    f.only("schema", *Profile.__dataclass_fields__)
+    overheads = {k: v.number() for k, v in f.get("overheads").items()}
+    for name in overheads:
+        if name not in OVERHEADS:
+            raise ProfileError(f"{f.source}: overheads.{name} is not known; known: {', '.join(OVERHEADS)}")
+    return Profile(
+        name=f.get("name").text(),
+        device_type=f.get("device_type").text(DEVICE_TYPES),
+        world_size=f.get("world_size").count(),
+        num_threads=f.get("num_threads").count(),
+        hardware={k: v.plain() for k, v in f.get("hardware").items()},
+        software={k: v.text() for k, v in f.get("software").items()},
+        date=f.get("date").text(),
+        ops=tuple(_read_op(r) for r in f.get("ops").each()),
+        links=tuple(_read_link(r) for r in f.get("links").each()),
+        overheads=overheads,
+        held_out={k: _read_stats(v) for k, v in f.get("held_out").items()},
+        notes=tuple(n.text() for n in f.get("notes").each()),
+    )
