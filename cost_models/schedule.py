@@ -1,0 +1,509 @@
+"""Pipeline schedules as data: the actions of every rank in order, what they hold in memory, their event simulation.
+
+    table = actions("1F1B", num_stages=4, num_micro_batches=8)      # per rank: Action(FORWARD, chunk, micro-batch), ...
+    in_flight("1F1B", 4, 8)                                         # ((4,), (3,), (2,), (1,))
+    timeline = simulate(table, [ChunkTimes(1e-3, 2e-3)] * 4)        # seconds
+    lower_bound_1f1b([3e-3] * 4, 8) <= timeline.end_s
+
+A chunk is a run of layers on one rank; chunks are counted in model order over the whole pipeline (torch: stage index).
+With v virtual stages, rank r of p holds the chunks r, r + p, ..., r + (v - 1) p.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from autoplan.cost_models.errors import AutoplanError, PinError
+
+
+class ScheduleError(AutoplanError):
+    """Action lists that can never finish, or durations that do not fit them."""
+
+
+class ActionKind(Enum):
+    """What is run for one micro-batch; the value is torch's letter. I and W are the two parts of a split B."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+F, B, I, W = ActionKind  # noqa: E741
+
+
+class Transfer(Enum):
+    """Who pays for what is sent between ranks.
+
+    OVERLAPPED: nobody is held up: it arrives `send` seconds after the sender finished (receives posted early).
+    RECEIVER: it starts when the sender has finished and the receiver is free: stock torch pipelines post a receive just
+        before they need it, and both gloo and NCCL move nothing before that.
+    SENDER: the sender is busy until it has arrived.
+    """
+
+    OVERLAPPED = "overlapped"
+    RECEIVER = "receiver"
+    SENDER = "sender"
+
+
+class Action(NamedTuple):
+    """One action of one rank. `chunk` counts over the whole pipeline, in model order."""
+
+    kind: ActionKind
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind.value}{self.micro_batch}"  # as torch writes it
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """One schedule. `order(rank, num_stages, num_micro_batches, virtual_stages)`: the actions of a rank."""
+
+    order: Callable[[int, int, int, int], list[Action]]
+    interleaved: bool = False
+    split_backward: bool = False
+    rounds: bool = False  # micro-batches run in equal rounds of about num_stages
+
+
+def _gpipe(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    """All forwards, then all backwards (Huang et al., GPipe, 2019; torch's ScheduleGPipe)."""
+    return [Action(kind, rank, m) for kind in (F, B) for m in range(num_micro_batches)]
+
+
+def _one_f_one_b(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    """Narayanan et al., PipeDream, 2019; torch's Schedule1F1B, which refuses fewer micro-batches than stages: the
+    runtime then runs GPipe."""
+    if num_micro_batches < num_stages:
+        return _gpipe(rank, num_stages, num_micro_batches, virtual_stages)
+    return _warmed_up(rank, num_stages, num_micro_batches, 1, num_stages - 1 - rank)
+
+
+def _interleaved(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    """Narayanan et al., Megatron-LM, 2021, section 2.2, in the order of torch's ScheduleInterleaved1F1B."""
+    warmup = (virtual_stages - 1) * _round_size(num_stages, num_micro_batches) + 2 * (num_stages - 1 - rank)
+    return _warmed_up(rank, num_stages, num_micro_batches, virtual_stages, warmup)
+
+
+def _zero_bubble(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    """ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism, 2023, as torch's ScheduleInterleavedZeroBubble orders it:
+    a weight gradient comes `rank` input gradients late."""
+    warmup = (virtual_stages - 1) * _round_size(num_stages, num_micro_batches) + num_stages - 1 - rank
+    return _warmed_up(rank, num_stages, num_micro_batches, virtual_stages, warmup, weights_behind=rank)
+
+
+SCHEDULES: Mapping[str, ScheduleRule] = {
+    "GPipe": ScheduleRule(_gpipe),
+    "1F1B": ScheduleRule(_one_f_one_b),
+    "Interleaved1F1B": ScheduleRule(_interleaved, interleaved=True, rounds=True),
+    "ZB-H1": ScheduleRule(_zero_bubble, split_backward=True, rounds=True),
+    "InterleavedZeroBubble": ScheduleRule(_zero_bubble, interleaved=True, split_backward=True, rounds=True),
+}
+
+
+def _num_rounds(num_stages: int, num_micro_batches: int) -> int:
+    return max(1, num_micro_batches // num_stages)
+
+
+def _round_size(num_stages: int, num_micro_batches: int) -> int:
+    return num_micro_batches // _num_rounds(num_stages, num_micro_batches)
+
+
+def _warmed_up(
+    rank: int,
+    num_stages: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    warmup: int,
+    weights_behind: int | None = None,
+) -> list[Action]:
+    """Forwards alone, then one forward and one backward in turn, then backwards alone.
+
+    Chunks take turns after every round of micro-batches: forwards from the first chunk on, backwards from the last.
+    `weights_behind`: split backwards, the weight gradient that many micro-batches behind the input gradient.
+    """
+    size = _round_size(num_stages, num_micro_batches)
+    total = num_micro_batches * virtual_stages
+    warmup = min(warmup, total)
+
+    def nth(step: int, backward: bool) -> tuple[int, int]:
+        """Chunk and micro-batch of the step-th forward or backward of this rank."""
+        turn, place = divmod(step, size)
+        round_, local = divmod(turn, virtual_stages)
+        local = virtual_stages - 1 - local if backward else local
+        return local * num_stages + rank, round_ * size + place
+
+    out = [Action(F, *nth(step, False)) for step in range(warmup)]
+    forwards, weights = warmup, 0
+    for step in range(total):
+        if forwards < total:
+            out.append(Action(F, *nth(forwards, False)))
+            forwards += 1
+        out.append(Action(B if weights_behind is None else I, *nth(step, True)))
+        if weights_behind is not None and step >= weights_behind:
+            out.append(Action(W, *nth(weights, True)))
+            weights += 1
+    if weights_behind is not None:
+        out += [Action(W, *nth(step, True)) for step in range(weights, total)]
+    return out
+
+
+class ActionLists(tuple[tuple[Action, ...], ...]):
+    """Per rank its actions: a plain tuple that remembers the order in which a simulation visits them."""
+
+    @cached_property
+    def program(self) -> _Program:
+        """See `_Program`; it does not depend on durations."""
+        return _compile(self)
+
+
+def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:
+    """Per rank the actions that `schedule` runs there, in order.
+
+    Raises: PinError: unknown schedule, or degrees that it does not take (names the nearest legal ones).
+    """
+    if schedule not in SCHEDULES:
+        raise PinError(f"schedule {schedule!r} is not known; use {', '.join(SCHEDULES)}")
+    rule = SCHEDULES[schedule]
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_micro_batches", num_micro_batches),
+        ("virtual_stages", virtual_stages),
+    ):
+        if value < 1:
+            raise PinError(f"{name}={value}: must be at least 1; nearest legal: 1")
+    if rule.interleaved and virtual_stages < 2:
+        raise PinError(f"schedule {schedule!r} needs at least 2 virtual stages, not {virtual_stages}; nearest legal: 2")
+    if not rule.interleaved and virtual_stages != 1:
+        others = [name for name, other in SCHEDULES.items() if other.interleaved]
+        raise PinError(
+            f"schedule {schedule!r} has one chunk per rank; nearest legal: virtual_stages=1, or for "
+            f"{virtual_stages} the schedule {' or '.join(others)}"
+        )
+    if rule.rounds and num_micro_batches % _num_rounds(num_stages, num_micro_batches):
+        raise PinError(
+            f"schedule {schedule!r} runs {num_micro_batches} micro-batches on {num_stages} stages in "
+            f"{_num_rounds(num_stages, num_micro_batches)} rounds, which must be equal; nearest legal: "
+            f"num_micro_batches={_nearest_rounds(num_stages, num_micro_batches)}"
+        )
+    return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
+
+
+def _nearest_rounds(num_stages: int, num_micro_batches: int) -> str:
+    def legal(number: int) -> bool:
+        return number % _num_rounds(num_stages, number) == 0
+
+    below = next(n for n in range(num_micro_batches, 0, -1) if legal(n))
+    above = next(n for n in range(num_micro_batches, 2 * num_micro_batches + num_stages) if legal(n))
+    return f"{below} or {above}"
+
+
+@lru_cache(maxsize=64)  # a search asks for the same few again and again
+def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
+    order = SCHEDULES[schedule].order
+    return ActionLists(tuple(order(r, num_stages, num_micro_batches, virtual_stages)) for r in range(num_stages))
+
+
+@lru_cache(maxsize=1024)
+def in_flight(
+    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """Per rank and chunk of it, in model order: the most micro-batches whose activations are held at one time.
+
+    They are held from the forward to the end of the backward (of the weight gradient, where that is split off).
+    """
+    out = []
+    for row in actions(schedule, num_stages, num_micro_batches, virtual_stages):
+        held: Counter[int] = Counter()
+        most: Counter[int] = Counter()
+        for kind, chunk, _ in row:
+            if kind is F:
+                held[chunk] += 1
+                most[chunk] = max(most[chunk], held[chunk])
+            elif kind is not I:
+                held[chunk] -= 1
+        out.append(tuple(most[chunk] for chunk in sorted(most)))
+    return tuple(out)
+
+
+def peak_activation_bytes(table: Iterable[Sequence[Action]], chunk_bytes: Sequence[float]) -> tuple[float, ...]:
+    """Per rank the peak of the sum of held activations.
+
+    Args:
+        table: what `actions` returns.
+        chunk_bytes: what one micro-batch holds on each chunk, in model order.
+    """
+    out = []
+    for row in table:
+        held = peak = 0.0
+        for kind, chunk, _ in row:
+            if kind is F:
+                held += chunk_bytes[chunk]
+                peak = max(peak, held)
+            elif kind is not I:
+                held -= chunk_bytes[chunk]
+        out.append(peak)
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTimes:
+    """Seconds of one micro-batch on one chunk.
+
+    `backward_s` is the whole backward; where the schedule splits it, `weight_s` of it is the weight gradient. The
+    extras are added to the chunk's first forward (e.g. gathering parameters) and last backward (reducing gradients).
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    first_forward_extra_s: float = 0.0
+    last_backward_extra_s: float = 0.0
+
+
+class Event(NamedTuple):
+    """One action in time; transfers are not part of it."""
+
+    rank: int
+    chunk: int
+    micro_batch: int
+    kind: ActionKind
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. `rank_end_s`: when each rank finishes; `busy_s`: how long each computes."""
+
+    end_s: float
+    rank_end_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    events: tuple[Event, ...] = ()
+
+    @property
+    def bubble_s(self) -> tuple[float, ...]:
+        """Per rank: how long it waits."""
+        return tuple(self.end_s - busy for busy in self.busy_s)
+
+
+# Durations differ by chunk and by these: kind, and whether it is the chunk's first forward or last backward.
+_SLOTS = {(F, False): 0, (F, True): 1, (B, False): 2, (B, True): 3, (I, False): 4, (W, False): 5, (W, True): 6}
+_NUM_SLOTS = len(_SLOTS)
+# A lag is what a value takes from the chunk where it was made: forward to the next, backward to the previous one.
+_NO_LAG = 0
+
+
+class _Step(NamedTuple):
+    rank: int
+    dependency: int  # position of the step that must have ended, or -1
+    lag: int  # 0: none; 1 + c: chunk c to c + 1; 1 + num_chunks + c: chunk c + 1 back to c
+    slot: int  # chunk * _NUM_SLOTS + kind
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The actions of all ranks in one order in which every action comes after what it waits for."""
+
+    steps: tuple[_Step, ...]
+    what: tuple[Action, ...]
+    num_ranks: int
+    num_chunks: int
+    slots: tuple[tuple[tuple[int, int], ...], ...]  # per rank: (slot, how often)
+
+
+def _compile(table: Sequence[Sequence[Action]]) -> _Program:
+    """Put all actions into an order that respects what they wait for. ScheduleError if there is none."""
+    home = {action.chunk: rank for rank, row in enumerate(table) for action in row}
+    num_chunks = len(home)
+    if sorted(home) != list(range(num_chunks)):
+        raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {sorted(home)}")
+    last = {(a.chunk, a.kind is W): i for row in table for i, a in enumerate(row) if a.kind in (B, W)}
+    first = {a.chunk: i for row in table for i, a in reversed(list(enumerate(row))) if a.kind is F}
+    places: dict[tuple[bool, int, int], int] = {}  # (forward, chunk, micro-batch) -> position of the step
+    steps: list[_Step] = []
+    what: list[Action] = []
+    position = [0] * len(table)
+    waiting: dict[tuple[bool, int, int], int] = {}
+    ready = deque(range(len(table)))
+    while ready:
+        rank = ready.popleft()
+        row = table[rank]
+        while position[rank] < len(row):
+            action = row[position[rank]]
+            kind, chunk, micro_batch = action
+            needs, lag = None, _NO_LAG
+            if kind is F and chunk > 0:
+                needs = (True, chunk - 1, micro_batch)
+                lag = chunk if home[chunk - 1] != rank else _NO_LAG
+            elif kind in (B, I) and chunk == num_chunks - 1:
+                needs = (True, chunk, micro_batch)
+            elif kind in (B, I):
+                needs = (False, chunk + 1, micro_batch)
+                lag = 1 + num_chunks + chunk if home[chunk + 1] != rank else _NO_LAG
+            elif kind is W:
+                needs = (False, chunk, micro_batch)
+            if needs is not None and needs not in places:
+                waiting[needs] = rank
+                break
+            edge = position[rank] == (first[chunk] if kind is F else last.get((chunk, kind is W)))
+            slot = chunk * _NUM_SLOTS + _SLOTS[kind, edge and kind is not I]
+            if kind is not W:
+                key = (kind is F, chunk, micro_batch)
+                places[key] = len(steps)
+                if key in waiting:
+                    ready.append(waiting.pop(key))
+            steps.append(_Step(rank, places[needs] if needs is not None else -1, lag, slot))
+            what.append(action)
+            position[rank] += 1
+    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(table) if position[r] < len(row)]
+    if stuck:
+        needed = ", ".join(f"{c}{'F' if forward else 'B'}{m}" for forward, c, m in waiting)
+        raise ScheduleError(f"the schedule never finishes: waiting are {', '.join(stuck)}, for {needed}")
+    counts: list[Counter[int]] = [Counter() for _ in table]
+    for step in steps:
+        counts[step.rank][step.slot] += 1
+    return _Program(tuple(steps), tuple(what), len(table), num_chunks, tuple(tuple(sorted(c.items())) for c in counts))
+
+
+def simulate(
+    table: Sequence[Sequence[Action]],
+    chunks: Sequence[ChunkTimes],
+    send_forward_s: Sequence[float] = (),
+    send_backward_s: Sequence[float] = (),
+    *,
+    transfer: Transfer = Transfer.OVERLAPPED,
+    events: bool = True,
+) -> Timeline:
+    """Run the actions as soon as their rank is free and what they need has arrived.
+
+    Args:
+        table: what `actions` returns (then the order of visits is found once), or any lists of actions per rank.
+        chunks: durations of every chunk, in model order.
+        send_forward_s: seconds from chunk i to i + 1, one per boundary; none: 0. Nothing is sent within a rank.
+        send_backward_s: likewise from chunk i + 1 back to i.
+        events: False: do not record them (a search does not look at them).
+
+    Raises: ScheduleError: a table that never finishes (says who waits for what), or durations that do not fit it.
+    """
+    program = (table if isinstance(table, ActionLists) else ActionLists(tuple(row) for row in table)).program
+    durations = _durations(program, chunks)
+    lags = _lags(program, send_forward_s, send_backward_s)
+    compute = durations
+    steps: Iterable[tuple[int, int, int, int]] = program.steps
+    if transfer is not Transfer.OVERLAPPED and any(lags):
+        # The lag becomes part of the action that pays for it.
+        steps, durations = _paid(program, durations, lags, transfer)
+        lags = [0.0] * len(lags)
+    clock = [0.0] * program.num_ranks
+    ends: list[float] = []
+    for rank, dependency, lag, slot in steps:
+        start = clock[rank]
+        if dependency >= 0:
+            arrival = ends[dependency] + lags[lag]
+            if arrival > start:
+                start = arrival
+        clock[rank] = end = start + durations[slot]
+        ends.append(end)
+    busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
+    recorded: list[Event] = []
+    if events:
+        for (rank, _, _, slot), (_, _, _, paid), action, end in zip(
+            program.steps, steps, program.what, ends, strict=True
+        ):
+            if transfer is Transfer.SENDER:
+                end -= durations[paid] - compute[slot]
+            recorded.append(Event(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end))
+    return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
+
+
+def _durations(program: _Program, chunks: Sequence[ChunkTimes]) -> list[float]:
+    if len(chunks) != program.num_chunks:
+        raise ScheduleError(f"the schedule has {program.num_chunks} chunks, durations are given for {len(chunks)}")
+    out: list[float] = []
+    for index, c in enumerate(chunks):
+        first, last, split = c.first_forward_extra_s, c.last_backward_extra_s, c.backward_s - c.weight_s
+        if not min(c.forward_s, split, c.weight_s, first, last) >= 0:
+            raise ScheduleError(f"chunk {index}: negative time, or weight gradient longer than its backward: {c}")
+        out += [c.forward_s, c.forward_s + first, c.backward_s, c.backward_s + last, split]
+        out += [c.weight_s, c.weight_s + last]
+    return out
+
+
+def _lags(program: _Program, send_forward_s: Sequence[float], send_backward_s: Sequence[float]) -> list[float]:
+    boundaries = program.num_chunks - 1
+    for name, values in (("send_forward_s", send_forward_s), ("send_backward_s", send_backward_s)):
+        if (values and len(values) != boundaries) or min(values, default=0.0) < 0:
+            raise ScheduleError(
+                f"{name} must be {boundaries} times of at least 0 (one per boundary), not {list(values)}"
+            )
+    nothing = [0.0] * boundaries
+    return [0.0, *(send_forward_s or nothing), 0.0, *(send_backward_s or nothing)]
+
+
+def _paid(
+    program: _Program, durations: list[float], lags: list[float], transfer: Transfer
+) -> tuple[list[tuple[int, int, int, int]], list[float]]:
+    """Steps whose durations contain the transfers that they pay for: each gets a slot of its own."""
+    extra = [0.0] * len(program.steps)
+    for index, step in enumerate(program.steps):
+        if transfer is Transfer.RECEIVER:
+            extra[index] += lags[step.lag]
+        elif step.dependency >= 0:
+            extra[step.dependency] += lags[step.lag]
+    steps = [(step.rank, step.dependency, _NO_LAG, index) for index, step in enumerate(program.steps)]
+    return steps, [durations[step.slot] + more for step, more in zip(program.steps, extra, strict=True)]
+
+
+def lower_bound_1f1b(chunk_s: Sequence[float], num_micro_batches: int, send_s: Sequence[float] = ()) -> float:
+    """`max_s (m T_s + sum_{i<s} T_i)`: no step of GPipe or 1F1B, with one chunk per stage, is shorter.
+
+    Args:
+        chunk_s: T_s, forward plus backward of one micro-batch on each stage.
+        send_s: per boundary, forward plus backward; none: 0.
+
+    Proof: stage s starts after the forwards of the first micro-batch on the stages before it, computes m T_s, and after
+    its last backward those of the same micro-batch follow on the stages before it.
+    """
+    sends = send_s or [0.0] * (len(chunk_s) - 1)
+    before = accumulate((t + send for t, send in zip(chunk_s, sends, strict=False)), initial=0.0)
+    return max(num_micro_batches * t + b for t, b in zip(chunk_s, before, strict=True))
+
+
+def bound_1f1b(
+    forward_s: Sequence[float], backward_s: Sequence[float], num_micro_batches: int, send_s: Sequence[float] = ()
+) -> float:
+    """A lower bound of the 1F1B step that knows forwards from backwards; never below `lower_bound_1f1b`.
+
+    With w_s = min(m, p - s) forwards before the first backward of stage s (m: fewer micro-batches than stages), and
+
+        E_s = (w_s - 1) (max_{t<=s} f_t - f_s + max_{t<=s} b_t - b_s)    slower stages before s, filling and draining
+        A_s = m T_s + sum_{i<s} T_i + E_s                                 stage s is never idle in between
+        D_s = sum_i T_i + (m - 1) T_s - (w_s - 1) (f_s + b_s - max_{t<=s} b_t)    it waits for its first backward
+
+    the bound is max_s max(A_s, D_s), sums over stages with the sends between them. Both are lengths of paths through
+    the actions. A_s: the forwards 0 .. w_s - 1 on stage t, the last of them on to s, everything else on s up to
+    backward m - w_s, that one back to t', where the rest of the backwards follow. D_s: forward 0 through all stages
+    and back to s, from there as before. A_s needs the stages up to s only, D_s those and the sum over all, so both
+    serve a dynamic programme from left to right.
+    """
+    num_stages = len(forward_s)
+    sends = [*send_s, 0.0] if send_s else [0.0] * num_stages
+    total = sum(forward_s) + sum(backward_s) + sum(sends)
+    best = before = most_f = most_b = 0.0
+    for s, (f, b, send) in enumerate(zip(forward_s, backward_s, sends, strict=True)):
+        warm = num_micro_batches if num_micro_batches < num_stages else num_stages - s
+        most_f, most_b = max(most_f, f), max(most_b, b)
+        drain = (warm - 1) * (most_b - b)
+        alone = num_micro_batches * (f + b) + before + (warm - 1) * (most_f - f) + drain
+        waits = total + (num_micro_batches - 1) * (f + b) - (warm - 1) * f + drain
+        best = max(best, alone, waits)
+        before += f + b + send
+    return best

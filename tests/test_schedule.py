@@ -1,0 +1,318 @@
+"""Pipeline schedules: torch's own order, dependencies, closed forms, bounds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from autoplan.cost_models.config import SCHEDULES as CONFIGURED
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.schedule import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    ChunkTimes,
+    ScheduleError,
+    Timeline,
+    Transfer,
+    actions,
+    bound_1f1b,
+    in_flight,
+    lower_bound_1f1b,
+    peak_activation_bytes,
+    simulate,
+)
+
+F, B, I, W = ActionKind  # noqa: E741
+SHAPES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 10, 12, 16, 21)]
+
+
+class _Stage:
+    """Stands in for a PipelineStage and notes what a schedule makes it do."""
+
+    def __init__(self, rank: int) -> None:
+        self.stage_index = rank
+        self.ran: list[str] = []
+
+    def forward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> None:
+        self.ran.append(f"{self.stage_index}F{index}")
+
+    def backward_one_chunk(self, index: int, **kwargs: Any) -> None:
+        self.ran.append(f"{self.stage_index}B{index}")
+
+    def perform_reduce_grad(self, factor: int) -> None:
+        pass
+
+    def _nothing(self, index: int) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
+
+
+def _run_by_torch(kind: type, rank: int, num_stages: int, num_micro_batches: int) -> list[str]:
+    """The calls that a single-chunk schedule of torch makes. Its `_get_pipeline_order` is a drawing for people, which
+    leaves out micro-batch 0 of the last stage of 1F1B."""
+    schedule = object.__new__(kind)
+    stage = _Stage(rank)
+    schedule._stage, schedule._n_microbatches, schedule._num_stages = stage, num_micro_batches, num_stages
+    schedule.scale_grads = False
+    schedule._check_inputs = lambda *_: ([()] * num_micro_batches, [{}] * num_micro_batches)
+    for name in ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
+        setattr(schedule, name, lambda *_: None)
+    schedule._step_microbatches()
+    return stage.ran
+
+
+def _ordered_by_torch(kind: type, rank: int, num_stages: int, num_micro_batches: int, virtual: int) -> list[str]:
+    """The order that a multi-chunk schedule of torch computes."""
+    schedule = object.__new__(kind)
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = num_stages, virtual, num_micro_batches
+    schedule.microbatches_per_round = num_micro_batches // max(1, num_micro_batches // num_stages)
+    return [str(a) for a in schedule._calculate_single_rank_operations(rank) if a is not None]
+
+
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_single_chunk_order_is_what_torch_runs(p: int, m: int) -> None:
+    gpipe, one_f_one_b = torch_schedules.ScheduleGPipe, torch_schedules.Schedule1F1B
+    for name, kind in (("GPipe", gpipe), ("1F1B", one_f_one_b if m >= p else gpipe)):
+        for rank, row in enumerate(actions(name, p, m)):
+            assert [str(a) for a in row] == _run_by_torch(kind, rank, p, m)
+
+
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_multi_chunk_order_is_torchs(p: int, m: int) -> None:
+    cases = (
+        ("Interleaved1F1B", torch_schedules.ScheduleInterleaved1F1B, (2, 3, 4)),
+        ("InterleavedZeroBubble", torch_schedules.ScheduleInterleavedZeroBubble, (2, 3)),
+        ("ZB-H1", torch_schedules.ScheduleInterleavedZeroBubble, (1,)),
+    )
+    for name, kind, virtual_stages in cases:
+        for virtual in virtual_stages:
+            if m % max(1, m // p):
+                with pytest.raises(PinError, match=r"equal; nearest legal: num_micro_batches=\d+ or \d+"):
+                    actions(name, p, m, virtual)
+                continue
+            for rank, row in enumerate(actions(name, p, m, virtual)):
+                assert [str(a) for a in row] == _ordered_by_torch(kind, rank, p, m, virtual)
+
+
+def _legal() -> st.SearchStrategy[tuple[str, int, int, int]]:
+    def fits(case: tuple[str, int, int, int]) -> bool:
+        name, p, m, virtual = case
+        rule = SCHEDULES[name]
+        return rule.interleaved == (virtual > 1) and (not rule.rounds or m % max(1, m // p) == 0)
+
+    cases = itertools.product(SCHEDULES, (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3))
+    return st.sampled_from([case for case in cases if fits(case)])
+
+
+TIMES = st.floats(0.0, 10.0, allow_subnormal=False)
+
+
+@st.composite
+def _run(draw: st.DrawFn) -> tuple[tuple[str, int, int, int], list[ChunkTimes], list[float], list[float], Transfer]:
+    case = draw(_legal())
+    count = case[1] * case[3]
+    chunks = []
+    for _ in range(count):
+        weight = draw(TIMES)
+        chunks.append(ChunkTimes(draw(TIMES), weight + draw(TIMES), weight, draw(TIMES), draw(TIMES)))
+    sends = st.lists(TIMES, min_size=count - 1, max_size=count - 1)
+    return case, chunks, draw(sends), draw(sends), draw(st.sampled_from(Transfer))
+
+
+@given(_run())
+def test_every_timeline_respects_what_actions_wait_for(run: Any) -> None:
+    (name, p, m, virtual), chunks, forward, backward, transfer = run
+    table = actions(name, p, m, virtual)
+    timeline = simulate(table, chunks, forward, backward, transfer=transfer)
+    ends = {(e.kind, e.chunk, e.micro_batch): e for e in timeline.events}
+    split = SCHEDULES[name].split_backward
+    kinds = (F, I, W) if split else (F, B)
+    assert set(ends) == set(itertools.product(kinds, range(p * virtual), range(m))) and len(ends) == len(
+        timeline.events
+    )
+    near = 1e-9
+    for rank, row in enumerate(table):
+        mine = [ends[a] for a in row]
+        for earlier, later in itertools.pairwise(mine):
+            assert earlier.end_s <= later.start_s + near
+        assert all(e.rank == rank for e in mine)
+        assert timeline.rank_end_s[rank] >= mine[-1].end_s - near
+        assert timeline.busy_s[rank] == pytest.approx(sum(e.end_s - e.start_s for e in mine))
+    gradient = I if split else B
+    for (kind, chunk, mb), event in ends.items():
+        if kind is F and chunk > 0:
+            lag = forward[chunk - 1] if p > 1 else 0.0
+            assert ends[F, chunk - 1, mb].end_s + lag <= event.start_s + near
+        if kind is gradient:
+            assert ends[F, chunk, mb].end_s <= event.start_s + near
+            if chunk < p * virtual - 1:
+                lag = backward[chunk] if p > 1 else 0.0
+                assert ends[gradient, chunk + 1, mb].end_s + lag <= event.start_s + near
+        if kind is W:
+            assert ends[I, chunk, mb].end_s <= event.start_s + near
+    c = chunks[0]
+    want = m * (c.forward_s + c.backward_s) + c.first_forward_extra_s + c.last_backward_extra_s
+    assert sum(e.end_s - e.start_s for e in timeline.events if e.chunk == 0) == pytest.approx(want)
+    quick = simulate(table, chunks, forward, backward, transfer=transfer, events=False)
+    assert (quick.end_s, quick.rank_end_s, quick.busy_s) == (timeline.end_s, timeline.rank_end_s, timeline.busy_s)
+
+
+@given(_run(), st.data())
+def test_no_duration_shortens_the_step(run: Any, data: st.DataObject) -> None:
+    (name, p, m, virtual), chunks, forward, backward, transfer = run
+    table = actions(name, p, m, virtual)
+    before = simulate(table, chunks, forward, backward, transfer=transfer, events=False).end_s
+    where, more = data.draw(st.integers(0, len(chunks) - 1)), data.draw(TIMES)
+    c = chunks[where]
+    longer = [
+        ChunkTimes(c.forward_s + more, c.backward_s, c.weight_s, c.first_forward_extra_s, c.last_backward_extra_s),
+        ChunkTimes(c.forward_s, c.backward_s + more, c.weight_s, c.first_forward_extra_s, c.last_backward_extra_s),
+        ChunkTimes(c.forward_s, c.backward_s + more, c.weight_s + more, c.first_forward_extra_s, 11.0),
+    ]
+    for other in longer:
+        chunks[where] = other
+        assert simulate(table, chunks, forward, backward, transfer=transfer, events=False).end_s >= before - 1e-9
+    chunks[where] = c
+    if forward:
+        forward[where - 1] += more
+        assert simulate(table, chunks, forward, backward, transfer=transfer, events=False).end_s >= before - 1e-9
+    overlapped = simulate(table, chunks, forward, backward, events=False).end_s
+    assert overlapped <= simulate(table, chunks, forward, backward, transfer=transfer, events=False).end_s + 1e-9
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.data())
+def test_bounds_stay_below_the_simulation(p: int, m: int, data: st.DataObject) -> None:
+    times = st.lists(TIMES, min_size=p, max_size=p)
+    forward, backward = data.draw(times), data.draw(times)
+    sends = data.draw(times)[1:]
+    chunks = [ChunkTimes(f, b) for f, b in zip(forward, backward, strict=True)]
+    whole = [f + b for f, b in zip(forward, backward, strict=True)]
+    both = [2 * s for s in sends]
+    for name in ("1F1B", "GPipe"):
+        for transfer in Transfer:
+            end = simulate(actions(name, p, m), chunks, sends, sends, transfer=transfer, events=False).end_s
+            bound = lower_bound_1f1b(whole, m, both)
+            assert lower_bound_1f1b(whole, m) <= bound + 1e-9 <= end + 1e-8
+            if name == "1F1B":
+                assert bound <= bound_1f1b(forward, backward, m, both) + 1e-9 <= end + 1e-8
+
+
+def test_bounds_are_exact_where_stages_are_equal_or_one_dominates() -> None:
+    for p, m in SHAPES:
+        assert bound_1f1b([1.0] * p, [2.0] * p, m) == (m + p - 1) * 3.0 == lower_bound_1f1b([3.0] * p, m)
+    slow_first = simulate(actions("1F1B", 4, 8), [ChunkTimes(9, 9), *[ChunkTimes(1, 1)] * 3], events=False).end_s
+    assert slow_first == bound_1f1b([9, 1, 1, 1], [9, 1, 1, 1], 8) == lower_bound_1f1b([18, 2, 2, 2], 8) == 144
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_equal_stages_have_the_closed_form(name: str, p: int, m: int) -> None:
+    timeline = simulate(actions(name, p, m), [ChunkTimes(1.0, 2.0)] * p)
+    assert timeline.end_s == (m + p - 1) * 3.0
+    assert timeline.busy_s == (m * 3.0,) * p
+    assert timeline.bubble_s == ((p - 1) * 3.0,) * p
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (8, 16, 4)])
+def test_interleaving_and_splitting_shrink_the_bubble(p: int, m: int, v: int) -> None:
+    plain = simulate(actions("1F1B", p, m), [ChunkTimes(1.0 * v, 2.0 * v)] * p).bubble_s[0]
+    interleaved = simulate(actions("Interleaved1F1B", p, m, v), [ChunkTimes(1.0, 2.0)] * (p * v)).bubble_s[0]
+    assert interleaved == pytest.approx(plain / v)  # Narayanan et al., 2021, section 2.2.2
+    split = simulate(actions("ZB-H1", p, m), [ChunkTimes(1.0 * v, 2.0 * v, 1.0 * v)] * p).bubble_s[0]
+    assert split == pytest.approx((p - 1) * v)  # (p - 1) (f + b - 2 w) with b the whole backward: Qi et al., table 2
+    assert split < plain
+
+
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_in_flight_counts(p: int, m: int) -> None:
+    held = [count for (count,) in in_flight("1F1B", p, m)]
+    assert held == [min(m, p - i) for i in range(p)] if m >= p else held == [m] * p
+    assert in_flight("GPipe", p, m) == ((m,),) * p
+    assert peak_activation_bytes(actions("1F1B", p, m), [10.0] * p) == tuple(10.0 * count for count in held)
+
+
+def test_interleaved_memory_is_the_peak_of_the_sum_not_the_sum_of_peaks() -> None:
+    held = in_flight("Interleaved1F1B", 2, 8, 2)
+    assert held == ((4, 2), (3, 1))
+    table = actions("Interleaved1F1B", 2, 8, 2)
+    together = peak_activation_bytes(table, [1.0] * 4)
+    # Megatron: p (1 + (p - 1) / (p v)) micro-batches of a whole rank, here 5 chunks on rank 0.
+    assert together == (5.0, 3.0)
+    assert together[0] < sum(held[0])
+    assert peak_activation_bytes(table, [1.0, 0.0, 0.0, 0.0]) == (4.0, 0.0)
+    assert in_flight("ZB-H1", 4, 8) == ((4,),) * 4
+
+
+def test_refusals_name_what_works() -> None:
+    cases: list[tuple[tuple[str, int, int, int], str]] = [
+        (("2F2B", 2, 2, 1), "not known; use GPipe, 1F1B, Interleaved1F1B"),
+        (("1F1B", 2, 4, 2), "virtual_stages=1"),
+        (("Interleaved1F1B", 2, 4, 1), "at least 2 virtual stages"),
+        (("Interleaved1F1B", 4, 9, 2), "num_micro_batches=8 or 10"),
+        (("1F1B", 0, 4, 1), "num_stages=0"),
+        (("GPipe", 2, 0, 1), "num_micro_batches=0"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(PinError, match=message):
+            actions(*arguments)
+    assert set(CONFIGURED) <= set(SCHEDULES)
+    for number in (8, 10):
+        actions("Interleaved1F1B", 4, number, 2)
+
+
+def _two_ranks(first: str, second: str) -> list[list[Action]]:
+    rows = [[text[i : i + 2] for i in range(0, len(text), 2)] for text in (first, second)]
+    return [[Action(ActionKind(t[0]), rank, int(t[1])) for t in row] for rank, row in enumerate(rows)]
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0 at 0B0, rank 1 at 1F1, for .*1B0") as error:
+        simulate(_two_ranks("F0B0F1B1", "F0F1B0B1"), [ChunkTimes(1, 1)] * 2)
+    assert "0F1" in str(error.value)
+    with pytest.raises(ScheduleError, match="waiting are rank 0 at 0B0"):
+        simulate(_two_ranks("B0F0", "F0B0"), [ChunkTimes(1, 1)] * 2)
+
+
+def test_lists_of_ones_own_run_and_extras_count_once() -> None:
+    table = _two_ranks("F0F1B0B1", "F0B0F1B1")
+    plain = simulate(table, [ChunkTimes(1, 2)] * 2)
+    assert plain == simulate(actions("1F1B", 2, 2), [ChunkTimes(1, 2)] * 2)
+    extra = simulate(table, [ChunkTimes(1, 2, 0.0, 0.5, 0.25), ChunkTimes(1, 2)])
+    assert extra.end_s == plain.end_s + 0.75
+    assert extra.busy_s == (6.75, 6.0)
+
+
+def _transferred(transfer: Transfer) -> Timeline:
+    return simulate(actions("1F1B", 2, 2), [ChunkTimes(1, 2)] * 2, [0.5], [0.25], transfer=transfer)
+
+
+def test_who_pays_for_transfers() -> None:
+    # Rank 0: F0 0-1, F1 1-2; rank 1: F0 1.5-2.5, B0 2.5-4.5, F1 4.5-5.5 (it arrived long ago), B1 5.5-7.5.
+    overlapped = _transferred(Transfer.OVERLAPPED)
+    assert overlapped.end_s == 7.5 + 0.25 + 2
+    # The receiver takes in micro-batch 1 only when it is free, so the second transfer shows too.
+    receiver = _transferred(Transfer.RECEIVER)
+    assert receiver.end_s == overlapped.end_s + 0.5
+    # The sender holds its own work back: rank 1's B0 is followed by 0.25 of sending.
+    sender = _transferred(Transfer.SENDER)
+    assert sender.end_s == overlapped.end_s + 0.25
+    assert receiver.busy_s == sender.busy_s == overlapped.busy_s
+
+
+def test_durations_that_do_not_fit_are_refused() -> None:
+    table = actions("1F1B", 2, 2)
+    with pytest.raises(ScheduleError, match="2 chunks, durations are given for 3"):
+        simulate(table, [ChunkTimes(1, 1)] * 3)
+    with pytest.raises(ScheduleError, match="send_backward_s must be 1 times"):
+        simulate(table, [ChunkTimes(1, 1)] * 2, [1.0], [1.0, 1.0])
+    with pytest.raises(ScheduleError, match="chunk 1: negative"):
+        simulate(table, [ChunkTimes(1, 1), ChunkTimes(-1, 1)])
+    with pytest.raises(ScheduleError, match="weight gradient longer"):
+        simulate(table, [ChunkTimes(1, 1), ChunkTimes(1, 1, 2)])
