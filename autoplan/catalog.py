@@ -1,0 +1,221 @@
+"""Models by name, without torch: `load_model("llama-3.1-70b")` reads a graph that was captured before.
+
+    load_model("llama-3.1-70b")              # shipped with the package; loads no torch
+    load_model("path/to/config.json")        # a Hugging Face config: captured on fake tensors, then cached
+    load_model("my_package.models:make_gpt") # a function that returns a module (and its example inputs, loss)
+
+    python -m autoplan.catalog               # capture every shipped graph anew from profiles/model_configs
+    python -m autoplan.catalog gpt2 qwen3-8b # only these
+
+A shipped graph is `profiles/models/NAME.json.gz`: the graph's text, the hash of that text, and where the published
+dimensions stand. tests/test_catalog.py proves that capture still gives the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.errors import AutoplanError, CaptureError, GraphError
+from autoplan.cost_models.graph import Block, ModelGraph, Node
+
+_SUFFIX = ".json.gz"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model is. `num_active_params`: those that one token uses. `source`: where the dimensions are published."""
+
+    name: str
+    num_params: int
+    num_active_params: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    num_experts: int
+    num_experts_per_token: int
+    source: str
+
+
+def names() -> tuple[str, ...]:
+    """Names of the shipped models, sorted."""
+    folder = resources.files("autoplan.profiles") / "models"
+    return tuple(sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX)))
+
+
+def load_model(text: str) -> ModelGraph:
+    """The graph of a model.
+
+    Args:
+        text: a name of the catalog (`names()`; no torch is loaded), the path of a Hugging Face `config.json` (or of
+            its folder), or `package.module:factory`, a function without arguments that returns a module,
+            `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
+
+    Raises: AutoplanError naming the nearest names, the missing file, what is wrong with the factory, or the op that
+        cannot be captured.
+    """
+    if text in names():
+        return _shipped(text)[0]
+    path = Path(text)
+    if path.is_dir() or text.endswith(".json"):
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise CaptureError(f"model {text!r}: there is no file {path}")
+        from autoplan.capture.source import load_config
+
+        return load_config(path)
+    if ":" in text:
+        from autoplan.capture.source import load_factory
+
+        return load_factory(text)
+    raise _unknown(text)
+
+
+def describe(name: str) -> Description:
+    """Dimensions of a shipped model, read off its graph. AutoplanError names the nearest names."""
+    if name not in names():
+        raise _unknown(name)
+    graph, source = _shipped(name)
+    return description(graph, name, source)
+
+
+def description(graph: ModelGraph, name: str = "", source: str = "") -> Description:
+    """Dimensions of any transformer's graph; 0 for what it does not have."""
+    layers = [c for c in graph.calls if c.params and "." in c.name]
+    heads, kv, vocab, hidden, experts, top_k = 0, 0, 0, 0, 0, 0
+    for block, node in _nodes(graph):
+        shapes = [[size.value or 0 for size in block.values[n].shape] for n in node.tensor_inputs]
+        if node.op == "attention":
+            heads, kv = max(heads, shapes[0][1]), max(kv, shapes[1][1])
+        elif node.op == "embedding" and shapes[0][0] > vocab:
+            vocab, hidden = shapes[0]
+        elif node.op == "experts":
+            experts, top_k = max(experts, node.attrs["num_experts"]), max(top_k, node.attrs["top_k"])
+    return Description(
+        name=name or graph.name,
+        num_params=graph.num_params,
+        num_active_params=active_params(graph),
+        num_layers=len(layers),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv,
+        vocab_size=vocab,
+        num_experts=experts,
+        num_experts_per_token=top_k,
+        source=source,
+    )
+
+
+def active_params(graph: ModelGraph) -> int:
+    """Parameters that one token uses: of an experts module `top_k` of its `num_experts` experts, of the rest all."""
+    share: dict[tuple[str, str], tuple[int, int]] = {}
+    for block, node in _nodes(graph):
+        if node.op == "experts":
+            for name in node.tensor_inputs[3:]:
+                share[block.name, name] = (node.attrs["top_k"], node.attrs["num_experts"])
+    idle = 0
+    for call in graph.calls:
+        for local, full in call.params.items():
+            if (call.block, local) in share:
+                used, among = share[call.block, local]
+                idle += graph.params[full].num_elements * (among - used) // among
+    return graph.num_params - idle
+
+
+def _nodes(graph: ModelGraph) -> list[tuple[Block, Node]]:
+    return [(block, node) for block in graph.blocks.values() for node in block.nodes]
+
+
+def _unknown(text: str) -> AutoplanError:
+    known = names()
+    near = difflib.get_close_matches(text.lower(), known, 3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return AutoplanError(
+        f"unknown model {text!r}; {hint}use a name of the catalog ({', '.join(known)}), the path of a Hugging Face "
+        "config.json, or package.module:factory"
+    )
+
+
+def _shipped(name: str) -> tuple[ModelGraph, str]:
+    """A shipped graph and its source. GraphError if the file is damaged."""
+    stored = read_file((resources.files("autoplan.profiles") / "models" / f"{name}{_SUFFIX}").read_bytes(), name)
+    return ModelGraph.from_json(stored["graph"]), stored["source"]
+
+
+def read_file(data: bytes, name: str) -> Mapping[str, str]:
+    """Contents of a shipped file: `content_hash`, `graph` (text), `source`. GraphError if the hash does not fit."""
+    try:
+        stored: dict[str, str] = json.loads(gzip.decompress(data))
+        whole = hashlib.sha256(stored["graph"].encode()).hexdigest() == stored["content_hash"]
+    except (OSError, EOFError, ValueError, KeyError) as exc:
+        raise GraphError(f"the shipped graph of {name} cannot be read: {exc}; install autoplan again") from exc
+    if not whole:
+        raise GraphError(f"the shipped graph of {name} does not have the hash it states; install autoplan again")
+    return stored
+
+
+# -- making the shipped graphs ----------------------------------------------------------------------------------------
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    """Every config the shipped graphs are made from: `source`, `published_params`, `config`."""
+    folder = resources.files("autoplan.profiles") / "model_configs"
+    return {
+        f.name.removesuffix(".json"): json.loads(f.read_text())
+        for f in sorted(folder.iterdir(), key=lambda f: f.name)
+        if f.name.endswith(".json")
+    }
+
+
+def captured(name: str) -> ModelGraph:
+    """The graph of a catalog model, captured now from its config. AutoplanError for an unknown name."""
+    from autoplan.capture.source import graph_of_config
+
+    known = configs()
+    if name not in known:
+        raise AutoplanError(f"no config named {name!r}; there are {', '.join(known)}")
+    return replace(graph_of_config(known[name]["config"], name), name=name)
+
+
+def _write(name: str, folder: Path) -> Path:
+    graph = captured(name)
+    stored = {"content_hash": graph.content_hash, "graph": graph.to_json(), "source": configs()[name]["source"]}
+    data = gzip.compress(json.dumps(stored, sort_keys=True).encode(), 9, mtime=0)  # no time: equal graphs, equal bytes
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}{_SUFFIX}"
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    Path(temporary).chmod(0o644)
+    Path(temporary).replace(path)
+    return path
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Capture the named models (default: all) and write their graphs into profiles/models."""
+    import autoplan.profiles
+
+    folder = Path(autoplan.profiles.__path__[0]) / "models"
+    for name in arguments or list(configs()):
+        path = _write(name, folder)
+        about = describe(name)
+        print(f"{name}: {about.num_params:,} parameters, {about.num_layers} layers, {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except AutoplanError as exc:
+        sys.exit(str(exc))
