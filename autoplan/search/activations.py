@@ -1,0 +1,598 @@
+"""Activation memory of a lowered block: what autograd keeps, what remains under recompute, what is needed in passing.
+
+Everything is read off the statements that are emitted and the table `autoplan.rules.saved`; there is no formula for a
+kind of model. Memory is counted in storages: a view keeps its whole base alive and counts once with it.
+
+Whose is a tensor that crosses from block to block:
+
+- one that needs a gradient belongs to the block that makes it if that block keeps it, and to the block that takes it if
+  that one does. Where both do, `saved_inputs` and `saved_outputs` tell, and `saved_bytes_of` counts it once;
+- one that needs none (positions, rotary tables, masks, indices) belongs to the block that makes it, once however many
+  layers use it, and is taken to be used. The batch itself, parameters and buffers are nobody's.
+
+So the sum of `saved_bytes` over the calls of a stage, parameter-free ones included, is what the stage keeps of one
+micro-batch: exactly, if `saved_bytes_of` does the summing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from autoplan.cost_models.errors import LayoutError
+from autoplan.cost_models.graph import Call, Value
+from autoplan.cost_models.layout import Axis, ConversionKind, Layout
+from autoplan.cost_models.symbols import Expr
+from autoplan.cost_models.units import DTYPE_BYTES
+from autoplan.rules.saved import (
+    Form,
+    Gradient,
+    OpFacts,
+    SavedRule,
+    TensorFacts,
+    extra_bytes,
+    kept,
+    saved_rule,
+    workspace_bytes,
+)
+from autoplan.rules.strides import broadcast, contiguous, elementwise, reshaped
+from autoplan.search.lower import Convert, LoweredBlock, Op
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one call of a block on one rank and micro-batch.
+
+    Attributes:
+        saved_bytes: kept from forward to backward without recompute, see the module on who counts what.
+        kept_bytes: kept instead under full recompute of the block: its inputs, and outputs without a gradient.
+        transient_bytes: the most that is alive at once beyond `saved_bytes` while the block runs forward or backward.
+        recompute_transient_bytes: the most beyond `kept_bytes` under full recompute: its saved set comes back.
+        selective_bytes: kept if the attention core is computed again in the backward (Korthikanti et al., Reducing
+            Activation Recomputation in Large Transformer Models, 2022). With fused attention only the log-sum-exp goes:
+            the output is kept by the projection that follows.
+        selective_ops: positions of the statements that then run again.
+        saved_inputs: the part of `saved_bytes` that are inputs of the block, by position, 0 where not kept.
+        saved_outputs: the part that are outputs of the block needing a gradient, by position.
+    """
+
+    saved_bytes: int
+    kept_bytes: int
+    transient_bytes: int
+    selective_bytes: int
+    selective_ops: tuple[int, ...]
+    recompute_transient_bytes: int
+    saved_inputs: Ints
+    saved_outputs: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    storage: int
+    shape: Ints
+    strides: Ints
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one statement did."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    saved: frozenset[int] = frozenset()
+    forward: int = 0  # workspace
+    backward: int = 0
+    # (variable or None for a parameter, bytes, True if it is the output's gradient itself)
+    gradients: list[tuple[str | None, int, bool]] = field(default_factory=list)
+
+
+# the statements before which the emitted text lets go of variables that nobody needs (autoplan.codegen.emit)
+_HEAVY = frozenset(("linear", "matmul", "attention", "cross_entropy_sum"))
+
+
+def activations(
+    lowered: LoweredBlock,
+    factors: Mapping[str, Expr],
+    axes: Sequence[Axis],
+    env: Mapping[str, int],
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    device_type: str = "cpu",
+) -> Activations:
+    """Activation memory of one call of a block on one rank.
+
+    Args:
+        factors, axes: as in `autoplan.search.lower.local_shape`.
+        env: numbers for `b` (micro-batch of this rank) and `s`.
+        dtypes: dtype in the graph -> the one it is computed in, where they differ.
+        device_type: whose kernels; "cpu" is what the tests can measure.
+
+    The transient is an estimate: a walk over the statements, forward with the variables the text holds, and in reverse
+    with the gradients that flow. The backward takes every op's gradients as made at once, the gradient of a parameter
+    as new beside the one it is added to (true from the second micro-batch on), and knows of a kernel's workspace what
+    `autoplan.rules.saved` says.
+
+    Raises:
+        RuleError: an op without a line in `autoplan.rules.saved`; LayoutError: a size that does not divide.
+    """
+    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type).run()
+
+
+def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:
+    """Bytes a stage keeps of one micro-batch: `calls` with the parameter-free ones it needs, `blocks` by name.
+
+    What several calls keep of one value counts once.
+    """
+    total, seen = 0, set()
+    for call in calls:
+        mine = blocks[call.block]
+        total += mine.saved_bytes
+        for names, sizes in ((call.inputs, mine.saved_inputs), (call.outputs, mine.saved_outputs)):
+            for name, size in zip(names, sizes, strict=True):
+                if size and name in seen:
+                    total -= size
+                elif size:
+                    seen.add(name)
+    return total
+
+
+class _Walk:
+    def __init__(
+        self,
+        lowered: LoweredBlock,
+        factors: Mapping[str, Expr],
+        axes: Sequence[Axis],
+        env: Mapping[str, int],
+        dtypes: Mapping[str, str],
+        device_type: str,
+    ) -> None:
+        self.lowered, self.axes, self.env, self.dtypes, self.device_type = lowered, axes, env, dtypes, device_type
+        self.factors = factors
+        self.sizes: dict[str, int] = {}
+        self.shapes: dict[tuple[int, Layout], Ints] = {}
+        self.storages: list[int] = []  # bytes
+        self.tensors: dict[str, _Tensor] = {}
+        self.steps: list[_Step] = []
+        self.params: set[str] = set()
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def number(self, size: Expr) -> int:
+        value = size.evaluate(self.env)
+        if value.denominator != 1:
+            raise LayoutError(f"{size} is {value}, not a whole number, for {dict(self.env)}")
+        return int(value)
+
+    def factor(self, name: str) -> int:
+        found = self.sizes.get(name)
+        if found is None:
+            found = self.sizes[name] = self.number(self.factors[name])
+        return found
+
+    def opened(self, value: Value, layout: Layout) -> list[list[int]]:
+        """Local size of every factor of every dim."""
+        out = [[self.factor(f) for f in dim] for dim in value.dims or ()]
+        for axis, kind in zip(self.axes, layout, strict=True):
+            if kind.is_shard:
+                size = out[kind.dim][kind.factor]
+                if size % axis.size:
+                    raise LayoutError(f"{value.name}: {size} cannot be cut into {axis.size} parts over {axis.name}")
+                out[kind.dim][kind.factor] = size // axis.size
+        return out
+
+    def local(self, value: Value, layout: Layout) -> Ints:
+        key = (id(value), layout)
+        found = self.shapes.get(key)
+        if found is None:
+            found = self.shapes[key] = tuple(prod(dim) for dim in self.opened(value, layout))
+        return found
+
+    def dtype(self, value: Value) -> str:
+        return self.dtypes.get(value.dtype, value.dtype)
+
+    def width(self, value: Value) -> int:
+        return DTYPE_BYTES[self.dtype(value)]
+
+    def new(self, num_bytes: int) -> int:
+        self.storages.append(num_bytes)
+        return len(self.storages) - 1
+
+    def fresh(self, value: Value, shape: Ints, strides: Ints | None = None) -> _Tensor:
+        return _Tensor(self.new(prod(shape) * self.width(value)), shape, strides or contiguous(shape))
+
+    # -- the block -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Activations:
+        low = self.lowered
+        inputs = []
+        for var, value, layout in low.inputs:
+            self.tensors[var] = self.fresh(value, self.local(value, layout))
+            inputs.append(self.tensors[var].storage)
+        for p in low.params:
+            self.tensors[f"self.{p.attr}"] = self.fresh(p.value, self.local(p.value, p.stored))
+            self.params.add(f"self.{p.attr}")
+        for attr, value in low.buffers:
+            shape = tuple(prod(self.factor(f) for f in dim) for dim in value.dims or ())
+            self.tensors[f"self.{attr}"] = self.fresh(value, shape)
+        first = len(self.storages)
+        for statement in low.statements:
+            self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
+        return self._summary(inputs, first)
+
+    def _convert(self, c: Convert) -> _Step:
+        source, value = self.tensors[c.source], c.value
+        shape, width = self.local(value, c.result), self.width(value)
+        step = _Step((c.source,), (c.target,))
+        own = prod(source.shape) * width
+        if c.step.kind is ConversionKind.TO_REPLICATE:
+            self.tensors[c.target] = source
+        else:
+            self.tensors[c.target] = self.fresh(value, shape)
+            # what is scattered or gathered along a dim that is not the first is copied into place
+            copies = c.step.kind in (ConversionKind.ALL_GATHER, ConversionKind.REDUCE_SCATTER)
+            sent = own if c.step.kind is ConversionKind.REDUCE_SCATTER else prod(shape) * width
+            if c.step.kind is ConversionKind.ALL_TO_ALL:
+                step.forward = step.backward = 2 * own
+            elif copies:
+                step.forward = step.backward = sent
+        passes = c.step.kind is ConversionKind.ALL_REDUCE and c.step.target.kind_name == "I"
+        if value.requires_grad:
+            step.gradients.append((self._name(c.source), own, passes))
+        return step
+
+    def _name(self, var: str) -> str | None:
+        return None if var in self.params else var
+
+    def _op(self, op: Op) -> _Step:
+        args = [a for a in op.args if a is not None]
+        ins = [self.tensors[a] for a in args]
+        shapes = [self.local(v, layout) for v, layout in zip(op.values, op.strategy.outputs, strict=True)]
+        facts = OpFacts(
+            op.node.op,
+            op.node.attrs,
+            tuple(TensorFacts(t.shape, self.dtype(v), v.requires_grad) for t, v in zip(ins, op.inputs, strict=True)),
+            tuple(TensorFacts(s, self.dtype(v), v.requires_grad) for s, v in zip(shapes, op.values, strict=True)),
+            op.strategy.special,
+            self.device_type,
+        )
+        rule = saved_rule(facts)
+        saved: set[int] = set()
+        forward, backward = workspace_bytes(facts, rule)
+        outs = self._outputs(op, rule, ins, shapes)
+        for var, out in zip(op.targets, outs, strict=True):
+            self.tensors[var] = out
+        if op.node.op in _PRODUCTS:
+            ins, copied = self._folded(op, ins, facts)
+            forward += copied
+        for name in kept(facts, rule):
+            k = int(name[1:])
+            saved.add((ins if name[0] == "x" else outs)[k].storage)
+        saved |= {self.new(size) for size in extra_bytes(facts, rule)}
+        step = _Step(tuple(args), op.targets, frozenset(saved), forward, backward)
+        self._gradients(step, op, rule, facts, args)
+        return step
+
+    def _gradients(self, step: _Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
+        out = facts.outputs[0]
+        for var, fact in zip(args, facts.inputs, strict=True):
+            if not fact.requires_grad:
+                continue
+            passes = rule.gradient is Gradient.PASS
+            if op.node.op in _BROADCASTING and fact.num_elements != out.num_elements:
+                # the gradient of the result's size is summed to that of the operand
+                passes = False
+                step.backward += out.num_bytes if rule.gradient is Gradient.NEW else 0
+            step.gradients.append((self._name(var), fact.num_bytes, passes))
+        if op.bias is not None:
+            step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
+
+    def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
+        if op.node.op == "dropout" and not op.node.attrs["p"]:
+            return [ins[0]]
+        if op.node.op == "to" and self.dtype(op.inputs[0]) == self.dtype(op.values[0]):
+            return [ins[0]]
+        if rule.form is Form.VIEW:
+            views = _VIEWS[op.node.op](op, ins[0], shapes)
+            return [
+                _Tensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
+                for value, shape, strides in zip(op.values, shapes, views, strict=True)
+            ]
+        if rule.form is Form.DENSE:
+            return [self.fresh(op.values[0], shapes[0], elementwise([(t.shape, t.strides) for t in ins], shapes[0]))]
+        outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
+        if op.node.op == "attention":
+            _, h, s, d = shapes[0]
+            # in memory the CPU's kernel has heads inside the sequence, those of CUDA follow the queries
+            inside = (s * h * d, d, h * d, 1)
+            strides = (
+                inside if self.device_type == "cpu" else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
+            )
+            if strides != inside:
+                strides = contiguous(shapes[0])
+            outs[0] = _Tensor(outs[0].storage, shapes[0], strides)
+        return outs
+
+    def _folded(self, op: Op, ins: list[_Tensor], facts: OpFacts) -> tuple[list[_Tensor], int]:
+        """Operands as the matrix product sees them, and bytes of copies: batch dims are folded into rows or expanded.
+
+        `at::native::_matmul_impl` and `should_fold`.
+        """
+        a, b = ins[:2]
+        if op.node.op == "linear":
+            b = _Tensor(b.storage, b.shape[::-1], b.strides[::-1])
+        copied = 0
+
+        def as_shape(t: _Tensor, which: int, new: Ints) -> _Tensor:
+            nonlocal copied
+            found = reshaped(t.shape, t.strides, new)
+            if found is not None:
+                return _Tensor(t.storage, new, found)
+            size = prod(new) * self.width(op.inputs[which])
+            copied += size
+            return _Tensor(self.new(size), new, contiguous(new))
+
+        first, second = (a, b) if len(a.shape) >= len(b.shape) else (_transposed(b), _transposed(a))
+        swapped = len(a.shape) < len(b.shape)
+        if len(first.shape) <= 2:
+            return [a, b], 0
+        if len(second.shape) <= 2:
+            other = facts.inputs[0 if swapped else 1]
+            if other.requires_grad or _folds(first):
+                rows = as_shape(first, 1 if swapped else 0, (prod(first.shape[:-1]), first.shape[-1]))
+                return ([second, rows] if swapped else [rows, second]), copied
+        batch = facts.outputs[0].shape[:-2]
+        outs = []
+        for which, t in enumerate((a, b)):
+            wide = (*batch, *t.shape[-2:])
+            expanded = _Tensor(t.storage, wide, broadcast(t.shape, t.strides, wide))
+            outs.append(as_shape(expanded, which, (prod(batch), *t.shape[-2:])))
+        return outs, copied
+
+    # -- the sums ------------------------------------------------------------------------------------------------------
+
+    def _summary(self, inputs: list[int], first: int) -> Activations:
+        low = self.lowered
+        with_grad = [s for s, (_, value, _) in zip(inputs, low.inputs, strict=True) if value.requires_grad]
+        counted = {*with_grad, *range(first, len(self.storages))}
+        # without a gradient: tables and indices, taken to be used by somebody
+        outs = [
+            (self.tensors[v].storage, low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)
+        ]
+        given = {s for s, value in outs if not value.requires_grad} & counted - set(with_grad)
+        saved = set(given)
+        for step in self.steps:
+            saved |= step.saved & counted
+        core = self._attention_core()
+        selective = set(given)
+        for i, step in enumerate(self.steps):
+            selective |= ({self.tensors[v].storage for v in step.reads} if i in core else step.saved) & counted
+        inside = {self.tensors[v].storage for i in core for v in self.steps[i].writes}
+        selective -= inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved}
+        saved_bytes = self._bytes(saved)
+        kept_bytes = self._bytes({*given, *with_grad})
+        peak = max(self._forward_peak(counted, with_grad, given), self._backward_peak(counted, given, outs))
+        return Activations(
+            saved_bytes=saved_bytes,
+            kept_bytes=kept_bytes,
+            transient_bytes=max(0, peak - saved_bytes),
+            selective_bytes=min(self._bytes(selective), saved_bytes),
+            selective_ops=tuple(core),
+            recompute_transient_bytes=max(
+                0, self._bytes({*saved, *with_grad}) + max(0, peak - saved_bytes) - kept_bytes
+            ),
+            saved_inputs=tuple(self.storages[s] if s in saved and s in with_grad else 0 for s in inputs),
+            saved_outputs=tuple(
+                self.storages[s] if value.requires_grad and s in saved and s not in with_grad else 0
+                for s, value in outs
+            ),
+        )
+
+    def _bytes(self, storages: set[int]) -> int:
+        return sum(self.storages[s] for s in storages)
+
+    def _forward_peak(self, counted: set[int], inputs: list[int], given: set[int]) -> int:
+        """The most bytes alive while the text runs forward."""
+        last: dict[str, int] = {}
+        made: set[str] = set()
+        for i, step in enumerate(self.steps):
+            for var in step.reads:
+                if var in made:
+                    last[var] = i
+            made.update(step.writes)
+        ends: dict[int, list[str]] = {}
+        for var, i in last.items():
+            if var not in self.lowered.outputs:
+                ends.setdefault(i, []).append(var)
+        holders: dict[int, int] = dict.fromkeys(inputs, 1)
+        live = peak = sum(self.storages[s] for s in inputs)
+        dead: list[str] = []
+        for i, (step, statement) in enumerate(zip(self.steps, self.lowered.statements, strict=True)):
+            dead += ends.get(i - 1, [])
+            if isinstance(statement, Convert) or statement.node.op in _HEAVY:
+                for var in dead:
+                    s = self.tensors[var].storage
+                    holders[s] -= 1
+                    if not holders[s] and s in counted:
+                        live -= self.storages[s]
+                dead = []
+            for s in (*step.saved, *(self.tensors[v].storage for v in step.writes)):
+                if s in counted and not holders.get(s):
+                    live += self.storages[s]
+                holders[s] = holders.get(s, 0) + 1
+            peak = max(peak, live + step.forward)
+        return peak
+
+    def _backward_peak(self, counted: set[int], given: set[int], outs: list[tuple[int, Value]]) -> int:
+        """The most bytes alive while gradients flow back, parameters' gradients included while they are new."""
+        users: dict[int, int] = dict.fromkeys(given, 1)
+        for step in self.steps:
+            for s in step.saved & counted:
+                users[s] = users.get(s, 0) + 1
+        live = sum(self.storages[s] for s in users)
+        grads: dict[str, int] = {}  # variable -> gradient
+        sizes: list[int] = []
+        holders: list[int] = []
+
+        def make(size: int) -> int:
+            sizes.append(size)
+            holders.append(0)
+            return len(sizes) - 1
+
+        def hold(var: str, grad: int) -> None:
+            nonlocal live
+            live += 0 if holders[grad] else sizes[grad]
+            holders[grad] += 1
+            grads[var] = grad
+
+        def drop(var: str) -> None:
+            nonlocal live
+            grad = grads.pop(var)
+            holders[grad] -= 1
+            live -= 0 if holders[grad] else sizes[grad]
+
+        for var, (_, value) in zip(self.lowered.outputs, outs, strict=True):
+            if value.requires_grad and var not in grads:
+                hold(var, make(self._dense(var, value)))
+        peak = live
+        for step in reversed(self.steps):
+            mine = [grads[v] for v in step.writes if v in grads]
+            if mine:
+                incoming = []
+                passing = 0
+                for target, size, passes in step.gradients:
+                    passing += 0 if passes else size
+                    if target is not None:
+                        incoming.append((target, mine[0] if passes else make(size)))
+                peak = max(peak, live + passing + step.backward)
+                for var, grad in incoming:
+                    if var in grads:  # a second use: summed, in place where nobody else holds the first
+                        size = sizes[grads[var]]
+                        shared = holders[grads[var]] > 1
+                        if shared:
+                            drop(var)
+                            hold(var, make(size))
+                    else:
+                        hold(var, grad)
+                for var in step.writes:
+                    if var in grads:
+                        drop(var)
+            for s in step.saved & counted:
+                users[s] -= 1
+                live -= 0 if users[s] else self.storages[s]
+        return peak
+
+    def _dense(self, var: str, value: Value) -> int:
+        return prod(self.tensors[var].shape) * self.width(value)
+
+    def _attention_core(self) -> list[int]:
+        """Statements that selective recompute runs again: fused attention, or softmax between two matrix products."""
+        out: set[int] = set()
+        ops = ["" if isinstance(s, Convert) else s.node.op for s in self.lowered.statements]
+        if "attention" not in ops and "softmax" not in ops:
+            return []
+        makes = {v: i for i, step in enumerate(self.steps) for v in step.writes}
+        before = [[makes[v] for v in step.reads if v in makes] for step in self.steps]
+        after: list[list[int]] = [[] for _ in self.steps]
+        for i, sources in enumerate(before):
+            for k in sources:
+                after[k].append(i)
+        for i, op in enumerate(ops):
+            if op == "attention":
+                out.add(i)
+            elif op == "softmax":
+                reach = [_until_matmul(i, ops, way) for way in (before, after)]
+                if all(reach):
+                    out |= {i, *reach[0], *reach[1]}
+        return sorted(out)
+
+
+def _until_matmul(start: int, ops: Sequence[str], neighbours: Sequence[Sequence[int]]) -> set[int]:
+    """Statements from `start` to the nearest matmul, it included, through element-wise operations and views only."""
+    found: set[int] = set()
+    for k in neighbours[start]:
+        if ops[k] == "matmul":
+            found.add(k)
+        elif ops[k] in _IN_CORE:
+            further = _until_matmul(k, ops, neighbours)
+            found |= {k, *further} if further else set()
+    return found
+
+
+_IN_CORE = frozenset("mul_scalar div_scalar add masked_fill where to dropout reshape expand".split())
+_PRODUCTS = frozenset(("linear", "matmul"))
+_BROADCASTING = frozenset("add sub mul div pow maximum minimum where".split())
+
+
+def _transposed(t: _Tensor) -> _Tensor:
+    return _Tensor(t.storage, (*t.shape[:-2], *t.shape[:-3:-1]), (*t.strides[:-2], *t.strides[:-3:-1]))
+
+
+def _folds(t: _Tensor) -> bool:
+    """True if all dims but the last are one dim in memory."""
+    return all(t.strides[i] == t.strides[i + 1] * t.shape[i + 1] for i in range(len(t.shape) - 2))
+
+
+# -- strides of views --------------------------------------------------------------------------------------------------
+
+_Strides = list[Ints | None]  # per output; None: torch copies
+
+
+def _reshape(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    return [reshaped(x.shape, x.strides, shapes[0])]
+
+
+def _transpose(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    out = list(x.strides)
+    a, b = (op.node.attrs[k] % len(out) for k in ("dim0", "dim1"))
+    out[a], out[b] = out[b], out[a]
+    return [tuple(out)]
+
+
+def _permute(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    return [tuple(x.strides[d] for d in op.node.attrs["dims"])]
+
+
+def _unsqueeze(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    dim = op.node.attrs["dim"] % (len(x.shape) + 1)
+    inner = x.strides[dim] * x.shape[dim] if dim < len(x.shape) else 1
+    return [(*x.strides[:dim], inner, *x.strides[dim:])]
+
+
+def _squeeze(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    dim = op.node.attrs["dim"] % len(x.shape)
+    return [x.strides if len(shapes[0]) == len(x.shape) else x.strides[:dim] + x.strides[dim + 1 :]]
+
+
+def _expand(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    return [broadcast(x.shape, x.strides, shapes[0])]
+
+
+def _slice(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    dim = op.node.attrs["dim"] % len(x.shape)
+    return [(*x.strides[:dim], x.strides[dim] * op.node.attrs["step"], *x.strides[dim + 1 :])]
+
+
+def _select(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    dim = op.node.attrs["dim"] % len(x.shape)
+    return [x.strides[:dim] + x.strides[dim + 1 :]]
+
+
+def _same(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
+    return [x.strides] * len(shapes)
+
+
+_VIEWS: dict[str, Callable[[Op, _Tensor, list[Ints]], _Strides]] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "slice": _slice,
+    "select": _select,
+    "chunk": _same,
+    "detach": _same,
+}
