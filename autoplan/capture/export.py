@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, cast
@@ -21,7 +21,9 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
+from autoplan.capture.experts import capture_experts, capture_hf_experts
 from autoplan.capture.huggingface import capture_attention, is_hf_model, refuse_padding
+from autoplan.capture.inplace import ALLOCATIONS, Assembly, Window, fill, out_of_place, pieces, window
 from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
@@ -123,8 +125,12 @@ def _capture(
     names = tuple(example_inputs)
     wrapper = LossModule(model, names, loss_fn)
     tracer = LayerTracer(model, merge)
-    attention: AbstractContextManager[None] = capture_attention(model) if is_hf_model(model) else nullcontext()
-    with tracer.active(), attention:
+    with ExitStack() as stack:
+        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
+        stack.enter_context(capture_experts(model))
+        if is_hf_model(model):
+            stack.enter_context(capture_attention(model))
+            stack.enter_context(capture_hf_experts(model))
         program, symbols = _export(wrapper, example_inputs)
     if tracer.unproved and merge:
         return None
@@ -342,8 +348,23 @@ class _Translator:
             self.env[node] = self.env[source][index]
         elif target in SKIP or not self._has_tensor(node):
             return
+        elif target in ALLOCATIONS:
+            self.env[node] = Assembly(node)
+        elif target == "aten.slice.Tensor" and isinstance(self.env.get(self._first(node)), (Assembly, Window)):
+            self.env[node] = window(self.env[self._first(node)], node, source_of(node))
+        elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
+            value = self._name_of(cast(fx.Node, node.args[1]))
+            place = self.env[self._first(node)]
+            if self.trace.values[value].shape != self._shape(node.meta["val"]):
+                raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
+            fill(place, value, source_of(node))
+            self.env[node] = place
         else:
             self._op(target, node)
+
+    @staticmethod
+    def _first(node: fx.Node) -> fx.Node:
+        return cast(fx.Node, node.args[0])
 
     @staticmethod
     def _has_tensor(node: fx.Node) -> bool:
@@ -393,6 +414,8 @@ class _Translator:
 
     def _op(self, target: str, node: fx.Node) -> None:
         where = source_of(node)
+        if target not in OPS:
+            target = out_of_place(target, node) or target
         if target not in OPS:
             if target.split(".")[1].endswith("_"):
                 changed = self.env.get(cast(fx.Node, node.args[0]))
@@ -483,6 +506,12 @@ class _Translator:
 
     def _name_of(self, node: fx.Node) -> str:
         found = self.env.get(node)
+        if isinstance(found, Assembly):
+            if not found.name:
+                parts = tuple(pieces(found, source_of(node)))
+                item = Lowered("cat", parts, {"dim": found.dim})
+                found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            return found.name
         if not isinstance(found, str):
             raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")
         return found

@@ -162,6 +162,26 @@ def _with(op: str, *names: str) -> Callable[[Args], Result]:
     return lambda a: Lowered(op, (a["self"],), {n: a[n] for n in names})
 
 
+def _topk(a: Args) -> Result:
+    if not a.get("largest", True):
+        raise CaptureError("topk with largest=False is not supported; negate its input")
+    return Lowered("topk", (a["self"],), {"k": a["k"], "dim": a.get("dim", -1), "sorted": bool(a.get("sorted", True))})
+
+
+def _gather(a: Args) -> Result:
+    return Lowered("gather", (a["self"], a["index"]), {"dim": a["dim"]})
+
+
+def _scatter(a: Args) -> Result:
+    return Lowered("scatter", (a["self"], a["index"]), {"dim": a["dim"], "scalar": a["value"]})
+
+
+def _experts(a: Args) -> Result:
+    tensors = tuple(a[n] for n in ("hidden", "index", "weights", "gate_up", "down"))
+    names = ("num_experts", "top_k", "intermediate_size", "activation", "gated")
+    return Lowered("experts", tensors, {n: a[n].value if hasattr(a[n], "value") else a[n] for n in names})
+
+
 def _first(name: str) -> Callable[[Args], Result]:
     return lambda a: Alias(a[name])
 
@@ -169,7 +189,7 @@ def _first(name: str) -> Callable[[Args], Result]:
 OPS: dict[str, Callable[[Args], Result]] = {
     **{
         f"aten.{op}.default": _unary(op)
-        for op in "silu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg logical_not square".split()
+        for op in "silu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg logical_not square bitwise_not".split()
     },
     **{f"aten.{op}.Tensor": _binary(op) for op in "add sub mul div eq ne lt gt le ge".split()},
     **{f"aten.{op}.Scalar": _binary(op) for op in "add sub mul div eq ne lt gt le ge".split()},
@@ -219,6 +239,11 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.masked_fill.Scalar": lambda a: Lowered("masked_fill", (a["self"], a["mask"]), {"scalar": a["value"]}),
     "aten.tril.default": lambda a: Lowered("tril", (a["self"],), {"diagonal": a.get("diagonal", 0)}),
     "aten.triu.default": lambda a: Lowered("triu", (a["self"],), {"diagonal": a.get("diagonal", 0)}),
+    "aten.topk.default": _topk,
+    "aten.gather.default": _gather,
+    "aten.scatter.value": _scatter,
+    "aten.one_hot.default": lambda a: Lowered("one_hot", (a["self"],), {"num_classes": a["num_classes"]}),
+    "autoplan.experts.default": _experts,
     "aten.cumsum.default": _with("cumsum", "dim"),
     "aten.clamp.default": lambda a: Lowered("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")}),
     "aten.to.dtype": _to,

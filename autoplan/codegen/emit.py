@@ -239,6 +239,18 @@ def _softmax(name: str) -> Callable[[_OpText], str]:
     return text
 
 
+def _topk(t: _OpText) -> str:
+    return f"torch.topk({t.a[0]}, {_literal(t.attrs['k'])}, dim={t.attrs['dim']}, sorted={t.attrs['sorted']})"
+
+
+def _experts(t: _OpText) -> str:
+    where = t.op.node.source or t.op.node.name
+    raise RuleError(
+        f"experts at {where} are priced, not executed yet: their runtime form (tokens sent "
+        "to their experts) is missing; estimates and plans work, a program needs a dense model"
+    )
+
+
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "bitwise_and": "&", "bitwise_or": "|"}
 _SYMBOLS = {**_ARITHMETIC, "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}
 
@@ -250,12 +262,18 @@ EMITTERS: dict[str, Callable[[_OpText], str]] = {
     **{op: _unary(f"F.{op}({{x}})") for op in "silu relu softplus".split()},
     **{op: _unary(f"{{x}}.{op}()") for op in ("detach", "clone")},
     "neg": _unary("-{x}"),
+    "bitwise_not": _unary("~{x}"),
     "gelu": _gelu,
     **{op: _infix(symbol) for op, symbol in _SYMBOLS.items()},
     **{op: _function(f"torch.{op}") for op in "pow maximum minimum logical_and logical_or matmul".split()},
     **{f"{op}_scalar": _scalar(f"{{x}} {_SYMBOLS[op]} {{c}}") for op in "add mul div eq ne lt gt le ge".split()},
     "pow_scalar": _scalar("{x}.pow({c})"),
     "rsub_scalar": _scalar("{c} - {x}"),
+    "topk": _topk,
+    "gather": lambda t: f"{t.a[0]}.gather({t.attrs['dim']}, {t.a[1]})",
+    "scatter": lambda t: f"{t.a[0]}.scatter({t.attrs['dim']}, {t.a[1]}, {_literal(t.attrs['scalar'])})",
+    "one_hot": lambda t: f"F.one_hot({t.a[0]}, {_literal(t.attrs['num_classes'])})",
+    "experts": _experts,
     "linear": _linear,
     "attention": _attention,
     "embedding": _embedding,

@@ -26,7 +26,10 @@ _HINTS: dict[tuple[str, str], str] = {
     ("embedding", "v"): "vocab",
     ("embedding", "h"): "hidden",
     ("cross_entropy_sum", "v"): "vocab",
+    ("experts", "e"): "experts",
+    ("experts", "f"): "expert_out",
     ("chunk", "count"): "chunks",
+    ("experts", "count"): "chunks",
     ("linear", "o"): "out",
     ("linear", "i"): "in",
 }

@@ -20,7 +20,7 @@ from autoplan.rules.language import OpRule, Role
 from autoplan.rules.table import PASSES_PARTIAL, rule_for
 
 # what a split of a marked label makes of the output; the runtime module of that name does the work
-SPECIAL_OUTPUT: dict[str, AxisType] = {"vocab_embedding": P, "vocab_cross_entropy": I}
+SPECIAL_OUTPUT: dict[str, AxisType] = {"vocab_embedding": P, "vocab_cross_entropy": I, "expert_parallel": P}
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,45 @@ def _attention(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule(tuple(inputs), tuple(tidy(d) for d in rule.outputs), tuple(roles), rule.whole, sizes=sizes)
 
 
+def _topk(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Values and indices of the largest along a dim."""
+    dim = node.attrs["dim"] % len(ins[0])
+    labels = _dims(ins[0])
+    out = list(labels)
+    out[dim] = () if outs[0][dim].value == 1 else ("top",)
+    return OpRule((tuple(labels),), (tuple(out),) * 2, (Role.OTHER,), frozenset({"top", *labels[dim]}))
+
+
+def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """gather and scatter: the index selects along one dim; along the others everything has the same size."""
+    dim = node.attrs["dim"] % len(ins[0])
+    if any(a != b for i, (a, b) in enumerate(zip(ins[0], ins[1], strict=True)) if i != dim):
+        raise RuleError(f"{node.name}: the index must have the input's size in every dim but {dim}")
+    source, index = _dims(ins[0]), _dims(ins[0])
+    index[dim] = () if ins[1][dim].value == 1 else ("picked",)
+    out = source if node.op == "scatter" else index
+    whole = frozenset({"picked", *source[dim]})
+    return OpRule((tuple(source), tuple(index)), (tuple(out),), (Role.OTHER, Role.INDEX), whole)
+
+
+_EXPERTS = parse("[t,i!], #[t,k!], [t,k!] * [e@expert_parallel,f,i!] * [e@expert_parallel,o!,f] -> [t,o!]")
+
+
+def _experts(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Experts of a mixture: tokens split with whole weights; experts and their inner size into a pending sum.
+
+    Rows of a gated first projection are `gate, up`: as for a fused projection, each is split by itself. The outer size
+    is not split: only the last of the products would shrink.
+    """
+    sizes = {"count": Expr.of(2), "f": ins[4][2]}
+    rule = bind(_EXPERTS, ins, outs)
+    if not node.attrs["gated"]:
+        return rule
+    first = (rule.inputs[3][0], ("count", *rule.inputs[3][1]), *rule.inputs[3][2:])
+    inputs = (*rule.inputs[:3], first, rule.inputs[4])
+    return OpRule(inputs, rule.outputs, rule.roles, rule.whole | {"count"}, rule.special, sizes)
+
+
 def _line(text: str) -> Builder:
     template = parse(text)
 
@@ -238,7 +277,7 @@ BINARY = "[*a], [*a] -> [*a]"
 
 _UNARY_OPS = (
     "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf pow_scalar add_scalar rsub_scalar softplus square "
-    "logical_not ne_scalar eq_scalar lt_scalar gt_scalar le_scalar ge_scalar clamp to dropout"
+    "bitwise_not logical_not ne_scalar eq_scalar lt_scalar gt_scalar le_scalar ge_scalar clamp to dropout"
 )
 _LINEAR_OPS = "neg mul_scalar div_scalar detach clone"
 _BINARY_OPS = "pow maximum minimum eq ne lt gt le ge logical_and logical_or bitwise_and bitwise_or"
@@ -257,6 +296,7 @@ LINES: dict[str, str] = {
     "layer_norm": "[*b,n!], [n!], [n!] -> [*b,n!]",
     "rms_norm": "[*b,n!], [n!] -> [*b,n!]",
     "embedding": "[v@vocab_embedding,h] * #[*b] -> [*b,h]",
+    "one_hot": "#[*a] -> [*a,c!]",
     "cross_entropy_sum": "~[t,v@vocab_cross_entropy], #[t] -> []",
 }
 
@@ -282,6 +322,10 @@ BUILDERS: dict[str, Builder] = {
     "triu": lambda node, ins, outs: _keep_last_two(ins),
     "matmul": _matmul,
     "attention": _attention,
+    "topk": _topk,
+    "gather": _indexed,
+    "scatter": _indexed,
+    "experts": _experts,
     "arange": _factory,
     "full": _factory,
 }
@@ -325,6 +369,11 @@ def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:
         q, k, v = ins[:3]
         points = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3]) * 2
         return points.scale(_HALF) if node.attrs.get("causal") else points
+    if node.op == "experts":  # every token through top_k experts of three (gate, up, down) or two products
+        tokens, hidden = ins[0].shape
+        products = 3 if node.attrs["gated"] else 2
+        per_point = int(node.attrs["intermediate_size"]) * int(node.attrs["top_k"]) * 2 * products
+        return tokens * hidden * per_point
     if node.op in FLOPS_PER_POINT:
         contracted = product(
             [s for s, dim in zip(ins[0].shape, rule.inputs[0], strict=True) if any(rule.contracted(x) for x in dim)]
