@@ -1,54 +1,151 @@
 """Cluster: what the program will run on, as plain data.
 
-Catalog hardware comes with a later profile; here are the shapes.
+Cluster.parse("16x8xh100-sxm5-80gb")            16 nodes of 8; network, price and links from the catalog
+Cluster.parse("16xp5.48xlarge")                 16 cloud instances: their own network and price
+Cluster.parse("4x8xmi355x-288gb@nic=400")       what the catalog does not know, or shall be otherwise
+Cluster.parse("cluster.yaml")                   see autoplan.cost_models.cluster_file
+Cluster.parse("local:4")                        processes of this machine
+cluster.with_(nodes=32, nic=800)                what if
+
+Devices are numbered node by node. Levels go from the inside out; the scale-up domain is not the node: GB200 has trays
+of 4 in a domain of 72, and two bridged cards are a domain inside a node.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from autoplan.cost_models import catalog
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.hardware import Device, Group, Level, Link, Price
 from autoplan.cost_models.units import GB, GIB, MICRO, TERA
 
+__all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
 
-@dataclass(frozen=True)
-class Device:
-    """One accelerator (or CPU process).
-
-    `source` says where the figures come from; `assumed` ones only order choices.
-    """
-
-    name: str
-    peak_flops: float  # dense, of the compute dtype, per second
-    memory_bytes_per_s: float
-    memory_bytes: int
-    source: str
-
-
-@dataclass(frozen=True)
-class Link:
-    """Alpha-beta of one level: seconds per collective and bytes per second per device."""
-
-    latency_s: float
-    bytes_per_s: float
-    source: str
+_LOCAL_LAUNCH_S = 5e-6
+# name of an override -> what it is
+OVERRIDES: dict[str, str] = {
+    "nodes": "number of nodes",
+    "devices_per_node": "devices per node",
+    "nic": "Gbit/s per device and direction between nodes",
+    "scaleup": "GB/s per device and direction in the scale-up domain",
+    "memory_gb": "usable GB (1e9 bytes) per device",
+    "price": "US dollars per device and hour",
+}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`."""
+    """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`.
+
+    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer).
+    """
 
     num_nodes: int
     devices_per_node: int
     device: Device
     link: Link
     device_type: str
+    outer: tuple[Level, ...] = ()
+    price: Price | None = None
+
+    def __post_init__(self) -> None:
+        for what, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
+        if self.device_type not in ("cpu", "cuda"):
+            raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
+        if self.outer and not isinstance(self.link, Level):
+            raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
+        for level in (self.link, *self.outer):
+            if not level.bytes_per_s > 0 or level.latency_s < 0:
+                raise PinError(
+                    f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
+                    f"latency of at least 0, got {level.bytes_per_s} bytes/s and {level.latency_s} s"
+                )
+        if self.device.memory_bytes <= 0 or self.device.peak_flops <= 0 or self.device.memory_bytes_per_s <= 0:
+            raise PinError(f"device {self.device.name} needs positive memory, bandwidth and FLOP/s")
 
     @property
     def num_devices(self) -> int:
         """World size."""
         return self.num_nodes * self.devices_per_node
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels that exist at this size, inner to outer; the last spans the whole cluster.
+
+        `size` is that of the unit here: at most the node for a level within a node, at most the world.
+        """
+        inner = self.link
+        declared = inner if isinstance(inner, Level) else Level(inner.latency_s, inner.bytes_per_s, inner.source)
+        out: list[Level] = []
+        for level in (declared, *self.outer):
+            most = self.devices_per_node if level.within_node else self.num_devices
+            size = min(level.size or most, most)
+            if not out or size > out[-1].size:
+                out.append(replace(level, size=size))
+        if out[-1].size < self.num_devices:
+            raise PinError(
+                f"the levels of {self} end at {out[-1].size} of {self.num_devices} devices: the catalog names no "
+                "network for it; give its Gbit/s per device, for example "
+                f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}@nic=400"
+            )
+        return tuple(out)
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes} x {self.devices_per_node} x {self.device.name}"
+
+    def with_(
+        self,
+        *,
+        nodes: int | None = None,
+        devices_per_node: int | None = None,
+        nic: float | None = None,
+        scaleup: float | None = None,
+        memory_gb: float | None = None,
+        price: float | None = None,
+    ) -> Cluster:
+        """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
+        given = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "price": price}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be a number above 0")
+            if value == 0 and name != "price":
+                raise PinError(f"{name}=0: {OVERRIDES[name]} must be above 0")
+        device, link, outer = self.device, self.link, self.outer
+        if memory_gb is not None:
+            device = replace(device, memory_bytes=int(memory_gb * GB))
+        if scaleup is not None:
+            speed = scaleup * GB
+            if isinstance(link, Level) and link.p2p_bytes_per_s is not None:
+                peer = link.p2p_bytes_per_s * speed / link.bytes_per_s  # the links of a mesh get faster together
+                link = replace(link, bytes_per_s=speed, p2p_bytes_per_s=peer, source="given")
+            else:
+                link = replace(link, bytes_per_s=speed, source="given")
+        if nic is not None:
+            network = next((level for level in outer if level.name == "network"), None)
+            if network is None:
+                network = Level(catalog.NETWORK_LATENCY_S, 1.0, "", name="network", fabric="network")
+            if not isinstance(link, Level):
+                link = _within_node(link)
+            rest = tuple(level for level in outer if level.name != "network")
+            outer = (*rest, replace(network, bytes_per_s=nic * GB / 8, source="given"))
+        return Cluster(
+            self.num_nodes if nodes is None else nodes,
+            self.devices_per_node if devices_per_node is None else devices_per_node,
+            device,
+            link,
+            self.device_type,
+            outer,
+            self.price if price is None else Price(float(price), "given", "given"),
+        )
 
     @staticmethod
     def local(num_processes: int, device_type: str = "cpu") -> Cluster:
@@ -56,19 +153,112 @@ class Cluster:
         if num_processes < 1:
             raise PinError(f"a cluster needs at least 1 device, got {num_processes}")
         if device_type == "cuda":
-            device = Device("cuda", 400 * TERA, 2000.0 * GB, 64 * GIB, "assumed")
+            device = Device(
+                "cuda",
+                400 * TERA,
+                2000.0 * GB,
+                64 * GIB,
+                "assumed",
+                launch_s=catalog.LAUNCH_S,
+                overlap_fraction=catalog.OVERLAP_FRACTION,
+            )
             link = Link(10 * MICRO, 100.0 * GB, "assumed")
         elif device_type == "cpu":
-            device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, "assumed")
+            device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, "assumed", launch_s=_LOCAL_LAUNCH_S)
             link = Link(200 * MICRO, 1.0 * GB, "assumed")
         else:
             raise PinError(f"device type {device_type!r} is not supported; use 'cpu' or 'cuda'")
         return Cluster(1, num_processes, device, link, device_type)
 
     @staticmethod
+    def of_catalog(
+        num_nodes: int,
+        devices_per_node: int,
+        device_id: str,
+        nic_gbit_s: float | None = None,
+        price: Price | None = None,
+    ) -> Cluster:
+        """Nodes of catalog devices. `nic_gbit_s` per device and `price`: None takes those of the catalog row.
+
+        The catalog's network is the usual one for the device; it belongs to the machine, so check it.
+        """
+        entry = catalog.entry(device_id)
+        outer: list[Level] = [entry.host] if entry.host is not None else []
+        nic = nic_gbit_s if nic_gbit_s is not None else entry.nic_gbit_s
+        if nic is not None:
+            source = "given" if nic_gbit_s is not None else entry.device.source
+            network = Level(catalog.NETWORK_LATENCY_S, nic * GB / 8, source, name="network", fabric="network")
+            outer.append(network)
+        return Cluster(
+            num_nodes,
+            devices_per_node,
+            entry.device,
+            entry.scaleup,
+            "cuda",
+            tuple(outer),
+            price if price is not None else entry.price,
+        )
+
+    @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
-        """`local` (all processes of this job) or `local:N`. PinError names anything else."""
-        match = re.fullmatch(r"local(?::(\d+))?", text)
-        if match is None:
-            raise PinError(f"cluster {text!r} is not known; use 'local', 'local:N' or a Cluster")
+        """`local` (all processes of this job), `local:N`, `NxMx<device id>`, `Nx<instance>` or the name of a YAML file.
+
+        All take overrides: `@nic=400,price=2.5` (see OVERRIDES). PinError names anything else.
+        """
+        base, _, overrides = text.strip().partition("@")
+        cluster = _parse_base(base.strip(), world_size, device_type)
+        if overrides:
+            cluster = cluster.with_(**_read_overrides(text, overrides))  # type: ignore[arg-type]
+        _ = cluster.levels  # a cluster without a network is an error now, not in the middle of a search
+        return cluster
+
+
+def _within_node(link: Link) -> Level:
+    return Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+
+
+def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
+    if (match := re.fullmatch(r"local(?::(\d+))?", text)) is not None:
         return Cluster.local(int(match.group(1)) if match.group(1) else world_size, device_type)
+    if text.endswith((".yaml", ".yml")):
+        from autoplan.cost_models.cluster_file import read_cluster
+
+        return read_cluster(text)
+    if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z].*)", text)) is not None:
+        return Cluster.of_catalog(int(match.group(1)), int(match.group(2)), match.group(3))
+    if (match := re.fullmatch(r"(\d+)x\s*(\S.*)", text)) is not None:
+        name = match.group(2)
+        if name in catalog.entries():
+            per_node = catalog.entry(name).devices_per_node
+            raise PinError(
+                f"cluster {text!r} does not say how many devices a node has; {name} usually comes as "
+                f"{match.group(1)}x{per_node}x{name}"
+            )
+        machine = catalog.instance(name)
+        nic = machine.nic_gbit_s_per_node
+        return Cluster.of_catalog(
+            int(match.group(1)),
+            machine.num_devices,
+            machine.device_id,
+            None if nic is None else nic / machine.num_devices,
+            machine.price,
+        )
+    near = catalog.nearest(text, list(catalog.entries()))
+    example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
+    raise PinError(
+        f"cluster {text!r} is not known; use 'local', 'local:N', nodes x devices per node x device ({example}), "
+        "nodes x cloud instance (2xp5.48xlarge), a YAML file or a Cluster"
+    )
+
+
+def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
+    out: dict[str, float] = {}
+    for part in overrides.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name not in OVERRIDES:
+            raise PinError(f"cluster {text!r}: unknown override {name!r}; known: {', '.join(OVERRIDES)}")
+        try:
+            out[name] = int(value) if name in ("nodes", "devices_per_node") else float(value)
+        except ValueError:
+            raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name]})") from None
+    return out

@@ -1,0 +1,205 @@
+"""A cluster as a YAML file. Unknown keys are errors that name the known ones.
+
+    nodes: 16
+    devices_per_node: 8
+    device: h100-sxm5-80gb              # a catalog id, or a mapping: name, peak_tflops (one number, or by dtype),
+                                        # memory_gb, memory_gb_s; and of the fields below what is known
+    device_overrides:                   # of a catalog id
+      memory_gb: 79.6                   # usable, 1e9 bytes
+      memory_gb_s: 3350
+      peak_tflops: {bfloat16: 989}
+      achievable_fraction: 0.8
+      power_w: 700
+      launch_us: 5
+      overlap_fraction: 0.8
+      source: data sheet
+    nic_gbit_s: 400                     # per device and direction
+    price_usd_per_device_hour: 2.5
+    levels:                             # overrides by name for a catalog id; else a list, inner to outer
+      scale-up: {gb_s: 450, latency_us: 0.75}
+      network: {latency_us: 10}
+
+Levels of a list have the keys name, gb_s, latency_us, and if they are not the last: size (devices in one unit). All
+take p2p_gb_s (to one peer, in a mesh) and fabric (a row of collectives.FABRICS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.collectives import FABRICS
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.hardware import Device, Level, Price
+from autoplan.cost_models.units import GB, MICRO, TERA
+
+_TOP = (
+    "nodes",
+    "devices_per_node",
+    "device",
+    "device_overrides",
+    "levels",
+    "nic_gbit_s",
+    "price_usd_per_device_hour",
+    "device_type",
+)
+# key of the file -> (field of Device, factor)
+_DEVICE: dict[str, tuple[str, float]] = {
+    "memory_gb": ("memory_bytes", GB),
+    "memory_gb_s": ("memory_bytes_per_s", GB),
+    "achievable_fraction": ("achievable_fraction", 1),
+    "power_w": ("power_w", 1),
+    "launch_us": ("launch_s", MICRO),
+    "overlap_fraction": ("overlap_fraction", 1),
+}
+_LEVEL: dict[str, tuple[str, float]] = {
+    "gb_s": ("bytes_per_s", GB),
+    "latency_us": ("latency_s", MICRO),
+    "p2p_gb_s": ("p2p_bytes_per_s", GB),
+    "size": ("size", 1),
+}
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PinError(f"cluster file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PinError(f"cluster file {path} cannot be read: {' '.join(str(error).split())}") from error
+    return cluster_of(data, f"cluster file {path}")
+
+
+def cluster_of(data: object, where: str = "cluster") -> Cluster:
+    """The cluster of a mapping, as a YAML file holds it."""
+    top = _mapping(data, where, _TOP)
+    for key in ("nodes", "devices_per_node", "device"):
+        if key not in top:
+            raise PinError(f"{where}: {key} is missing; needed are nodes, devices_per_node and device")
+    nodes, per_node = _integer(top, "nodes", where), _integer(top, "devices_per_node", where)
+    usd = _number(top, "price_usd_per_device_hour", where) if "price_usd_per_device_hour" in top else None
+    price = None if usd is None else Price(usd, where, "given")
+    nic = _number(top, "nic_gbit_s", where) if "nic_gbit_s" in top else None
+    if isinstance(top["device"], str):
+        cluster = Cluster.of_catalog(nodes, per_node, top["device"], nic, price)
+        if "device_overrides" in top:
+            fields = _device_fields(top["device_overrides"], f"{where}, device_overrides", cluster.device)
+            cluster = replace(cluster, device=replace(cluster.device, **fields))
+        return _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
+    if "device_overrides" in top:
+        raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
+    device = _device(top["device"], f"{where}, device")
+    levels = _levels(top.get("levels"), nic, f"{where}, levels")
+    return Cluster(nodes, per_node, device, levels[0], top.get("device_type", "cuda"), tuple(levels[1:]), price)
+
+
+def _mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PinError(f"{where} must be a mapping with the keys {', '.join(known)}; got {data!r}")
+    for key in data:
+        if key not in known:
+            raise PinError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
+    return data
+
+
+def _number(data: Mapping[str, Any], key: str, where: str) -> float:
+    value = data[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise PinError(f"{where}: {key}={value!r} must be a number of at least 0")
+    return float(value)
+
+
+def _integer(data: Mapping[str, Any], key: str, where: str) -> int:
+    value = data[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PinError(f"{where}: {key}={value!r} must be a whole number of at least 1")
+    return value
+
+
+def _fields(data: Mapping[str, Any], table: Mapping[str, tuple[str, float]], where: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, (name, factor) in table.items():
+        if key in data:
+            out[name] = _number(data, key, where) * factor
+    for whole in ("memory_bytes", "size"):
+        if whole in out:
+            out[whole] = int(out[whole])
+    return out
+
+
+def _device_fields(data: object, where: str, base: Device | None) -> dict[str, Any]:
+    given = _mapping(data, where, ("name", "peak_tflops", "source", *_DEVICE))
+    out = _fields(given, _DEVICE, where)
+    for key in ("name", "source"):
+        if key in given:
+            out[key] = str(given[key])
+    if "peak_tflops" in given:
+        peaks = given["peak_tflops"]
+        if isinstance(peaks, Mapping):
+            table = {str(k): _number(peaks, k, f"{where}, peak_tflops") * TERA for k in peaks}
+            table = {**(base.peak_flops_by_dtype if base is not None else {}), **table}
+            train = next((d for d in ("bfloat16", "float16", "float32") if d in table), None)
+            if train is None:
+                raise PinError(f"{where}: peak_tflops needs one of bfloat16, float16, float32; got {', '.join(table)}")
+            out["peak_flops_by_dtype"], out["peak_flops"] = table, table[train]
+        else:
+            out["peak_flops"], out["peak_flops_by_dtype"] = _number(given, "peak_tflops", where) * TERA, {}
+    return out
+
+
+def _device(data: object, where: str) -> Device:
+    fields = _device_fields(data, where, None)
+    for key, name in (("peak_tflops", "peak_flops"), ("memory_gb", "memory_bytes"), ("memory_gb_s", None)):
+        if (name or _DEVICE[key][0]) not in fields:
+            raise PinError(f"{where}: {key} is missing; needed are peak_tflops, memory_gb and memory_gb_s")
+    return Device(**{"name": "device", "source": "given", **fields})
+
+
+def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    given = _mapping(data, where, known)
+    out = _fields(given, _LEVEL, where)
+    for key in ("name", "fabric", "source"):
+        if key in given:
+            out[key] = str(given[key])
+    if "fabric" in out and out["fabric"] not in FABRICS:
+        raise PinError(f"{where}: unknown fabric {out['fabric']!r}; known: {', '.join(FABRICS)}")
+    if "within_node" in given:
+        out["within_node"] = bool(given["within_node"])
+    return out
+
+
+def _override_levels(cluster: Cluster, data: object, where: str) -> Cluster:
+    levels = [cluster.link, *cluster.outer]
+    names = [level.name for level in levels if isinstance(level, Level)]
+    given = _mapping(data, where, tuple(names))
+    for i, name in enumerate(names):
+        if name in given:
+            fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))
+            levels[i] = replace(levels[i], **{"source": "given", **fields})
+    outer = tuple(level for level in levels[1:] if isinstance(level, Level))
+    return replace(cluster, link=levels[0], outer=outer)
+
+
+def _levels(data: object, nic: float | None, where: str) -> list[Level]:
+    if not isinstance(data, list) or not data:
+        raise PinError(f"{where}: a device of your own needs a list of levels, inner to outer, each with name and gb_s")
+    out = []
+    for i, item in enumerate(data):
+        at = f"{where}[{i}]"
+        fields = _level_fields(item, at, ("name", *_LEVEL, "fabric", "source", "within_node"))
+        network = fields.get("name") == "network"
+        if network and nic is not None:
+            fields["bytes_per_s"] = nic * GB / 8
+        if "name" not in fields or "bytes_per_s" not in fields:
+            raise PinError(f"{at}: name and gb_s are needed")
+        if i < len(data) - 1 and not (fields.get("size") or fields.get("within_node")):
+            raise PinError(f"{at}: {fields['name']} is not the last level and needs its size")
+        default = {"latency_s": 0.0, "source": "given", "fabric": "network" if network else "plain"}
+        out.append(Level(**{**default, **fields}))
+    return out

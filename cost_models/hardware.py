@@ -1,0 +1,111 @@
+"""Devices, links and prices as plain data: the parts that a Cluster is made of.
+
+Units: bytes per second and FLOP per second are decimal; bandwidth is per device and per direction; FLOP figures are
+dense. One device is one rank of the program (a GCD of MI250X, a logical NeuronCore of Trainium2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.quantity import Quantity, Tag
+
+# Where nobody measured a device: large matrix products reach 51 % (MI300X) to 87 % (A100) of the data sheet, the
+# devices of the catalog that were measured (MAMF of stas00/ml-engineering, compute/accelerator/README.md).
+_ASSUMED_ACHIEVABLE = Quantity(0.5, 0.7, 0.88, Tag.ASSUMED)
+_ACHIEVABLE_SPREAD = 0.05  # of a published MAMF figure: other shapes, clocks and software
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or CPU process).
+
+    `source` says where the figures come from; `assumed` ones only order choices.
+    """
+
+    name: str
+    peak_flops: float  # dense, of the dtype that it trains in (bfloat16 where there is a choice), per second
+    memory_bytes_per_s: float
+    memory_bytes: int  # usable by a program
+    source: str
+    peak_flops_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
+    achievable_fraction: float | None = None  # measured best bfloat16 matmul / peak; None: not measured
+    power_w: float | None = None
+    launch_s: float = 0.0  # of one kernel in eager mode, assumed
+    overlap_fraction: float = 0.0  # of a collective that can hide behind compute, assumed
+    unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
+
+    def flops(self, dtype: str) -> float:
+        """Dense peak FLOP/s of matrix products in `dtype` (bfloat16, float16, float32, tf32, float8, float4, int8).
+
+        A device without a table (made by hand) has one figure for all. PinError names the dtypes that it has.
+        """
+        if not self.peak_flops_by_dtype:
+            return self.peak_flops
+        if dtype not in self.peak_flops_by_dtype:
+            raise PinError(
+                f"{self.name} has no figure for {dtype}; it has {', '.join(self.peak_flops_by_dtype)}: choose a "
+                "precision among them"
+            )
+        return self.peak_flops_by_dtype[dtype]
+
+    @property
+    def achievable(self) -> Quantity:
+        """Share of the peak that a large matrix product reaches: fitted to a published figure, else assumed."""
+        if self.achievable_fraction is None:
+            return _ASSUMED_ACHIEVABLE
+        return Quantity.spread(self.achievable_fraction, _ACHIEVABLE_SPREAD, Tag.FITTED)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Alpha-beta of one level: seconds per step of a collective, and bytes per second per device and direction."""
+
+    latency_s: float
+    bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Level(Link):
+    """A level of the hierarchy: `size` devices share one unit (0: as many as there are), faster than the next level.
+
+    `p2p_bytes_per_s` to a single peer where that is less (a mesh such as xGMI); `within_node`: a unit never crosses a
+    node, however few devices of the node are used; `fabric` names the row of `collectives.FABRICS` that says how well
+    collectives run on it.
+    """
+
+    name: str = "all"
+    size: int = 0
+    p2p_bytes_per_s: float | None = None
+    within_node: bool = False
+    fabric: str = "plain"
+
+    def group_bytes_per_s(self, members: int) -> float:
+        """Bandwidth of one device inside a group of `members`: in a mesh it has only the links to them."""
+        if self.p2p_bytes_per_s is None:
+            return self.bytes_per_s
+        return min(self.bytes_per_s, max(1, members - 1) * self.p2p_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars per device and hour; `as_of` is a date or the version of the source."""
+
+    usd_per_device_hour: float
+    source: str
+    as_of: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks r0 + i * stride, i < size: the group of one product of adjacent mesh axes."""
+
+    size: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.stride < 1:
+            raise PinError(f"a group needs size and stride of at least 1, got size={self.size} stride={self.stride}")
