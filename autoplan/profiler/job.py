@@ -1,0 +1,80 @@
+"""What the ranks of a measuring job agree on: when to stop, whose time counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Bar(Protocol):
+    """Where progress is shown."""
+
+    def advance(self, what: str) -> None:
+        """One more thing was measured."""
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def advance(self, what: str) -> None:
+        """Nothing."""
+
+
+class Job:
+    """The ranks of the default process group, with a deadline that rank 0's clock decides.
+
+    Args:
+        device: where tensors of the group's backend live.
+        deadline: of `time.monotonic()`.
+    """
+
+    def __init__(self, device: torch.device, deadline: float, bar: Bar | None = None) -> None:
+        self.device, self.deadline, self.bar = device, deadline, bar or Quiet()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def until(self, share: float) -> Job:
+        """The same job with a share of the time that is left."""
+        now = time.monotonic()
+        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar)
+
+    def goes_on(self) -> bool:
+        """False once rank 0's time is over. Also brings the ranks together, so that they measure the same at once."""
+        left = torch.tensor([1 if time.monotonic() < self.deadline else 0], device=self.device)
+        dist.broadcast(left, 0)
+        self.barrier()
+        return bool(left.item())
+
+    def barrier(self) -> None:
+        """All ranks are here."""
+        token = torch.zeros(1, device=self.device)
+        dist.all_reduce(token)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """The device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """Element-wise maximum over ranks; each rank gives equally many."""
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return [float(v) for v in values.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, value)
+        return out
+
+    def wall(self, work: Callable[[], Any]) -> float:
+        """Seconds of `work` between two barriers' ends, on this rank."""
+        self.barrier()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - start

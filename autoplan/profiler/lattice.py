@@ -1,0 +1,175 @@
+"""Shapes to measure that are not tied to a model, from which those of any model are interpolated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.profiler.ops import Task
+
+
+def _work(op: str, inputs: Sequence[TensorWork], outputs: Sequence[TensorWork], flops: float, **attrs: Plain) -> OpWork:
+    moved = float(sum(t.num_bytes for t in (*inputs, *outputs)))
+    return OpWork(op, tuple(inputs), tuple(outputs), tuple(sorted(attrs.items())), flops, moved)
+
+
+def linear_task(m: int, k: int, n: int, dtype: str) -> Task:
+    """x[m, k] times a weight[n, k]."""
+    x, w = TensorWork((m, k), dtype, True), TensorWork((n, k), dtype, True)
+    return Task(
+        _work("linear", (x, w), (TensorWork((m, n), dtype, True),), 2.0 * m * k * n), "F.linear(x0, x1)", frozenset({1})
+    )
+
+
+def attention_task(b: int, h: int, s: int, d: int, dtype: str, causal: bool = True) -> Task:
+    """Scaled-dot-product attention of [b, h, s, d], as a transposed view of [b, s, h, d]."""
+    t = TensorWork((b, h, s, d), dtype, True)
+    flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
+    return Task(
+        _work("attention", (t, t, t), (t,), flops, causal=causal),
+        f"attention(x0, x1, x2, causal={causal}, scale=None)",
+        orders={i: (0, 2, 1, 3) for i in range(3)},
+    )
+
+
+_POINTWISE: Mapping[str, tuple[int, str]] = {  # op -> number of inputs, text
+    "add": (2, "x0 + x1"),
+    "mul": (2, "x0 * x1"),
+    "silu": (1, "F.silu(x0)"),
+    "gelu": (1, "F.gelu(x0)"),
+    "relu": (1, "F.relu(x0)"),
+    "cos": (1, "torch.cos(x0)"),
+    "mul_scalar": (1, "x0 * 0.5"),
+    "clone": (1, "x0.clone()"),
+}
+_VIEWS: Mapping[str, tuple[tuple[int, ...], str]] = {  # op -> shape of its result from (4, 8, 16), text
+    "reshape": ((32, 16), "x0.reshape(32, 16)"),
+    "transpose": ((4, 16, 8), "x0.transpose(1, 2)"),
+    "unsqueeze": ((4, 1, 8, 16), "x0.unsqueeze(1)"),
+    "slice": ((4, 8, 8), "x0[..., :8]"),
+    "expand": ((4, 8, 16), "x0.expand(4, 8, 16)"),
+}
+
+
+def pointwise_task(op: str, elements: int, dtype: str) -> Task:
+    """An element-wise op over `elements`."""
+    count, text = _POINTWISE[op]
+    t = TensorWork((elements,), dtype, True)
+    return Task(_work(op, (t,) * count, (t,), float(elements)), text)
+
+
+def view_task(op: str, dtype: str) -> Task:
+    """A view: its time does not depend on the size."""
+    shape, text = _VIEWS[op]
+    t = TensorWork((4, 8, 16), dtype, True)
+    work = OpWork(op, (t,), (TensorWork(shape, dtype, True),), (), 0.0, 0.0)
+    return Task(work, text)
+
+
+def norm_task(op: str, rows: int, columns: int, dtype: str) -> Task:
+    """layer_norm, rms_norm or softmax over the last dim of [rows, columns]."""
+    x, w = TensorWork((rows, columns), dtype, True), TensorWork((columns,), dtype, True)
+    if op == "softmax":
+        return Task(_work(op, (x,), (x,), float(rows * columns), dim=-1), "torch.softmax(x0, dim=-1)")
+    extra = (w, w) if op == "layer_norm" else (w,)
+    args = "".join(f", x{i + 1}" for i in range(len(extra)))
+    text = f"F.{op}(x0, ({columns},){args}, eps=1e-05)"
+    return Task(_work(op, (x, *extra), (x,), float(rows * columns)), text, frozenset(range(1, len(extra) + 1)))
+
+
+def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> Task:
+    """Rows of a table."""
+    table, ids = TensorWork((vocab, hidden), dtype, True), TensorWork((tokens,), "int64")
+    work = _work("embedding", (table, ids), (TensorWork((tokens, hidden), dtype, True),), float(tokens * hidden))
+    return Task(work, "F.embedding(x1, x0)", frozenset({0}), {1: vocab})
+
+
+def loss_task(tokens: int, vocab: int, dtype: str) -> Task:
+    """Cross entropy of logits[tokens, vocab]."""
+    logits, target = TensorWork((tokens, vocab), dtype, True), TensorWork((tokens,), "int64")
+    out = TensorWork((), "float32" if dtype in ("bfloat16", "float16") else dtype, True)
+    work = _work("cross_entropy_sum", (logits, target), (out,), float(tokens * vocab))
+    return Task(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: vocab})
+
+
+def adamw_task(elements: int, dtype: str) -> Task:
+    """One AdamW update; bytes as `Costs.optimizer_s` counts them: gradient and parameter, and two moments read and
+    written."""
+    t = TensorWork((elements,), dtype)
+    work = OpWork("optimizer_adamw", (t,), (), (), 12.0 * elements, 7.0 * t.num_bytes)
+    return Task(work, "")
+
+
+def _cheap(task: Task, max_flops: float, max_bytes: float) -> bool:
+    return task.work.flops <= max_flops and task.num_bytes <= max_bytes
+
+
+def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
+    """Shapes on a grid of powers of two, at most so large; coarse ones first, so that a short budget covers all."""
+    widths = (64, 256, 1024, 4096)
+    linear = [
+        linear_task(m, k, n, dtype) for m, k, n in _grid((64, 256, 1024, 4096), widths, widths) if 1 / 16 <= k / n <= 16
+    ]
+    linear += [linear_task(m, k, n, dtype) for m, k, n in _grid((128, 512, 2048), (128, 512, 2048), (128, 512, 2048))]
+    attention = [
+        attention_task(b, h, s, d, dtype)
+        for s in (32, 128, 512, 2048)
+        for b, h, d in ((1, 4, 64), (2, 8, 64), (4, 2, 32), (1, 8, 128))
+    ]
+    sizes = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
+    small = [pointwise_task(op, n, dtype) for op in _POINTWISE for n in sizes]
+    small += [norm_task(op, r, c, dtype) for op in ("layer_norm", "rms_norm", "softmax") for r, c in _ROWS]
+    small += [view_task(op, dtype) for op in _VIEWS]
+    small += [embedding_task(t, v, h, dtype) for t, v, h in ((128, 512, 64), (512, 4096, 256), (2048, 32000, 256))]
+    small += [loss_task(t, v, dtype) for t, v in ((128, 512), (512, 4096), (1024, 16000), (512, 32000))]
+    small += [adamw_task(n, dtype) for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
+    return [t for t in _interleave(small, linear, attention) if _cheap(t, max_flops, max_bytes)]
+
+
+_ROWS = ((64, 64), (256, 256), (1024, 256), (1024, 1024), (4096, 1024))
+
+
+def held_out(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
+    """Shapes that are no powers of two, to check the interpolation against."""
+    tasks = [
+        linear_task(m, k, n, dtype)
+        for m, k, n in (
+            (96, 160, 96), (160, 384, 768), (384, 96, 384), (384, 768, 192), (640, 320, 320), (768, 768, 768),
+            (768, 192, 1536), (1280, 640, 160), (1536, 384, 384), (192, 1536, 384), (1536, 1536, 384), (320, 1792, 768),
+        )
+    ]  # fmt: skip
+    tasks += [
+        attention_task(b, h, s, d, dtype)
+        for b, h, s, d in ((1, 6, 96, 64), (2, 3, 192, 64), (1, 4, 384, 64), (3, 2, 768, 32), (1, 2, 1536, 64))
+    ]
+    tasks += [pointwise_task(op, n, dtype) for op in _POINTWISE for n in (3000, 100_000, 1_500_000)]
+    tasks += [
+        norm_task(op, r, c, dtype)
+        for op in ("layer_norm", "rms_norm", "softmax")
+        for r, c in ((96, 192), (384, 768), (1536, 384))
+    ]
+    tasks += [embedding_task(t, v, h, dtype) for t, v, h in ((384, 3000, 192), (768, 12000, 320))]
+    tasks += [loss_task(t, v, dtype) for t, v in ((192, 1500), (768, 6000), (384, 12000))]
+    tasks += [adamw_task(n, dtype) for n in (3000, 100_000, 1_500_000)]
+    return [t for t in tasks if _cheap(t, max_flops, max_bytes)]
+
+
+def _grid(ms: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    for m in ms:
+        for k in ks:
+            for n in ns:
+                yield m, k, n
+
+
+def _interleave(*lists: Sequence[Task]) -> list[Task]:
+    """Spread over each list evenly, so that a prefix covers all of them."""
+    ranked = [((i + 0.5) / len(tasks), j, t) for j, tasks in enumerate(lists) for i, t in enumerate(_spread(tasks))]
+    return [t for _, _, t in sorted(ranked, key=lambda r: (r[0], r[1]))]
+
+
+def _spread(tasks: Sequence[Task]) -> list[Task]:
+    """A fixed order in which every prefix is spread over the list: steps of a number coprime to its length."""
+    n = len(tasks)
+    step = next((p for p in range(int(n * 0.618) or 1, n) if math.gcd(p, n) == 1), 1)
+    return [tasks[i * step % n] for i in range(n)]

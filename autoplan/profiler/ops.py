@@ -1,0 +1,257 @@
+"""Time of real operations on this device, as they run in a training step: the text that codegen emits, back to back.
+
+A sample is a chain of calls on one thread, divided by their number, so that dispatch is in it and timers are not. The
+copies that the chain rotates over follow what a step does:
+
+- parameters are used once per micro-batch: their copies together exceed the last-level cache, unless they are tiny, as
+  in a model that fits the cache;
+- the activation an op reads in the forward was just written: two copies, warm;
+- what the backward reads was saved long ago: its copies are cold again. Gradients arrive warm.
+
+The backward is one call of the engine for the whole chain: per node, without the fixed cost of starting it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoplan.cost_models.profile import OpRecord, Timing
+from autoplan.cost_models.units import MIB
+from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.runtime import program
+
+_MIN_REPEATS, _MAX_REPEATS = 7, 200
+_TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and at most
+_MAX_CHAIN = 32
+_DEFAULT_CACHE_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True)
+class Task:
+    """An operation to measure. `text` is its right-hand side in x0, x1, ...
+
+    `parameters`: positions of inputs that are parameters. `bounds`: for integer inputs, values are below this.
+    `orders`: dims of each input from major to minor in memory, None: contiguous; `broadcast`: its dims of stride 0.
+    """
+
+    work: OpWork
+    text: str
+    parameters: frozenset[int] = frozenset()
+    bounds: Mapping[int, int] = field(default_factory=dict)
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    broadcast: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    names: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Inputs and outputs of one call."""
+        return sum(t.num_bytes for t in (*self.work.inputs, *self.work.outputs))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the last-level cache: of the GPU's L2, or of the CPU's largest; 32 MiB where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = []
+    units = {"K": 1024, "M": MIB}
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text.rstrip("KM")) * units.get(text[-1], 1))
+    return max(sizes, default=_DEFAULT_CACHE_BYTES)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory that is free for measuring."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not every system has these
+        return 1024 * MIB
+
+
+class Clock:
+    """Seconds of a piece of work on this device.
+
+    On one CPU thread: the CPU time of that thread, so that what other programs take from the machine is not charged to
+    the op. On several threads: wall time. On CUDA: events, with the L2 cache flushed before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._flush: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._flush = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
+
+    @property
+    def name(self) -> str:
+        """For the record."""
+        if self.device.type == "cuda":
+            return "CUDA events, L2 flushed"
+        return "CPU time of the thread" if self._now is time.thread_time else "wall time"
+
+    def measure(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Run `work` once; its seconds and its result."""
+        if self._flush is not None:
+            self._flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            result = work()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            return begin.elapsed_time(end) * 1e-3, result
+        start = self._now()
+        result = work()
+        return self._now() - start, result
+
+
+def timing(samples: Sequence[float]) -> Timing:
+    """Median and quartiles."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+    return Timing(median, low, high, len(samples))
+
+
+def make_input(t: TensorWork, task: Task, position: int, device: torch.device) -> torch.Tensor:
+    """A random tensor of the shape, dtype and memory order of an input."""
+    dtype: torch.dtype = getattr(torch, t.dtype)
+    zero = task.broadcast.get(position, ())
+    shape = [1 if d in zero else size for d, size in enumerate(t.shape)]
+    order = task.orders.get(position, tuple(range(len(shape))))
+    stored = [shape[d] for d in order]
+    if dtype.is_floating_point:
+        x = torch.randn(stored, dtype=torch.float32, device=device).to(dtype)
+    elif dtype is torch.bool:
+        x = torch.rand(stored, device=device) < 0.9
+    else:
+        x = torch.randint(0, max(1, task.bounds.get(position, 2)), stored, dtype=dtype, device=device)
+    x = x.permute([order.index(d) for d in range(len(order))])
+    if zero:
+        x = x.expand(t.shape)
+    return x.requires_grad_(t.requires_grad and dtype.is_floating_point)
+
+
+class _Namespace:
+    site = 0
+
+
+def compiled(task: Task, device: torch.device) -> Callable[..., Any]:
+    """The text of a task as a function of its inputs."""
+    names: dict[str, Any] = {name: getattr(program, name) for name in program.__all__}
+    names |= {"device": device, "rng": torch.tensor([7, 11, 5], device=device), "self": _Namespace(), **task.names}
+    args = ", ".join(f"x{i}" for i in range(len(task.work.inputs)))
+    function: Callable[..., Any] = eval(f"lambda {args}: {task.text}", names)
+    return function
+
+
+def _differentiable(result: Any) -> list[torch.Tensor]:
+    outs = list(result) if isinstance(result, (tuple, list)) else [result]
+    return [o for o in outs if o.requires_grad]
+
+
+class _Chain:
+    """Inputs of a chain of calls, and the two phases."""
+
+    def __init__(self, task: Task, device: torch.device, cache: int) -> None:
+        self.function = compiled(task, device)
+        self.length = max(2, min(_MAX_CHAIN, -(-5 * cache // (4 * max(1, task.num_bytes)))))
+
+        def copies(count: int, positions: list[int]) -> list[list[torch.Tensor]]:
+            return [[make_input(task.work.inputs[i], task, i, device) for i in positions] for _ in range(count)]
+
+        every = range(len(task.work.inputs))
+        self.fixed = [i for i in every if i in task.parameters]
+        self.moving = [i for i in every if i not in task.parameters]
+        self.parameters = copies(self.length, self.fixed)
+        self.cold = copies(self.length, self.moving)
+        self.warm = [self._args(i, self.cold[i % 2]) for i in range(self.length)]
+        self.late = [self._args(i, self.cold[i]) for i in range(self.length)]
+        self.gradients: list[list[torch.Tensor]] = []
+
+    def _args(self, index: int, moving: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = dict(zip((*self.fixed, *self.moving), (*self.parameters[index], *moving), strict=True))
+        return [found[i] for i in sorted(found)]
+
+    def forward(self, args: list[list[torch.Tensor]]) -> list[Any]:
+        function = self.function
+        return [function(*a) for a in args]
+
+    def backward(self, clock: Clock) -> float | None:
+        """Seconds of the backward of the whole chain; None if nothing is differentiable."""
+        results = self.forward(self.late)
+        outs = [_differentiable(r) for r in results]
+        if not outs[0]:
+            return None
+        if not self.gradients:
+            self.gradients = [[torch.randn_like(o) for o in outs[i]] for i in range(2)]
+        flat = [o for group in outs for o in group]
+        incoming = [g for i in range(len(outs)) for g in self.gradients[i % 2]]
+        wanted = [a for args in self.late for a in args if a.requires_grad]
+        del results, outs
+        seconds, _ = clock.measure(lambda: torch.autograd.grad(flat, wanted, incoming, allow_unused=True))
+        return seconds
+
+
+def _samples(run: Callable[[], float | None], length: int, limit_s: float) -> list[float]:
+    """Adaptive repeats: until enough time was measured, within limits."""
+    found: list[float] = []
+    spent, begin = 0.0, time.perf_counter()
+    while len(found) < _MAX_REPEATS:
+        seconds = run()
+        if seconds is None:
+            return []
+        found.append(max(seconds, 1e-9) / length)
+        spent += seconds
+        elapsed = time.perf_counter() - begin
+        if (len(found) >= _MIN_REPEATS and spent >= _TARGET_S) or (len(found) >= 2 and elapsed >= limit_s):
+            break
+    return found
+
+
+def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> OpRecord:
+    """Forward and backward time of one operation. Whatever the operation raises is raised."""
+    if task.work.op == "optimizer_adamw":
+        return _measure_adamw(task, clock, cache, limit_s)
+    chain = _Chain(task, clock.device, cache)
+    enabled = gc.isenabled()
+    gc.disable()  # a collection in the middle of a chain is not the op's
+    try:
+
+        def forward() -> float:
+            seconds, results = clock.measure(lambda: chain.forward(chain.warm))
+            del results
+            return seconds
+
+        forward()  # warm up: allocator, code, caches
+        forwards = _samples(forward, chain.length, limit_s)
+        backwards: list[float] = []
+        if task.work.has_backward and chain.backward(clock) is not None:
+            backwards = _samples(lambda: chain.backward(clock), chain.length, limit_s)
+    finally:
+        if enabled:
+            gc.enable()
+    return OpRecord(task.work, timing(forwards), timing(backwards) if backwards else None)
+
+
+def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRecord:
+    """AdamW over several tensors of this size, per tensor."""
+    (t,) = task.work.inputs
+    length = max(1, min(_MAX_CHAIN, -(-2 * cache // (4 * t.num_bytes))))
+    params = [torch.nn.Parameter(make_input(t, task, 0, clock.device)) for _ in range(length)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.AdamW(params, lr=1e-4)
+    optimizer.step()
+    return OpRecord(
+        task.work,
+        timing(_samples(lambda: clock.measure(optimizer.step)[0], length, limit_s)),
+    )

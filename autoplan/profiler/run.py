@@ -1,0 +1,398 @@
+"""Measure this machine, once: in processes of its own, or inside a running job; keep what was measured.
+
+    profile = measure(processes=2, budget_s=120)       spawns 2 processes on this machine
+    profile = measure_in_job(tasks, budget_s=60)       on every rank of a running torch.distributed job
+
+All ranks measure the same thing at the same time, as they would train: processes of one machine share its memory
+bandwidth. Time is bounded: what was not measured is left to interpolation, and the profile's notes say so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from autoplan.cost_models.compute import class_of, interpolated_s
+from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.profiler.job import Job
+from autoplan.profiler.lattice import held_out, lattice
+from autoplan.profiler.links import measure_links
+from autoplan.profiler.ops import Clock, Task, cache_bytes, measure_op, memory_bytes
+from autoplan.profiler.overheads import measure_overheads
+from autoplan.runtime.failure import guard
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+
+DEFAULT_BUDGET_S = 120.0
+ENVIRONMENT = "AUTOPLAN_PROFILE"
+ASSUMED = "assumed"
+# The largest shapes of the lattice, so that one of them takes well under a second.
+_MAX_FLOPS = {"cpu": 5e9, "cuda": 2e12}
+_MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
+_MAX_LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
+_GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
+
+
+# -- which machine -----------------------------------------------------------------------------------------------------
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the times depend on: device model, cores, memory. No names of hosts."""
+    found: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count() or 1}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30)}
+        found["gpus"] = torch.cuda.device_count()
+    found["cache_bytes"] = cache_bytes(device)
+    return found
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        match = re.search(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def software() -> dict[str, str]:
+    """Versions that the times depend on."""
+    return {"torch": torch.__version__.split("+")[0]}
+
+
+def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
+    """Name under which a profile of this machine is kept: device model, cores, torch, world size, threads."""
+    device = torch.device(device_type)
+    facts = hardware(device)
+    model = str(facts.get("gpu", facts["cpu"]))
+    slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
+    threads = num_threads or torch.get_num_threads()
+    version = ".".join(software()["torch"].split(".")[:2])
+    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-w{world_size}-t{threads}"
+
+
+def cached_profile(key: str) -> Profile | None:
+    """The profile kept under this key, or None. A damaged file is removed: it would be measured anew."""
+    path = user_folder() / f"{key}.json"
+    if not path.is_file():
+        return None
+    try:
+        return Profile.from_json(path.read_text(), f"profile {path.name}")
+    except ProfileError:
+        path.unlink(missing_ok=True)
+        return None
+
+
+def store(profile: Profile, key: str) -> Path:
+    """Keep a profile for this user, merged into what is kept under the key already."""
+    before = cached_profile(key)
+    path = user_folder() / f"{key}.json"
+    (profile if before is None else before.merged(profile)).save(path)
+    return path
+
+
+def resolve() -> Profile | Literal["measure"] | None:
+    """What `AUTOPLAN_PROFILE` says: a profile by path or name, None for `assumed`, "measure" if it is not set.
+
+    Raises: ProfileError for a name that is not known.
+    """
+    wanted = os.environ.get(ENVIRONMENT, "")
+    if not wanted:
+        return "measure"
+    return None if wanted == ASSUMED else Profile.load(wanted)
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class _Shown:
+    """A line of progress on a terminal, one message otherwise; only where `visible`."""
+
+    def __init__(self, what: str, budget_s: float, visible: bool) -> None:
+        self.begin, self.budget_s, self.progress, self.task = time.monotonic(), budget_s, None, None
+        if not visible:
+            return
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[now]}"),
+            )
+            self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.task = self.progress.add_task(what, total=budget_s, now="")
+            self.progress.start()
+        else:
+            print(f"autoplan: {what}, at most {budget_s:.0f} s, once", file=sys.stderr, flush=True)
+
+    def advance(self, what: str) -> None:
+        """Show what was measured last."""
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=min(self.budget_s, time.monotonic() - self.begin), now=what[:50])
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+        if self.progress is not None:
+            self.progress.stop()
+
+
+# -- measuring on the ranks of a job -----------------------------------------------------------------------------------
+
+
+def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
+    """One record per operation: the mean of the ranks' medians, the widest spread."""
+
+    def together(times: Sequence[Timing]) -> Timing:
+        median = sum(t.median for t in times) / len(times)
+        return Timing(median, min(t.low for t in times), max(t.high for t in times), sum(t.repeats for t in times))
+
+    out = []
+    for records in zip(*parts, strict=True):
+        backwards = [r.backward_s for r in records if r.backward_s is not None]
+        forward = together([r.forward_s for r in records])
+        out.append(OpRecord(records[0].work, forward, together(backwards) if backwards else None))
+    return out
+
+
+def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: list[str], what: str) -> list[OpRecord]:
+    """As many of the tasks as there is time for, on all ranks at once."""
+    cache, limit = cache_bytes(job.device), memory_bytes(job.device) / (4 * job.world)
+    found: list[OpRecord] = []
+    with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
+        for done, task in enumerate(tasks):
+            if not job.goes_on():
+                notes.append(f"{len(tasks) - done} of {len(tasks)} {what} not measured: the time was over")
+                break
+            if 8 * task.num_bytes > limit:
+                notes.append(f"{task.work.key} not measured: too large for this machine's memory")
+                continue
+            try:
+                found.append(measure_op(task, clock, cache))
+            except (RuntimeError, ValueError, TypeError) as exc:
+                # An operation that cannot run by itself is left to interpolation; every rank sees the same.
+                notes.append(f"{task.work.key} not measured: {type(exc).__name__}: {str(exc)[:120]}")
+            job.bar.advance(task.work.key)
+    return _merge_ranks(job.gather(found))
+
+
+def _check(profile: Profile, checks: Sequence[OpRecord]) -> dict[str, ErrorStats]:
+    """Error of the interpolation on shapes it has not seen, by class and phase."""
+    errors: dict[str, list[float]] = {}
+    for record in checks:
+        for phase in PHASES:
+            timing = record.forward_s if phase == "forward" else record.backward_s
+            predicted = interpolated_s(record.work, phase, profile)
+            if timing is not None and predicted is not None:
+                name = f"{class_of(record.work.op)} {phase}"
+                errors.setdefault(name, []).append(abs(predicted.mid / timing.median - 1))
+    return {name: ErrorStats.of(found) for name, found in errors.items()}
+
+
+def measure_in_job(
+    tasks: Sequence[Task] = (),
+    budget_s: float = DEFAULT_BUDGET_S,
+    *,
+    name: str | None = None,
+    known: Profile | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    progress: bool = True,
+    general: bool = True,
+) -> Profile:
+    """Measure inside a running torch.distributed job; call it on every rank with the same arguments.
+
+    Args:
+        tasks: operations of a model (`autoplan.profiler.tasks`), measured first.
+        budget_s: bound of the time; a few seconds more for what is running when it is over.
+        known: what was measured before: not measured again, and merged into the result.
+        dtypes: of the general shapes.
+        general: also collectives, fixed costs and shapes not tied to the model, unless `known` has them.
+
+    Returns: the profile, the same on every rank.
+    Raises: RankFailure if a rank failed.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    have = set() if known is None else set(known.by_key)
+    tasks = [t for t in tasks if t.work.key not in have]
+    shown = _Shown(
+        f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
+    )
+    try:
+        with guard():
+            job = Job(device, time.monotonic() + budget_s, shown)
+            profile = _measure(job, tasks, name, known, dtypes, general)
+            box = [profile.to_json()]  # the times are the same on every rank, the machines may not be
+            dist.broadcast_object_list(box, 0)
+            return Profile.from_json(box[0])
+    finally:
+        shown.stop()
+
+
+def _measure(
+    job: Job, tasks: Sequence[Task], name: str | None, known: Profile | None, dtypes: Sequence[str], general: bool
+) -> Profile:
+    clock, notes = Clock(job.device), [f"operations: {Clock(job.device).name}"]
+    profile = Profile(
+        name or machine_key(job.world, job.device.type),
+        job.device.type,
+        job.world,
+        torch.get_num_threads(),
+        {**hardware(job.device), "backend": dist.get_backend()},
+        software(),
+        datetime.date.today().isoformat(),
+    )
+    if known is not None:
+        profile = known.merged(profile)
+    ops: list[OpRecord] = []
+    if tasks:
+        ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, "operations of the model")
+    if general and job.world > 1:
+        links, errors, left_out = measure_links(job.until(0.3), _MAX_LINK_BYTES[job.device.type], known=known)
+        profile = replace(profile, links=(*profile.links, *links), held_out={**profile.held_out, **errors})
+        notes += [f"not measured: {what}" for what in left_out]
+    if general and not profile.overheads:
+        profile = replace(profile, overheads=measure_overheads(job.until(0.3), profile))
+    if general and (known is None or not known.held_out):
+        size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
+        for i, dtype in enumerate(dtypes):
+            part = job.until(1.0 / (len(dtypes) - i))
+            # the general shapes get what the model's own left, and a quarter of that checks them
+            grid = [t for t in lattice(dtype, *size) if t.work.key not in profile.by_key]
+            ops += _measure_tasks(part.until(0.75), clock, grid, notes, f"general shapes in {dtype}")
+            so_far = replace(profile, ops=(*profile.ops, *_only(ops)))
+            checks = _measure_tasks(part, clock, held_out(dtype, *size), notes, f"held-out shapes in {dtype}")
+            if i == 0:
+                profile = replace(profile, held_out={**profile.held_out, **_check(so_far, checks)})
+            ops += checks
+    return replace(profile, ops=(*profile.ops, *_only(ops)), notes=tuple(dict.fromkeys((*profile.notes, *notes))))
+
+
+def _only(ops: Sequence[OpRecord]) -> list[OpRecord]:
+    """The last record of each operation."""
+    return list({r.work.key: r for r in ops}.values())
+
+
+# -- in processes of its own -------------------------------------------------------------------------------------------
+
+
+def _worker(
+    rank: int, processes: int, folder: str, arguments: dict[str, Any], timeout_s: float, pipe: Connection
+) -> None:
+    torch.set_num_threads(arguments.pop("num_threads"))
+    try:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=processes,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        profile = measure_in_job(**arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send(("ok", profile.to_json() if rank == 0 else ""))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def measure(
+    name: str | None = None,
+    *,
+    processes: int = 1,
+    budget_s: float = DEFAULT_BUDGET_S,
+    tasks: Sequence[Task] = (),
+    num_threads: int = 1,
+    dtypes: Sequence[str] = ("float32",),
+    progress: bool = True,
+) -> Profile:
+    """Measure this machine with `processes` local processes that run concurrently (gloo, or NCCL with a GPU each).
+
+    Args:
+        name: of the profile; default: `machine_key`.
+        num_threads: of each process, as it will train (torchrun sets 1).
+
+    Raises: ProfileError if a process failed, died or did not end in time (with its traceback), or for fewer than 1, or
+        more than the GPUs of this machine. No process is left running.
+    """
+    if processes < 1:
+        raise ProfileError(f"measuring needs at least 1 process, got {processes}")
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        raise ProfileError(
+            f"this machine has {torch.cuda.device_count()} GPUs, fewer than the {processes} processes asked for"
+        )
+    arguments: dict[str, Any] = {"tasks": list(tasks), "budget_s": budget_s, "name": name, "dtypes": tuple(dtypes)}
+    arguments |= {"num_threads": num_threads, "progress": progress}
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + budget_s + _GRACE_S
+    before = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: dict[Connection, int] = {}
+        children = []
+        try:
+            os.environ["OMP_NUM_THREADS"] = str(num_threads)  # read when the child imports torch
+            if sys.platform == "linux":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
+            for rank in range(processes):
+                here, there = context.Pipe(duplex=False)
+                timeout_s = budget_s + _GRACE_S
+                args = (rank, processes, folder, dict(arguments), timeout_s, there)
+                child = context.Process(target=_worker, args=args, daemon=True)
+                child.start()
+                there.close()
+                pipes[here] = rank
+                children.append(child)
+            text = _collect(pipes, deadline)
+        finally:
+            for key, value in before.items():
+                os.environ.pop(key, None)
+                if value is not None:
+                    os.environ[key] = value
+            for child in children:
+                child.join(timeout=5.0)
+                if child.is_alive():
+                    child.kill()
+                    child.join()
+    return Profile.from_json(text)
+
+
+def _collect(pipes: dict[Connection, int], deadline: float) -> str:
+    """What rank 0 sent, once all have sent something."""
+    text, left = "", dict(pipes)
+    while left:
+        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise ProfileError(f"ranks {sorted(left.values())} did not finish measuring in time")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = left.pop(pipe)
+            try:
+                status, value = pipe.recv()
+            except EOFError:
+                raise ProfileError(f"rank {rank} died while measuring") from None
+            if status != "ok":
+                raise ProfileError(f"rank {rank} failed while measuring:\n{value}")
+            text = value or text
+    return text

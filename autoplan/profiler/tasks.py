@@ -1,0 +1,152 @@
+"""What to measure for a model: its operations under every strategy, as the text that codegen emits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from autoplan.codegen.emit import Context, op_text
+from autoplan.cost_models.graph import Block, Node
+from autoplan.cost_models.work import OpWork
+from autoplan.profiler.ops import Task, compiled
+from autoplan.rules.strategies import Strategy, strategies
+from autoplan.search.lower import LoweredBlock, Op
+from autoplan.search.works import Works
+
+# Their text needs the runtime's mesh, or torch's own rule for meta tensors gives other strides than the kernels do.
+_NOT_ON_META = frozenset(("attention", "dropout", "experts"))
+
+
+def _text(op: Op, work: OpWork, ctx: Context) -> str:
+    """The emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
+    if op.node.op == "dropout":  # the same arithmetic, without asking the mesh which part this is
+        index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape)
+        return f"dropout(x0, {op.node.attrs['p']}, rng, 0, ({index}))"
+    if op.strategy.special is not None:
+        plain = tuple(replace(c, special=None, factor=None) for c in op.strategy.choices)
+        op = replace(op, strategy=replace(op.strategy, choices=plain))
+    return op_text(op, ctx, 0)
+
+
+def _statement(block: Block, node: Node, strategy: Strategy, bias: bool) -> Op:
+    values, present = block.values, iter(range(len(node.inputs)))
+    args = tuple(None if name is None else f"x{next(present)}" for name in node.inputs)
+    return Op(
+        node.outputs,
+        node,
+        args,
+        strategy,
+        tuple(values[n] for n in node.outputs),
+        tuple(values[n] for n in node.tensor_inputs),
+        f"x{len(node.tensor_inputs)}" if bias else None,
+    )
+
+
+def _bounds(node: Node, work: OpWork) -> dict[int, int]:
+    """Integer inputs stay inside tables and classes."""
+    if node.op == "embedding":
+        return {i: work.inputs[0].shape[0] for i, t in enumerate(work.inputs) if "int" in t.dtype}
+    if node.op == "cross_entropy_sum":
+        return {1: work.inputs[0].shape[-1]}
+    return {}
+
+
+class _Memory:
+    """In which order the values of a block lie in memory: its ops run on meta tensors, which only carry strides."""
+
+    def __init__(self, block: Block, works: Works) -> None:
+        self.strides: dict[str, tuple[int, ...]] = {}
+        made: dict[str, torch.Tensor] = {}
+        rank0 = Works(works.graph, (), works.env, context=works.context, precision=works.precision)
+        ctx = Context(works.graph.factors, (), {})
+        for name in (*block.inputs, *block.params, *block.buffers):
+            value = block.values[name]
+            shape = rank0.local(block.name, value, ())
+            made[name] = torch.empty(shape, dtype=getattr(torch, rank0.dtype(value)), device="meta")
+        for node in block.nodes:
+            (strategy,) = (
+                s for s in strategies(node, block.values, works.graph.factors, (), works.sizes) if s.name in ("R", "-")
+            )
+            work = rank0.op_work(block, node, strategy)
+            if node.op in _NOT_ON_META:
+                outs = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in work.outputs]
+                if node.op == "attention":  # the fused kernels write [b, s, h, d]
+                    b, h, s, d = work.outputs[0].shape
+                    outs = [torch.empty((b, s, h, d), dtype=outs[0].dtype, device="meta").transpose(1, 2)]
+            else:
+                text = _text(_statement(block, node, strategy, False), work, ctx)
+                task = Task(work, text, names=dict(works.env))
+                with torch.no_grad():
+                    result = compiled(task, torch.device("meta"))(*(made[n] for n in node.tensor_inputs))
+                outs = list(result) if isinstance(result, (tuple, list)) else [result]
+            made |= dict(zip(node.outputs, outs, strict=True))
+        self.strides = {name: t.stride() for name, t in made.items()}
+
+    def describe(
+        self, names: Sequence[str], work: OpWork
+    ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """Orders and broadcast dims of inputs, by position."""
+        orders, broadcast = {}, {}
+        for i, name in enumerate(names):
+            strides = self.strides[name]
+            zero = tuple(d for d, stride in enumerate(strides) if stride == 0 and work.inputs[i].shape[d] > 1)
+            order = tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], d)))
+            dense = [d for d in order if d not in zero]
+            if dense != sorted(dense):
+                orders[i] = order
+            if zero:
+                broadcast[i] = zero
+        return orders, broadcast
+
+
+def model_tasks(works: Works) -> list[Task]:
+    """Every operation of the model under every strategy on the sub-axes of `works`; equal works once, longest first."""
+    found: dict[str, Task] = {}
+    for block in works.graph.blocks.values():
+        memory = _Memory(block, works)
+        biased = _biased(block)
+        for node in block.nodes:
+            for strategy in strategies(node, block.values, works.graph.factors, works.axes, works.sizes):
+                for bias in (False, True) if node.name in biased else (False,):
+                    task = _task(block, node, strategy, bias, works, memory)
+                    found.setdefault(task.work.key, task)
+    return sorted(found.values(), key=lambda t: -(t.work.flops + t.work.moved_bytes))
+
+
+def lowered_tasks(lowered: Iterable[LoweredBlock], works: Works) -> list[Task]:
+    """The operations of lowered blocks only."""
+    found: dict[str, Task] = {}
+    for low in lowered:
+        memory = _Memory(low.block, works)
+        for statement in low.statements:
+            if isinstance(statement, Op):
+                task = _task(low.block, statement.node, statement.strategy, statement.bias is not None, works, memory)
+                found.setdefault(task.work.key, task)
+    return sorted(found.values(), key=lambda t: -(t.work.flops + t.work.moved_bytes))
+
+
+def _biased(block: Block) -> set[str]:
+    """Products whose bias may be added by the same kernel."""
+    out = set()
+    makers = {o: n for n in block.nodes for o in n.outputs}
+    for node in block.nodes:
+        if node.op == "add" and node.attrs.get("bias") and node.inputs[0] in makers:
+            maker = makers[node.inputs[0]]
+            if maker.op == "linear":
+                out.add(maker.name)
+    return out
+
+
+def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: Works, memory: _Memory) -> Task:
+    work = works.op_work(block, node, strategy, bias)
+    groups = {tuple(a.name for a in works.axes): "all"} if len(works.axes) > 1 else {}
+    ctx = Context(works.graph.factors, works.axes, groups)
+    text = _text(_statement(block, node, strategy, bias), work, ctx)
+    names = node.tensor_inputs
+    parameters = {i for i, name in enumerate(names) if name in block.params or name in block.buffers}
+    if bias:
+        parameters.add(len(names))
+    orders, broadcast = memory.describe(names, work)
+    return Task(work, text, frozenset(parameters), _bounds(node, work), orders, broadcast, dict(works.env))
