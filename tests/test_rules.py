@@ -35,7 +35,8 @@ for _case in CASES:
 
 
 def test_every_op_has_a_rule_an_emitter_and_a_case() -> None:
-    assert set(BUILDERS) == set(EMITTERS) == set(GROUPS)
+    # experts are priced, not executed yet: tests/test_experts.py runs their rule in plain torch
+    assert set(BUILDERS) == set(EMITTERS) == set(GROUPS) | {"experts"}
     assert set(BUILDERS) >= PASSES_PARTIAL
 
 

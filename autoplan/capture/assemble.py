@@ -37,9 +37,7 @@ class _Loss:
     ignore_index: int
 
 
-def assemble(
-    trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]
-) -> ModelGraph | None:
+def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
     """The ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-contained."""
     loss = _normalise_loss(trace)
     _drop_dead(trace)

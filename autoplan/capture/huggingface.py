@@ -51,6 +51,8 @@ def _attention(
         raise CaptureError("sliding-window attention is not supported yet; set sliding_window=None in the config")
     if kwargs.get("softcap") is not None:
         raise CaptureError("attention with logit soft-capping is not supported")
+    if kwargs.get("s_aux") is not None:
+        raise CaptureError("attention with sinks (a learned logit per head) is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = F.scaled_dot_product_attention(
         query,

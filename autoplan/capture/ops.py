@@ -218,7 +218,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.mean.default": _reduce("mean"),
     "aten.sum.dim_IntList": _reduce("sum"),
     "aten.sum.default": _reduce("sum"),
-    **{f"aten.{op}.default": _reshape for op in ("view", "reshape", "_unsafe_view")},
+    **{f"aten.{op}.default": _reshape for op in ("view", "reshape", "_unsafe_view", "view_as")},
     **{f"aten.flatten.{o}": _reshape for o in ("using_ints",)},
     "aten.unflatten.int": _reshape,
     "aten.transpose.int": _with("transpose", "dim0", "dim1"),

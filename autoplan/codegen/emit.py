@@ -5,6 +5,7 @@ Each op of the IR has one line in `EMITTERS`; an unknown op is an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -49,6 +50,8 @@ def py(size: Expr) -> str:
 def _literal(value: Any) -> str:
     if isinstance(value, Expr):
         return f"({py(value)})" if value.value is None else py(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
     return repr(value)
 
 
@@ -454,9 +457,7 @@ def _assign(target: str, text: str, comment: str) -> str:
 
 def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
     lines = ["    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:"]
-    lines.append(
-        "        super().__init__()" if free else "        super().__init__(recompute=recompute, site=site)"
-    )
+    lines.append("        super().__init__()" if free else "        super().__init__(recompute=recompute, site=site)")
     if free:
         lines[0] = "    def __init__(self) -> None:"
     for param in lowered.params:

@@ -54,16 +54,19 @@ def batch_obstacle(graph: ModelGraph) -> str | None:
     for name in graph.inputs:
         places = _places(graph.values[name], factors)
         top[name] = places[0] if places else R
+    known: dict[tuple[str, tuple[AxisType, ...]], list[AxisType]] = {}  # layers are calls of one block, called alike
     for call in graph.calls:
-        block = graph.blocks[call.block]
-        types = {formal: top[actual] for actual, formal in zip(call.inputs, block.inputs, strict=True)}
-        types |= dict.fromkeys((*block.params, *block.buffers), R)
-        for node in block.nodes:
-            found = _result(node, block, types, factors)
-            if found is None:
-                return f"{node.op} at {node.source or node.name} cannot be computed sample by sample and added up"
-            types |= zip(node.outputs, found, strict=True)
-        top |= {actual: types[formal] for actual, formal in zip(call.outputs, block.outputs, strict=True)}
+        block, given = graph.blocks[call.block], tuple(top[actual] for actual in call.inputs)
+        if (block.name, given) not in known:
+            types = dict(zip(block.inputs, given, strict=True))
+            types |= dict.fromkeys((*block.params, *block.buffers), R)
+            for node in block.nodes:
+                found = _result(node, block, types, factors)
+                if found is None:
+                    return f"{node.op} at {node.source or node.name} cannot be computed sample by sample and added up"
+                types |= zip(node.outputs, found, strict=True)
+            known[block.name, given] = [types[formal] for formal in block.outputs]
+        top |= zip(call.outputs, known[block.name, given], strict=True)
     if top[graph.output] is not P:
         return "the loss is not a sum over the samples of the batch"
     return None

@@ -1,0 +1,297 @@
+"""Mixtures of experts: captured as one op, the right sums, the right splits; their routers run as captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from rule_harness import cut, join, namespace
+from torch import nn
+
+from autoplan.capture.experts import experts
+from autoplan.capture.export import capture
+from autoplan.catalog import active_params
+from autoplan.codegen.emit import Context, op_text
+from autoplan.cost_models.errors import CaptureError, RuleError
+from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
+from autoplan.cost_models.layout import Axis
+from autoplan.cost_models.symbols import Expr, product
+from autoplan.rules.batch import batch_obstacle
+from autoplan.rules.strategies import strategies
+from autoplan.rules.table import flops, rule_for
+from autoplan.search.lower import Op
+
+BASE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
+
+
+def mixtral(**extra: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **BASE, num_key_value_heads=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **extra
+    )
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **BASE, num_key_value_heads=2, head_dim=8, intermediate_size=48, moe_intermediate_size=24, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
+def deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **BASE, num_key_value_heads=4, intermediate_size=48, moe_intermediate_size=24, n_routed_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10, attention_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer))
+    return model
+
+
+def run_experts(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first: int = 0,
+) -> torch.Tensor:
+    """Experts written out, every one for every token; those of this rank begin at `first`."""
+    out = torch.zeros_like(hidden)
+    for e in range(gate_up.shape[0]):
+        gate, up = (hidden @ gate_up[e].T).chunk(2, -1)
+        share = (weights * (index == e + first)).sum(-1, keepdim=True).to(hidden.dtype)
+        out = out + share * ((F.silu(gate) * up) @ down[e].T)
+    return out
+
+
+def interpret(graph: ModelGraph, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Loss of a captured graph on one device, op by op as the emitter writes them."""
+    env = dict(zip("bs", batch["input_ids"].shape, strict=True))
+    sizes, ctx = graph.factor_sizes(env), Context(graph.factors, (), {})
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    top: dict[str, Any] = {**batch, "loss_denominator": (batch["labels"][:, 1:] != -100).sum().float()}
+
+    def run(block: Block, node: Node, local: dict[str, torch.Tensor]) -> Any:
+        if node.op == "experts":
+            return run_experts(*(local[n] for n in node.tensor_inputs))
+        (strategy,) = strategies(node, block.values, graph.factors, (), sizes)
+        args = [f"x{i}" for i in range(len(node.tensor_inputs))]
+        op = Op(
+            node.outputs, node, tuple(args), strategy, tuple(block.values[n] for n in node.outputs),
+            tuple(block.values[n] for n in node.tensor_inputs),
+        )  # fmt: skip
+        named = {a: local[n] for a, n in zip(args, node.tensor_inputs, strict=True)}
+        return eval(op_text(op, ctx, 0), {**namespace(), **env, **named})
+
+    for call in graph.calls:
+        block = graph.blocks[call.block]
+        local = {formal: top[actual] for actual, formal in zip(call.inputs, block.inputs, strict=True)}
+        local |= {n: tensors[full] for n, full in (*call.params.items(), *call.buffers.items())}
+        for node in block.nodes:
+            out = run(block, node, local)
+            local |= zip(node.outputs, out if len(node.outputs) > 1 else (out,), strict=True)
+        top |= {actual: local[formal] for actual, formal in zip(call.outputs, block.outputs, strict=True)}
+    result: torch.Tensor = top[graph.output]
+    return result
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe, deepseek])
+def test_the_captured_graph_computes_the_model(make: Any) -> None:
+    """Router, in-place ops and experts as captured give the loss and the gradients of the untouched model."""
+    model, batch = make(), models.token_batch(2, 16)
+    graph = capture(model, batch)
+    wanted = model(**batch).loss
+    loss = interpret(graph, model, batch)
+    torch.testing.assert_close(loss, wanted, atol=1e-5, rtol=1e-5)
+    names, params = zip(*model.named_parameters(), strict=True)
+    left = torch.autograd.grad(wanted, params, allow_unused=True)
+    right = torch.autograd.grad(loss, params, allow_unused=True)
+    for name, a, b in zip(names, left, right, strict=True):
+        assert (a is None) == (b is None), name
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("make", "num_moe"), [(mixtral, 3), (qwen3_moe, 3), (deepseek, 2)])
+def test_one_node_per_experts_module(make: Any, num_moe: int) -> None:
+    model = make()
+    graph = capture(model, models.token_batch(2, 16))
+    blocks = {b.name: [n for n in b.nodes if n.op == "experts"] for b in graph.blocks.values()}
+    assert sum(len(blocks[c.block]) for c in graph.calls) == num_moe
+    assert len(graph.blocks) == 5 + (num_moe < 3)  # layers of one kind are captured once
+    assert batch_obstacle(graph) is None
+    (block, node), *_ = [(graph.blocks[b], n) for b, ns in blocks.items() for n in ns]
+    e, f, h = node.attrs["num_experts"], node.attrs["intermediate_size"], 32
+    assert (node.attrs["top_k"], f, node.attrs["gated"], node.attrs["activation"]) == (2, 24, True, "silu")
+    gate_up, down = (block.values[n] for n in node.tensor_inputs[3:])
+    assert [s.value for s in gate_up.shape] == [e, 2 * f, h] and [s.value for s in down.shape] == [e, h, f]
+    assert (gate_up.dims or ())[0] == (down.dims or ())[0] == ("experts",)
+    assert (gate_up.dims or ())[1][1:] == (down.dims or ())[2]  # gate and up are split alike, with down's columns
+    tokens = product([Expr.symbol("b"), Expr.symbol("s")])
+    assert flops(node, block.values, rule_for(node, block.values)) == tokens * (2 * 2 * 3 * h * f)
+    stored = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert active_params(graph) == graph.num_params - stored * (e - 2) // e
+
+
+FACTORS = {n: Expr.of(k) for n, k in dict(tokens=8, top=2, experts=4, two=2, f=6, hidden=4).items()}
+SIZES = {n: e.value or 0 for n, e in FACTORS.items()}
+
+
+def experts_node() -> tuple[Node, dict[str, Value]]:
+    dims = {
+        "hidden": "tokens, hidden",
+        "index": "tokens, top",
+        "weights": "tokens, top",
+        "gate_up": "experts, two f, hidden",
+        "down": "experts, hidden, f",
+        "out": "tokens, hidden",
+    }
+    values = {}
+    for name, text in dims.items():
+        mine = tuple(tuple(dim.split()) for dim in text.split(","))
+        shape = tuple(product([FACTORS[x] for x in dim]) for dim in mine)
+        values[name] = Value(name, shape, "int64" if name == "index" else "float64", name != "index", mine)
+    attrs = {"num_experts": 4, "top_k": 2, "intermediate_size": 6, "gated": True, "activation": "silu"}
+    return Node("out", "experts", ("hidden", "index", "weights", "gate_up", "down"), ("out",), attrs), values
+
+
+def test_every_split_of_experts_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, experts and inner size: shards run by themselves give the outputs and gradients of the whole."""
+    monkeypatch.setattr("rule_harness.SIZES", SIZES)
+    node, values = experts_node()
+    degree = 2
+    axes = (Axis("tp", degree),)
+    g = torch.Generator().manual_seed(0)
+    shapes = {n: [s.value or 0 for s in v.shape] for n, v in values.items()}
+    whole = {n: torch.randn(shape, generator=g, dtype=torch.float64) for n, shape in shapes.items()}
+    whole["index"] = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(8)])
+    names = list(node.tensor_inputs)
+    trained = [n for n in names if n != "index"]
+    leaves = {n: whole[n].clone().requires_grad_(n in trained) for n in names}
+    wanted = run_experts(*leaves.values())
+    gradient = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
+    gradients = torch.autograd.grad(wanted, [leaves[n] for n in trained], gradient)
+    found = {s.name: s for s in strategies(node, values, FACTORS, axes, SIZES)}
+    assert set(found) == {"R", "I", "S(tokens)", "S(experts)", "S(f)"}
+    for name, s in found.items():
+        parts = {n: cut(whole[n], values[n], layout, axes, 0) for n, layout in zip(names, s.inputs, strict=True)}
+        grads_out = cut(gradient, values["out"], tuple(t.gradient() for t in s.outputs[0]), axes, 1)
+        outs, grads = {}, {n: {} for n in trained}
+        for rank in range(degree):
+            local = {n: parts[n][rank,].clone().requires_grad_(n in trained) for n in names}
+            first = rank * (4 // degree) if name == "S(experts)" else 0
+            out = run_experts(*local.values(), first=first)
+            outs[rank,] = out.detach()
+            mine = torch.autograd.grad(out, [local[n] for n in trained], grads_out[rank,])
+            for n, x in zip(trained, mine, strict=True):
+                grads[n][rank,] = x
+        torch.testing.assert_close(join(outs, values["out"], s.outputs[0], axes), wanted.detach(), msg=name)
+        for n, want in zip(trained, gradients, strict=True):
+            layout = tuple(t.gradient() for t in s.inputs[names.index(n)])
+            torch.testing.assert_close(join(grads[n], values[n], layout, axes), want, msg=f"{name}: {n}")
+
+
+def test_a_program_with_experts_is_refused() -> None:
+    node, values = experts_node()
+    (strategy,) = strategies(node, values, FACTORS, (), SIZES)
+    ins = tuple(values[n] for n in node.tensor_inputs)
+    op = Op(("out",), node, node.tensor_inputs, strategy, (values["out"],), ins)
+    with pytest.raises(RuleError, match="experts at out are priced, not executed yet"):
+        op_text(op, Context(FACTORS, (), {}), 0)
+
+
+# -- experts of the user's own -----------------------------------------------------------------------------------------
+
+
+@experts(gate_up="w_in", down="w_out", activation="silu")
+class MyExperts(nn.Module):
+    def __init__(self, num_experts: int = 4, dim: int = 8, size: int = 12) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(num_experts, 2 * size, dim))
+        self.w_out = nn.Parameter(torch.randn(num_experts, dim, size))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("capture must not trace this")
+
+
+class MyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4, bias=False), MyExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        weights, index = self.router(flat).softmax(-1).topk(2, -1)
+        out: torch.Tensor = x + self.experts(flat, index, weights).view_as(x)
+        return out
+
+
+class MyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MyLayer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def square_loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.square().mean()
+
+
+def test_registered_experts() -> None:
+    model = MyModel()
+    graph = capture(model, {"x": torch.zeros(2, 4, 8)}, square_loss)
+    ops = {b.name: [n.op for n in b.nodes] for b in graph.blocks.values()}
+    assert [ops[c.block].count("experts") for c in graph.calls if "." in c.name] == [1, 1, 1]
+    assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: setattr(e, "w_out", nn.Parameter(torch.zeros(4, 12, 8))), r"w_in .* should be \[4, 16, 8\]"),
+        (lambda e: setattr(e, "w_in", nn.Parameter(torch.zeros(4, 12, 8))), r"gated=True"),
+    ],
+)
+def test_experts_of_another_shape_are_refused(change: Any, message: str) -> None:
+    model = MyModel()
+    change(model.layers[0].experts)
+    with pytest.raises(CaptureError, match=message):
+        capture(model, {"x": torch.zeros(2, 4, 8)}, square_loss)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("has_bias", True, "experts with biases"),
+        ("is_transposed", True, "transposed weights"),
+        ("is_concatenated", False, "gate first"),
+    ],
+)
+def test_hugging_face_experts_of_another_form_are_refused(flag: str, value: bool, message: str) -> None:
+    model = mixtral()
+    for module in model.modules():
+        if type(module).__name__ == "MixtralExperts":
+            setattr(module, flag, value)
+    with pytest.raises(CaptureError, match=f"MixtralExperts: .*{message}"):
+        capture(model, models.token_batch(2, 16))
+    assert model.config._experts_implementation != "autoplan_capture"
