@@ -19,11 +19,12 @@ from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.plan import Plan, make_plan
 from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
-from autoplan.search.pins import ParallelConfig, read_pins
+from autoplan.search.pins import read_pins
 
 
 def parallelize(

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoplan.codegen.program import Layouts
 from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.quantity import Quantity
+from autoplan.planner import Certificate, Planned
 from autoplan.search.intra import IntraSolution, solve
-from autoplan.search.pins import ParallelConfig, check_degrees, layer_calls, make_mesh, split_stages
+from autoplan.search.pins import (
+    check_degrees,
+    layer_calls,
+    make_mesh,
+    pipeline_units,
+    split_stages,
+    stage_calls,
+)
 from autoplan.search.problem import IntraSettings, build_problem
 
 PLAN_VERSION = 1
@@ -33,11 +44,15 @@ class Plan:
     intra_cost_s: float
     intra_bound_s: float
     certificate: Mapping[str, Any]
+    estimate: Estimate | None = None  # None: the degrees were given, not searched
     version: int = PLAN_VERSION
 
     def to_json(self) -> str:
-        """Text form."""
-        return json.dumps(asdict(self), indent=1)
+        """Text form; the events of the estimate's timeline are left out."""
+        data = asdict(replace(self, estimate=None))
+        if self.estimate is not None:
+            data["estimate"] = estimate_json(self.estimate)
+        return json.dumps(data, indent=1)
 
     def __str__(self) -> str:
         c = self.config
@@ -45,12 +60,34 @@ class Plan:
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
         ]
+        if self.estimate is not None:
+            step, peak = self.estimate.step_time_s, self.estimate.peak_memory_bytes
+            lines.append(
+                f"  predicted: step {step.mid:.4g} s ({step.low:.3g} to {step.high:.3g}, {step.tag}), "
+                f"memory {peak.mid / 1e6:,.0f} MB of {self.estimate.memory_capacity_bytes / 1e6:,.0f}"
+            )
         for i, names in enumerate(self.stages):
             lines.append(f"  stage {i}: {', '.join(names)}")
         stored = [(k.removeprefix("store "), v) for k, v in self.layout.items() if k.startswith("store ")]
         if any("S(" in v for _, v in stored):
             lines.append("  stored in shards: " + ", ".join(f"{k} {v}" for k, v in stored if "S(" in v))
         return "\n".join(lines)
+
+
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """Plain form of an estimate, without its timeline."""
+
+    def quantity(q: Quantity) -> dict[str, Any]:
+        return {"low": q.low, "mid": q.mid, "high": q.high, "tag": str(q.tag)}
+
+    return {
+        "step_time_s": quantity(estimate.step_time_s),
+        "breakdown_s": {name: quantity(q) for name, q in estimate.breakdown.items()},
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "memory_bytes": [{name: quantity(q) for name, q in s.memory.items()} for s in estimate.stages],
+        "memory_capacity_bytes": estimate.memory_capacity_bytes,
+    }
 
 
 def make_plan(
@@ -95,12 +132,47 @@ def make_plan(
     return plan, layouts, solution
 
 
+def searched_plan(graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str) -> tuple[Plan, Layouts]:
+    """The plan and layouts of what the planner found. `evidence`: what the prices rest on."""
+    config, solution = planned.config, planned.point.solution
+    mesh, axes = make_mesh(graph, config)
+    units = pipeline_units(graph)
+    counts = config.stages or (len(units),)
+    stages = stage_calls(units, counts)
+    recompute = _recompute(graph, config)
+    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute)
+    plan = Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        config=config,
+        num_devices=config.num_devices,
+        axes=tuple((a.name, a.size) for a in mesh.axes),
+        stages=stages,
+        recompute=recompute,
+        layout={k: o.name for k, o in solution.selection.items()},
+        intra_cost_s=solution.cost_s,
+        intra_bound_s=solution.bound_s,
+        certificate={**asdict(certificate), "prices": evidence},
+        estimate=planned.estimate,
+    )
+    return plan, layouts
+
+
 def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
     free = graph.free_calls()
     calls = [c.name for c in graph.calls if c.name not in free]
+    layers = set(layer_calls(graph))
     if isinstance(config.recompute, str):
-        layers = set(layer_calls(graph))
         return {n: config.recompute if n in layers else "none" for n in calls}
+    if isinstance(config.recompute, tuple):  # the first layers of each stage
+        again: set[str] = set()
+        units = pipeline_units(graph)
+        at = 0
+        for size, count in zip(config.stages or (len(units),), config.recompute, strict=True):
+            mine = [unit for unit in units[at : at + size] if layers & set(unit)]
+            again |= {n for unit in mine[:count] for n in unit if n in layers}
+            at += size
+        return {n: "full" if n in again else "none" for n in calls}
     unknown = [n for n in config.recompute if n not in calls]
     if unknown:
         raise PinError(f"pin recompute names {unknown[0]!r}, which is not a block; blocks: {', '.join(calls)}")

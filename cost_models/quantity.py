@@ -12,8 +12,9 @@ from enum import IntEnum
 
 
 class Tag(IntEnum):
-    """Where a number comes from, strongest first."""
+    """Where a number comes from, strongest first. EXACT: it follows from the model and the plan."""
 
+    EXACT = -1
     MEASURED = 0
     FITTED = 1
     ASSUMED = 2
@@ -37,7 +38,7 @@ class Quantity:
         )
 
     def _weight(self) -> Tag:
-        return self.tag if self.high else Tag.MEASURED  # nothing has no source
+        return self.tag if self.high else Tag.EXACT  # nothing has no source
 
     def __mul__(self, factor: float) -> Quantity:
         return Quantity(self.low * factor, self.mid * factor, self.high * factor, self.tag)
@@ -64,7 +65,7 @@ class Quantity:
         return Quantity(mid / (1 + relative), mid, mid * (1 + relative), tag)
 
 
-ZERO = Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
+ZERO = Quantity(0.0, 0.0, 0.0, Tag.EXACT)
 
 
 def total(quantities: list[Quantity]) -> Quantity:

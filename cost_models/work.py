@@ -99,22 +99,19 @@ class ParamWork:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """One call of a block on one rank and micro-batch.
+    """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
 
-    `saved_bytes`: what autograd keeps for the backward; `kept_bytes`: what is kept instead under full recompute;
-    `transient_bytes`: the largest extra need while it runs; `selective_bytes`: what selective recompute (attention)
-    keeps.
+    `transient_bytes`: the largest extra need while it runs, `recompute_transient_bytes`: that under full recompute;
+    `selective_ops`: positions in `ops` that selective recompute runs again.
     """
 
     name: str
     ops: tuple[OpWork, ...]
     comms: tuple[CommWork, ...]
     params: tuple[ParamWork, ...]
-    saved_bytes: float
-    kept_bytes: float
     transient_bytes: float
-    selective_bytes: float
-    selective_ops: frozenset[int] = frozenset()  # positions in `ops` that selective recompute runs again
+    recompute_transient_bytes: float
+    selective_ops: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -123,15 +120,21 @@ class Workload:
 
     `units`: names of the blocks each calls, embedding in the first, head and loss in the last. `free`: blocks without
     parameters that every stage computes for itself. `cut_bytes[i]`: what crosses from unit i to i + 1 per micro-batch.
-    `num_copies[i]`: in how many places parameter tied `i` stands is left to the units that hold it.
+    `axes`: the sub-axes of tensor parallelism with their sizes, major to minor.
     """
 
     model: str
+    axes: tuple[tuple[str, int], ...]
     blocks: Mapping[str, BlockWork]
     units: tuple[tuple[str, ...], ...]
+    unit_calls: tuple[tuple[str, ...], ...]  # names of the calls, as `units`
     layers: tuple[bool, ...]  # per unit: True if recompute applies (all of them are layers of the model)
     free: tuple[str, ...]
     cut_bytes: tuple[float, ...]
+    unit_saved: tuple[float, ...]  # bytes that autograd keeps of each unit, what several keep once, with the first
+    unit_selective: tuple[float, ...]  # the same if the attention core is computed again
+    unit_kept: tuple[float, ...]  # and under full recompute
+    free_saved: float  # what the parameter-free blocks make, on every stage
     tokens: float  # of one micro-batch of one data-parallel rank, whole sequence
     model_flops: float  # forward and backward of one such micro-batch, whole model, all ranks, without recompute
     micro_batch_size: int

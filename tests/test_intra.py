@@ -23,6 +23,7 @@ from torch import nn
 from autoplan.capture.export import capture
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.collectives import collective_s, wire_bytes
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import InfeasibleError, LayoutError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, AxisType, I, Layout, P, R, shard
@@ -36,6 +37,7 @@ from autoplan.search.problem import (
     Selection,
     ValueKey,
     build_problem,
+    copy_work,
     evaluate,
 )
 
@@ -214,7 +216,7 @@ def test_a_value_is_converted_once_for_all_that_share_it() -> None:
 def test_prices_of_conversions() -> None:
     problem = intra(toy_graph("plain"), (4,), s=1024, m=8)
     key = next(k for k in problem.weights if k[1] == "up")  # [1, s, 32] float32, made by a linear
-    full, link, memory = 1024 * 32 * 4, CLUSTER.link, DEVICE.memory_bytes_per_s
+    full, link = 1024 * 32 * 4, CLUSTER.link
 
     def price(a: AxisType, b: AxisType) -> float:
         found = problem.convert_s(key, (a,), (b,))
@@ -223,7 +225,7 @@ def test_prices_of_conversions() -> None:
 
     reduce_s = 6 * link.latency_s + 2 * full * 3 / 4 / link.bytes_per_s
     half_s = 3 * link.latency_s + full * 3 / 4 / link.bytes_per_s
-    copy_s = full / memory
+    copy_s, quarter_copy_s = (Costs(CLUSTER).forward_s(copy_work(n, "float32")).mid for n in (full, full / 4))
     expected = {
         (P, R): 2 * reduce_s,
         (P, I): reduce_s,
@@ -234,7 +236,7 @@ def test_prices_of_conversions() -> None:
         (I, shard(2)): half_s + copy_s,
         (R, shard(2)): copy_s,
         (R, P): copy_s,
-        (shard(1), shard(2)): 2 * (3 * link.latency_s + full / 4 * 3 / 4 / link.bytes_per_s) + copy_s / 4,
+        (shard(1), shard(2)): 2 * (3 * link.latency_s + full / 4 * 3 / 4 / link.bytes_per_s) + quarter_copy_s,
     }
     for (a, b), seconds in expected.items():
         assert price(a, b) == pytest.approx(seconds, rel=1e-12), (a, b)
@@ -427,14 +429,16 @@ def test_where_messages_cost_and_bytes_do_not_plain_tensor_parallelism_wins() ->
 
 
 def test_two_sub_axes_for_few_key_value_heads() -> None:
-    """tp 4 with 2 key-value heads: k and v are split over the major sub-axis and kept whole on the minor one."""
+    """tp 4 with 2 key-value heads: attention splits k and v over the major sub-axis and has them whole on the minor."""
     problem = intra(llama(1024, 2), (2, 2), m=8)
     best = solve(problem)
     assert best.status == "optimal" and best.gap < 1e-6
     q = best.selection["layer/q_proj"].strategy
-    k = best.selection["layer/k_proj"].strategy
-    assert q is not None and k is not None
-    assert all(t.is_shard for t in q.outputs[0]) and k.outputs[0][0].is_shard and not k.outputs[0][1].is_shard
+    core = next(best.selection[c.name].strategy for c in problem.choices if c.name.startswith("layer/attention"))
+    assert q is not None and core is not None
+    assert all(t.is_shard for t in q.outputs[0])
+    for k in core.inputs[1:3]:
+        assert k[0].is_shard and not k[1].is_shard
     assert solve(problem, merge_chains=False).cost_s == pytest.approx(best.cost_s, rel=1e-9)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
@@ -19,23 +19,9 @@ from autoplan.rules.batch import batch_obstacle
 from autoplan.rules.table import flops, rule_for
 
 KNOWN = ("tp", "pp", "dp", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
+# what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B",)
 RECOMPUTE = ("none", "full")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Degrees and settings of one plan. `stages`: number of layers per pipeline stage, or None for balanced."""
-
-    dp: int
-    tp: int
-    pp: int
-    zero_stage: int = 1
-    num_micro_batches: int = 1
-    schedule: str = "1F1B"
-    recompute: str | Mapping[str, str] = "none"
-    stages: tuple[int, ...] | None = None
-    state_slack: float = 1.02
 
 
 def _nearest_divisor(value: int, of: int) -> str:
@@ -159,22 +145,28 @@ def layer_calls(graph: ModelGraph) -> list[str]:
     return [c.name for c in graph.calls if c.params and "." in c.name]
 
 
+def pipeline_units(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
+    """What a pipeline may be cut between: a layer and the glue after it; what precedes the first layer goes with it.
+
+    Names of calls; parameter-free calls, which every stage computes for itself, are left out. A model without layers is
+    one unit.
+    """
+    free = graph.free_calls()
+    calls = [c.name for c in graph.calls if c.name not in free]
+    layers = set(layer_calls(graph))
+    units: list[list[str]] = [[]]
+    for name in calls:
+        if name in layers and any(n in layers for n in units[-1]):
+            units.append([])
+        units[-1].append(name)
+    return tuple(tuple(unit) for unit in units)
+
+
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """Calls per stage: as pinned, else contiguous with the least maximal arithmetic."""
-    free = graph.free_calls()
-    calls = [c for c in graph.calls if c.name not in free]
+    units = pipeline_units(graph)
     if config.pp == 1:
-        return (tuple(c.name for c in calls),)
-    layers = layer_calls(graph)
-    first, last = [c.name for c in calls].index(layers[0]), [c.name for c in calls].index(layers[-1])
-    before, after = [c.name for c in calls[:first]], [c.name for c in calls[last + 1 :]]
-    # glue between layers travels with the layer before it
-    units: list[list[str]] = []
-    for call in calls[first : last + 1]:
-        if call.name in layers:
-            units.append([call.name])
-        else:
-            units[-1].append(call.name)
+        return (tuple(n for unit in units for n in unit),)
     if config.stages is not None:
         counts: Sequence[int] = config.stages
     else:
@@ -182,16 +174,17 @@ def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, in
             b: sum(float(flops(n, blk.values, rule_for(n, blk.values)).evaluate(env)) for n in blk.nodes)
             for b, blk in graph.blocks.items()
         }
-        by_name = {c.name: cost[c.block] for c in calls}
-        weights = [sum(by_name[n] for n in unit) for unit in units]
-        weights[0] += sum(by_name[n] for n in before)
-        weights[-1] += sum(by_name[n] for n in after)
-        counts = _balance(weights, config.pp)
+        by_name = {c.name: cost[c.block] for c in graph.calls}
+        counts = _balance([sum(by_name[n] for n in unit) for unit in units], config.pp)
+    return stage_calls(units, counts)
+
+
+def stage_calls(units: Sequence[Sequence[str]], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Calls per stage from the number of units per stage."""
     out, at = [], 0
-    for i, count in enumerate(counts):
-        mine = [n for unit in units[at : at + count] for n in unit]
+    for count in counts:
+        out.append(tuple(n for unit in units[at : at + count] for n in unit))
         at += count
-        out.append(tuple([*(before if i == 0 else []), *mine, *(after if i == len(counts) - 1 else [])]))
     return tuple(out)
 
 

@@ -19,14 +19,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.collectives import collective_s
+from autoplan.cost_models.config import PRECISIONS, Mode, Precision
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import InfeasibleError
 from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
-from autoplan.cost_models.symbols import Expr
-from autoplan.cost_models.units import dtype_bytes
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.units import DTYPE_BYTES
+from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.rules.strategies import Strategy, strategies
-from autoplan.rules.table import flops, rule_for
+from autoplan.search.works import Works
 
 ValueKey = tuple[str, str]  # block, value
 
@@ -38,19 +40,12 @@ _RESTRICTIONS = (
     "values without a gradient are computed whole",
 )
 
-# forward + backward arithmetic of an op in units of its forward
-_BACKWARD_WORK = {"linear": 3.0, "matmul": 3.0, "attention": 3.5}
-# these move no data: shapes, or fused into their neighbours
-_FREE_OPS = "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full"
-_FREE = frozenset(_FREE_OPS.split())
 # ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
 _FOLLOWING_OPS = (
     "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar "
     "div_scalar reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax"
 )
 _FOLLOWS = frozenset(_FOLLOWING_OPS.split())
-# bytes an element-wise optimizer (AdamW, fp32) moves per parameter byte and step: read p, g, m, v; write p, m, v
-_OPTIMIZER_TRAFFIC = 7.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +132,15 @@ class IntraSettings:
     # parameters may be stored in at most this multiple of the least possible; None: no limit. A pinned degree is a wish
     # for memory: without a limit a small model is cheapest replicated.
     state_slack: float | None = 1.02
+    profile: Profile | None = None
+    mode: Mode = Mode.EAGER
+    precision: Precision = PRECISIONS["native"]
+    context: int = 1  # context-parallel degree: `s` of `env` is one rank's part
+
+    @property
+    def costs(self) -> Costs:
+        """Prices of this cluster."""
+        return Costs(self.cluster, self.profile, self.mode)
 
 
 class _Classes:
@@ -162,8 +166,9 @@ class _Classes:
 
 class _Build:
     def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
-        self.graph, self.settings = graph, settings
-        self.sizes = graph.factor_sizes(settings.env)
+        self.graph, self.settings, self.costs = graph, settings, settings.costs
+        self.works = Works(graph, settings.axes, settings.env, context=settings.context, precision=settings.precision)
+        self.sizes = self.works.sizes
         self.counts = graph.call_counts()
         self.rank = len(settings.axes)
         self.all_r: Layout = (R,) * self.rank
@@ -174,18 +179,8 @@ class _Build:
     def value(self, key: ValueKey) -> Value:
         return self.graph.blocks[key[0]].values[key[1]]
 
-    def number(self, size: Expr) -> float:
-        return float(size.evaluate(self.settings.env))
-
-    def shards(self, layout: Layout) -> int:
-        total = 1
-        for axis, kind in zip(self.settings.axes, layout, strict=True):
-            total *= axis.size if kind.is_shard else 1
-        return total
-
     def local_bytes(self, key: ValueKey, layout: Layout) -> float:
-        value = self.value(key)
-        return self.number(value.num_elements) * dtype_bytes(value.dtype) / self.shards(layout)
+        return self.works.num_bytes(key[0], self.value(key), layout)
 
     def canonical(self, key: ValueKey, layout: Layout) -> Layout:
         """Without a gradient, R and I are the same: R is written."""
@@ -219,43 +214,32 @@ class _Build:
         frozen = any(name in block.params for name in node.tensor_inputs)
         if not frozen and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # a slice of it is free
-        work = self.number(flops(node, block.values, rule_for(node, block.values)))
         options = []
         for s in found:
             requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
             provides = tuple(((block.name, v), layout) for v, layout in zip(node.outputs, s.outputs, strict=True))
-            cost = self._work_s(node, work, s, requires, provides) + self._special_s(node, block, s)
+            cost = self._work_s(block, node, s) + self._special_s(node, block, s)
             options.append(Option(s.name, requires, provides, cost, strategy=s))
         weight = float(self.counts[block.name])
         self.choices.append(Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=node.op in _FOLLOWS))
 
-    def _work_s(
-        self,
-        node: Node,
-        work: float,
-        s: Strategy,
-        requires: tuple[tuple[ValueKey, Layout], ...],
-        provides: tuple[tuple[ValueKey, Layout], ...],
-    ) -> float:
-        """Roofline of forward and backward on this shard."""
-        if node.op in _FREE:
-            return 0.0
-        device = self.settings.cluster.device
-        moved = sum(self.local_bytes(k, layout) for k, layout in (*requires, *provides))
-        factor = _BACKWARD_WORK.get(node.op, 3.0)
-        return factor * max(work / s.num_shards / device.peak_flops, moved / device.memory_bytes_per_s)
+    def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
+        """Forward and backward on this shard."""
+        work = self.works.op_work(block, node, s)
+        return self.costs.forward_s(work).mid + self.costs.backward_s(work).mid
+
+    def _collective_s(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+        return self.costs.collective_s(kind, num_bytes, self.works.groups[axes]).mid
 
     def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
         """Collectives inside a special form: the loss over a split vocabulary reduces a maximum and sums per token."""
         if s.special != "vocab_cross_entropy":
             return 0.0
-        total = 1
-        for axis in self.settings.axes:
-            total *= axis.size
-        tokens = self.number(block.values[node.tensor_inputs[1]].num_elements)
-        width = max(4, dtype_bytes(block.values[node.tensor_inputs[0]].dtype))  # half precision is summed in float32
-        link, sums = self.settings.cluster.link, 3 if node.attrs.get("label_smoothing") else 2
-        return sum(collective_s("all_reduce", n * tokens * width, total, link) for n in (1, sums))
+        target = block.values[node.tensor_inputs[1]]
+        tokens = self.works.num_bytes(block.name, target, s.inputs[1]) / self.works.width(target)
+        width = max(4, self.works.width(block.values[node.tensor_inputs[0]]))  # half precision is summed in float32
+        sums, everywhere = 3 if node.attrs.get("label_smoothing") else 2, tuple(range(self.rank))
+        return sum(self._collective_s("all_reduce", n * tokens * width, everywhere) for n in (1, sums))
 
     def _storage(self) -> None:
         """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
@@ -278,9 +262,11 @@ class _Build:
             options = []
             for layout in layouts:
                 size = self.local_bytes(keys[0], layout)
-                update = _OPTIMIZER_TRAFFIC * size / self.settings.cluster.device.memory_bytes_per_s
+                elements = size / self.works.width(value)
+                state = _state_bytes(self.settings.precision, self.works.width(value))
                 copies = 4.0 if value.requires_grad else 1.0  # parameter, gradient, two moments
-                update = update if value.requires_grad else 0.0
+                dtype = self.works.dtype(value)
+                update = self.costs.optimizer_s(elements, dtype, state).mid if value.requires_grad else 0.0
                 options.append(
                     Option(
                         _show(layout, value),
@@ -383,25 +369,36 @@ class _Build:
             return None  # weights are not gathered over these sub-axes: ZeRO does that over the data-parallel ones
         grad = self.value(key).requires_grad
         total, current = 0.0, list(source)
-        link = self.settings.cluster.link
         for step in steps:
             size = self.step_bytes(key, tuple(current), step)
-            group = 1
-            for axis in step.axes:
-                group *= self.settings.axes[axis].size
             forward, backward = step.collectives
             if forward:
-                total += collective_s(forward, size, group, link)
+                total += self._collective_s(forward, size, step.axes)
             if backward and grad:
-                cost = collective_s(backward, size, group, link)
+                cost = self._collective_s(backward, size, step.axes)
                 # the gradient of a parameter used as R is reduced once per step, not once per micro-batch
                 deferred = key in self.params and step.kind is ConversionKind.TO_REPLICATE
                 total += cost / self.settings.num_micro_batches if deferred else cost
-            if step.kind not in (ConversionKind.ALL_REDUCE, ConversionKind.TO_REPLICATE):  # these copy
-                total += size / self.settings.cluster.device.memory_bytes_per_s
+            if step.kind in COPIES:
+                total += self.costs.forward_s(copy_work(size, self.works.dtype(self.value(key)))).mid
             for axis in step.axes:
                 current[axis] = step.target
         return total
+
+
+COPIES = frozenset(ConversionKind) - {ConversionKind.ALL_REDUCE, ConversionKind.TO_REPLICATE}
+
+
+def copy_work(num_bytes: float, dtype: str) -> OpWork:
+    """What a conversion copies besides what it sends."""
+    elements = max(1, round(num_bytes / DTYPE_BYTES[dtype]))
+    tensor = TensorWork((elements,), dtype)
+    return OpWork("clone", (tensor,), (tensor,), (), 0.0, 2.0 * num_bytes)
+
+
+def _state_bytes(precision: Precision, width: int) -> float:
+    """Bytes of optimizer state per parameter element."""
+    return 2.0 * width if precision.state_bytes is None else precision.state_bytes
 
 
 def _show(layout: Layout, value: Value) -> str:

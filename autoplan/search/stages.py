@@ -1,0 +1,367 @@
+"""Where to cut the pipeline and what to compute again: exact for one candidate, given its prices.
+
+The step never gets shorter if an action gets longer, so for a given cut the best choice on every stage is the least
+recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
+
+    max over stages s of   m T_s + E_s + sum over stages i < s of T_i
+
+(m micro-batches; T_s forward, backward, the least recompute that can fit, and what the stage waits for its receives;
+E_s what happens once per step on that stage): a lower bound of the event simulation, see
+`autoplan.cost_models.schedule.lower_bound_1f1b`. From right to left it is V_s = max(m T_s + E_s, T_s + V_{s+1}), so a
+dynamic programme gives its minimum over all ways to cut the rest. A second bound, stronger with few micro-batches, is
+
+    max over stages s of   sum of all T_i + (m - 1) T_s - (w_s - 1) f_s
+
+(f_s forward, w_s forwards before the first backward), the D_s of `bound_1f1b` with the least sum that any cut has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.quantity import Quantity
+
+Array = NDArray[np.float64]
+_CLOSE = 1e-9  # relative: equal within rounding
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The best cut found, and a bound that no cut of this candidate is below. None: none fits (or beats `cutoff`)."""
+
+    chunks: tuple[int, ...] | None
+    recompute: tuple[int, ...]
+    step_s: float
+    bound_s: float
+    exact: bool
+    num_evaluated: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why nothing fits: the stage that misses most, its largest term, and what it needs."""
+
+    stage: int
+    term: str
+    needed_bytes: float
+    available_bytes: float
+
+
+class Cutter:
+    """Cuts of one candidate.
+
+    Args:
+        pricer: prices at the candidate's degrees (no virtual stages).
+        recompute: pinned: `none`, `full` or `selective` for all layers, or names of units' calls; None: searched.
+        stages: pinned units per stage, or None.
+        capacity_bytes: of one device.
+    """
+
+    def __init__(
+        self,
+        pricer: Pricer,
+        capacity_bytes: float,
+        recompute: str | Mapping[str, str] | None = None,
+        stages: tuple[int, ...] | None = None,
+    ) -> None:
+        self.pricer, self.capacity, self.pinned = pricer, capacity_bytes, stages
+        self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
+        self.num_units = pricer.num_units
+        self.fixed = recompute
+        layers = pricer.workload.layers
+        self.layer_count = np.concatenate([[0], np.cumsum(layers)])
+        action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
+        self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.once = _prefix(np.array(pricer.first) + np.array(pricer.last))
+        self.again = _prefix(np.array(pricer.again))
+        fixed = pricer.costs.overhead_s("step_s") + pricer.costs.overhead_s("optimizer_step_s")
+        self.after_s = fixed + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
+        memory = pricer.memory
+        self._transient = _least_transient(memory.transient, memory.transient_again, self._i, self._j)
+        self._forward = _prefix(np.array(pricer.forward))
+        self._known: dict[tuple[int, int, int], int | None] = {}
+        self._reach: list[NDArray[np.int64]] = []
+        windows = [self._window(s) for s in range(self.pp)]
+        self._each, self._once = [w[0] for w in windows], [w[1] for w in windows]
+        least = np.full(self.num_units + 1, math.inf)
+        least[self.num_units] = 0.0
+        for each in reversed(self._each):
+            least = (each + least[None, :]).min(axis=1)
+        self._least_sum = float(least[0])  # of all T_s, over all cuts
+        self._waits = [self._waiting(s) for s in range(self.pp)]
+
+    def _selective(self) -> Array:
+        p = self.pricer
+        if p.config.recompute != "selective":
+            return np.zeros(self.num_units)
+        return np.array([sum(p.blocks[b].selective.mid for b in unit) for unit in p.workload.units])
+
+    # -- bounds -----------------------------------------------------------------------------------------------------
+
+    def _window(self, stage: int) -> tuple[Array, Array]:
+        """T[i, j] and E[i, j] of stage `stage` holding units i .. j - 1; T is inf if that cannot fit."""
+        n, p, memory = self.num_units, self.pricer, self.pricer.memory
+        i, j = self._i, self._j
+        legal = j > i
+        if self.pinned is not None:
+            start = sum(self.pinned[:stage])
+            legal &= (i == start) & (j == start + self.pinned[stage])
+        legal &= (i >= stage) & (j <= n - (self.pp - 1 - stage))
+        if stage == 0:
+            legal &= i == 0
+        if stage == self.pp - 1:
+            legal &= j == n
+        flying = memory.in_flight[stage][0]
+
+        def window(values: list[float] | tuple[float, ...]) -> Array:
+            total = _prefix(np.array(values))
+            out: Array = total[j] - total[i]
+            return out
+
+        cuts = np.array([0.0, *p.workload.cut_bytes, 0.0])
+        state = window(memory.stored) + window(memory.grads) + window(memory.states) + memory.fixed
+        gathered = window(memory.gathered)
+        if not (memory.sharded and p.config.zero_stage == 3):
+            state = state + gathered
+        held = window(memory.saved) + p.workload.free_saved + cuts[i] + cuts[j]
+        share = 1.0 + memory.fragmentation.mid
+        room = self.capacity - state - share * self._transient
+        gain = _prefix(
+            np.array(
+                [
+                    s - k if layer else 0.0
+                    for s, k, layer in zip(memory.saved, memory.kept, p.workload.layers, strict=True)
+                ]
+            )
+        )
+        if self.fixed is None:
+            short = held - room / (share * flying)  # to be freed per micro-batch
+            target = gain[i] + np.maximum(0.0, short) * (1 - _CLOSE)
+            reach = np.maximum(np.searchsorted(gain, target), i)  # first units up to here are computed again
+            legal &= reach <= j
+            self._reach.append(reach)
+            again = self.again[np.minimum(reach, n)] - self.again[i]
+        elif self.fixed == "full":
+            legal &= (held - (gain[j] - gain[i])) * share * flying <= room * (1 + _CLOSE)
+            again = self.again[j] - self.again[i]
+        else:
+            keep = held - self._freed()[j] + self._freed()[i]
+            legal &= keep * share * flying <= room * (1 + _CLOSE)
+            again = self._repeated()[j] - self._repeated()[i]
+        sends = np.array([0.0, *p.send, 0.0])
+        each = self.time[j] - self.time[i] + again + self.stage_s + sends[i] + sends[j]
+        return np.where(legal, each, math.inf), self.once[j] - self.once[i]
+
+    def _waiting(self, stage: int) -> Array:
+        """D[i, j] of stage `stage`, see the module."""
+        p, warm = self.pricer, min(self.m, self.pp - stage)
+        if self.m < self.pp:
+            warm = self.m  # the order of GPipe
+        i, j = self._i, self._j
+        received = np.array([0.0, *p.send, 0.0])[i]
+        action = self.stage_s  # forward's share of it at most
+        forward = self._forward[j] - self._forward[i] + received + action
+        least = self._least_sum if math.isfinite(self._least_sum) else 0.0
+        each = self._each[stage]
+        fits = np.isfinite(each)
+        return np.where(fits, least + (self.m - 1) * np.where(fits, each, 0.0) - (warm - 1) * forward, math.inf)
+
+    def _freed(self) -> Array:
+        """Prefix of what a pinned mapping frees."""
+        m, p = self.pricer.memory, self.pricer
+        return _prefix(
+            np.array([m.saved[u] - m.kept[u] if u in p.pinned_again else 0.0 for u in range(self.num_units)])
+        )
+
+    def _repeated(self) -> Array:
+        p = self.pricer
+        return _prefix(np.array([p.again[u] if u in p.pinned_again else 0.0 for u in range(self.num_units)]))
+
+    def rest(self) -> tuple[list[Array], list[Array]]:
+        """Per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
+
+        The first counts from the start of stage s, the second is that of the whole step.
+        """
+        ends = np.full(self.num_units + 1, math.inf)
+        ends[self.num_units] = 0.0
+        runs, waits = [ends], [ends]
+        for s in reversed(range(self.pp)):
+            each, once = self._each[s], self._once[s]
+            runs.append(np.maximum(self.m * each + once, each + runs[-1][None, :]).min(axis=1))
+            waits.append(np.maximum(self._waits[s], waits[-1][None, :]).min(axis=1))
+        return runs[::-1], waits[::-1]
+
+    def bound_s(self) -> float:
+        """No cut that fits is faster; inf if none fits."""
+        runs, waits = self.rest()
+        return max(float(runs[0][0]), float(waits[0][0])) + self.after_s
+
+    def _even(self) -> tuple[int, ...]:
+        """The cut with the least longest stage: where the search starts from, beside the one with the least bound."""
+        ends = np.full(self.num_units + 1, math.inf)
+        ends[self.num_units] = 0.0
+        best = [ends]
+        for s in reversed(range(self.pp)):
+            best.append(np.maximum(self._each[s], best[-1][None, :]).min(axis=1))
+        best.reverse()
+        chunks, at = [], 0
+        for s in range(self.pp):
+            j = int(np.argmin(np.maximum(self._each[s][at], best[s + 1])))
+            chunks.append(j - at)
+            at = j
+        return tuple(chunks)
+
+    # -- search -----------------------------------------------------------------------------------------------------
+
+    def search(self, cutoff_s: float = math.inf, max_evaluated: int = 10_000) -> Cut:
+        """The best cut below `cutoff_s`."""
+        runs, waits = self.rest()
+        root = max(float(runs[0][0]), float(waits[0][0])) + self.after_s
+        best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
+        limit, open_bound, evaluated = cutoff_s, math.inf, 0
+        if root < limit * (1 - _CLOSE):
+            best, evaluated = self._climb(self._even(), limit, max_evaluated // 2)
+            limit = best[0] if best is not None else limit
+        # bound, stage, first unit, chunks so far, largest term so far, sum of T so far
+        stack: list[tuple[float, int, int, tuple[int, ...], float, float]] = [(root, 0, 0, (), 0.0, 0.0)]
+        while stack:
+            bound, stage, at, chunks, most, before = stack.pop()
+            if bound >= limit * (1 - _CLOSE):
+                continue
+            if evaluated >= max_evaluated:
+                open_bound = min(open_bound, bound)
+                continue
+            if stage == self.pp:
+                evaluated += 1
+                recompute = self.least_recompute(chunks)
+                if recompute is not None:
+                    step = self.pricer.step_s(chunks, recompute)
+                    if step < limit:
+                        limit, best = step, (step, chunks, recompute)
+                continue
+            each, once = self._each[stage][at], self._once[stage][at]
+            own = np.maximum(before + self.m * each + once, self._waits[stage][at])
+            reach = np.maximum(most, np.maximum(own, before + each + runs[stage + 1]))
+            reach = np.maximum(reach, waits[stage + 1]) + self.after_s
+            open_to = np.flatnonzero(reach < limit * (1 - _CLOSE))
+            for j in open_to[np.argsort(-reach[open_to], kind="stable")]:  # the best is popped first
+                done, sums = max(most, float(own[j])), before + float(each[j])
+                stack.append((float(reach[j]), stage + 1, int(j), (*chunks, int(j) - at), done, sums))
+        if best is None:
+            return Cut(None, (), math.inf, min(open_bound, max(root, cutoff_s)), open_bound == math.inf, evaluated)
+        return Cut(best[1], best[2], best[0], min(best[0], open_bound), open_bound == math.inf, evaluated)
+
+    def _climb(
+        self, chunks: tuple[int, ...], limit: float, max_evaluated: int
+    ) -> tuple[tuple[float, tuple[int, ...], tuple[int, ...]] | None, int]:
+        """From `chunks`, move one unit between neighbours while the step gets shorter."""
+        best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
+        evaluated, tried = 0, set()
+        queue = [chunks]
+        while queue and evaluated <= max_evaluated:
+            chunks = queue.pop(0)
+            if chunks in tried:
+                continue
+            tried.add(chunks)
+            recompute = self.least_recompute(chunks)
+            if recompute is None:
+                continue
+            evaluated += 1
+            step = self.pricer.step_s(chunks, recompute)
+            if step < limit * (1 - _CLOSE):
+                limit, best, queue = step, (step, chunks, recompute), []
+                if self.pinned is None:
+                    for s in range(self.pp - 1):
+                        for move in (1, -1):
+                            near = list(chunks)
+                            near[s], near[s + 1] = near[s] + move, near[s + 1] - move
+                            if min(near) >= 1:
+                                queue.append(tuple(near))
+        return best, evaluated
+
+    def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Layers to compute again per stage: the fewest that fit, or what is pinned; None if it does not fit."""
+        out = []
+        for s, units in enumerate(self._ranges(chunks)):
+            key = (s, units.start, units.stop)
+            if key not in self._known:
+                self._known[key] = self._least(s, units, len(chunks))
+            count = self._known[key]
+            if count is None:
+                return None
+            out.append(count)
+        return tuple(out)
+
+    def _least(self, stage: int, units: range, num_stages: int) -> int | None:
+        layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
+        counts = self._counts(units, layers)
+        if self.fixed is None:  # fewer than the bound says cannot fit
+            first = int(self._reach[stage][units.start, units.stop])
+            counts = counts[int(self.layer_count[min(first, units.stop)] - self.layer_count[units.start]) :]
+        return next((n for n in counts if _sum(self._terms(stage, units, num_stages, n)) <= self.capacity), None)
+
+    def _terms(self, stage: int, units: range, num_stages: int, count: int) -> dict[str, Quantity]:
+        """Memory of one stage by term."""
+        ranges = [range(0, 0)] * num_stages
+        tried = [0] * num_stages
+        ranges[stage], tried[stage] = units, count
+        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_again).terms
+
+    def _counts(self, units: range, layers: int) -> list[int]:
+        if self.fixed is None:
+            return list(range(layers + 1))
+        if self.fixed == "full":
+            return [layers]
+        return [sum(u in self.pricer.pinned_again for u in units)]
+
+    def _ranges(self, chunks: tuple[int, ...]) -> list[range]:
+        out, at = [], 0
+        for count in chunks:
+            out.append(range(at, at + count))
+            at += count
+        return out
+
+    def shortage(self) -> Shortage:
+        """How far the most even cut with the least memory (everything allowed computed again) is from fitting."""
+        chunks = self.pinned or tuple(
+            (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
+        )
+        ranges = self._ranges(chunks)
+        worst: Shortage | None = None
+        for s, units in enumerate(ranges):
+            layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
+            options = [self._terms(s, units, len(ranges), count) for count in self._counts(units, layers)]
+            terms = min(options, key=_sum)
+            needed = _sum(terms)
+            if worst is None or needed > worst.needed_bytes:
+                worst = Shortage(s, max(terms, key=lambda k: terms[k].mid), needed, self.capacity)
+        if worst is None:
+            raise ValueError("a pipeline has at least one stage")
+        return worst
+
+
+def _sum(terms: Mapping[str, Quantity]) -> float:
+    return sum(q.mid for q in terms.values())
+
+
+def _prefix(values: Array) -> Array:
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def _least_transient(plain: list[float], again: list[float], i: NDArray[np.int64], j: NDArray[np.int64]) -> Array:
+    """At least the smaller of the two for the unit of the window that needs most: running maxima from every start."""
+    least = np.minimum(plain, again)
+    n = len(least)
+    table = np.zeros((n + 1, n + 1))
+    for start in range(n):
+        table[start, start + 1 :] = np.maximum.accumulate(least[start:])
+    out: Array = table[i, j]
+    return out
