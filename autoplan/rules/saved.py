@@ -247,28 +247,34 @@ def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
     return (both, both)
 
 
-def _experts_facts(f: OpFacts) -> tuple[int, int, int, int]:
-    """Tokens times experts per token, hidden size, ffn size, bytes of an element."""
+def _experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
+    """Rows (a token once per expert that takes it), hidden and inner size, bytes of an element.
+
+    Tokens are taken to be spread evenly over the experts, so that a rank with a part of them has that part of the rows.
+    """
     hidden, index, _, _, down = f.inputs[:5]
-    return index.num_elements, hidden.shape[-1], down.shape[-1], DTYPE_BYTES[hidden.dtype]
+    here, total = down.shape[0], int(f.attrs.get("num_experts") or down.shape[0])
+    return -(-index.num_elements * here // total), hidden.shape[-1], down.shape[-1], DTYPE_BYTES[hidden.dtype]
 
 
 def _experts_extra(f: OpFacts) -> tuple[int, ...]:
-    rows, hidden, ffn, width = _experts_facts(f)
-    # sorted tokens, gate and up, activation (silu(gate) and its product), what the experts return, the permutation
-    return (
-        rows * hidden * width,
-        rows * 2 * ffn * width,
-        rows * ffn * width,
-        rows * ffn * width,
-        rows * hidden * width,
-        rows * DTYPE_BYTES["int64"],
-    )
+    """Experts as grouped matrix products over rows sorted by expert (Gale et al., MegaBlocks, 2022): derived, not
+    measured, since the runtime does not execute them yet.
+
+    Kept: the sorted rows and their permutation; gate and up, the activated gate and its product with up (the input of
+    the last product), or without a gate the first product and its activation; what the experts return, for the gradient
+    of the routing weights.
+    """
+    rows, hidden, inner, width = _experts_rows(f)
+    first = (2 * inner, inner, inner) if f.attrs.get("gated", True) else (inner, inner)
+    returned = (rows * hidden * width,) if f.inputs[2].requires_grad else ()
+    return (rows * hidden * width, rows * DTYPE_BYTES["int64"], *(rows * n * width for n in first), *returned)
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    rows, hidden, ffn, width = _experts_facts(f)
-    return (rows * hidden * width, rows * (hidden + 2 * ffn) * width)
+    # forward: the weighted rows before they are summed; backward: gradients of rows, of both products' inner sides
+    rows, hidden, inner, width = _experts_rows(f)
+    return (rows * hidden * width, rows * (2 * hidden + 3 * inner) * width)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -292,7 +298,7 @@ RULES: dict[str, SavedRule] = {
     "add_scalar": _rule(gradient=Gradient.PASS),
     "detach": _VIEW,
     **dict.fromkeys("logical_not ne_scalar eq_scalar lt_scalar gt_scalar le_scalar ge_scalar".split(), _NOTHING),
-    **dict.fromkeys("eq ne lt gt le ge logical_and logical_or bitwise_and bitwise_or".split(), _NOTHING),
+    **dict.fromkeys("eq ne lt gt le ge logical_and logical_or bitwise_and bitwise_or bitwise_not".split(), _NOTHING),
     "add": _rule(gradient=Gradient.PASS),
     "sub": _rule(gradient=Gradient.PASS),
     "mul": _rule("x1<0 x0<1"),
@@ -304,8 +310,8 @@ RULES: dict[str, SavedRule] = {
     "masked_fill": _rule("x1<0"),
     "linear": _LINEAR,
     "matmul": _LINEAR,
-    "layer_norm": _rule("x0<0,1,2", form=Form.NEW, extra=_layer_norm_extra),
-    "rms_norm": _rule("x0<0,1", extra=_rms_norm_extra, workspace=_units(1, 2)),
+    "layer_norm": _rule("x0<0,1,2 x1<0,1,2 x2<0,1,2", form=Form.NEW, extra=_layer_norm_extra),
+    "rms_norm": _rule("x0<0,1 x1<0,1", extra=_rms_norm_extra, workspace=_units(1, 2)),
     "embedding": _rule("x1<0", form=Form.NEW),
     "vocab_embedding": _rule(form=Form.NEW, extra=_vocab_embedding_extra),
     "cross_entropy_sum": _rule("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace),
@@ -327,19 +333,23 @@ RULES: dict[str, SavedRule] = {
     "cumsum": _MADE,
     "tril": _MADE,
     "triu": _MADE,
+    "one_hot": _MADE,
+    "topk": _rule("y1<0", form=Form.NEW),
+    "gather": _rule("x0<0 x1<0", form=Form.NEW),
+    "scatter": _rule("x1<0", form=Form.NEW),
     "pad": _rule(form=Form.NEW, gradient=Gradient.PASS),
     "cat": _rule(form=Form.NEW, gradient=Gradient.PASS),
     "arange": _MADE,
     "full": _MADE,
     **dict.fromkeys("reshape transpose permute unsqueeze squeeze".split(), _VIEW),
     **dict.fromkeys("slice select chunk expand".split(), _PART),
-    "experts": _rule("x1<0,2,3,4 x2<0,3,4", form=Form.NEW, extra=_experts_extra, workspace=_experts_workspace),
+    "experts": _rule("x2<0,3,4", form=Form.NEW, extra=_experts_extra, workspace=_experts_workspace),
 }
 
 
 def rule_name(f: OpFacts) -> str:
     """Which line of the table holds for an operation: that of its name, or of a form that keeps something else."""
-    if f.special is not None:
+    if f.special in RULES:
         return f.special
     if f.op == "attention":
         if f.device_type == "cpu" and f.inputs[0].shape[-1] != f.inputs[2].shape[-1]:

@@ -5,7 +5,8 @@ A view keeps its whole base alive, a copy does not: activation memory depends on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 Ints = tuple[int, ...]
 
@@ -96,3 +97,71 @@ def elementwise(operands: Sequence[tuple[Ints, Ints]], out: Ints) -> Ints:
         result[d] = step
         step *= max(out[d], 1)
     return tuple(result)
+
+
+_View = Callable[[Mapping[str, Any], Ints, Ints, Sequence[Ints]], list[Ints | None]]
+
+
+def view_strides(
+    op: str, attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]
+) -> list[Ints | None]:
+    """Strides of the outputs of a view operation of the rule table, of shapes `new`; None where torch has to copy."""
+    return _VIEWS[op](attrs, shape, strides, new)
+
+
+def _reshape(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    return [reshaped(shape, strides, new[0])]
+
+
+def _transpose(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    out = list(strides)
+    a, b = (attrs[k] % len(out) for k in ("dim0", "dim1"))
+    out[a], out[b] = out[b], out[a]
+    return [tuple(out)]
+
+
+def _permute(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    return [tuple(strides[d] for d in attrs["dims"])]
+
+
+def _unsqueeze(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    dim = attrs["dim"] % (len(shape) + 1)
+    inner = strides[dim] * shape[dim] if dim < len(shape) else 1
+    return [(*strides[:dim], inner, *strides[dim:])]
+
+
+def _squeeze(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    # torch leaves a dim that is not 1 as it is
+    return [strides] if len(new[0]) == len(shape) else _select(attrs, shape, strides, new)
+
+
+def _expand(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    return [broadcast(shape, strides, new[0])]
+
+
+def _slice(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    dim = attrs["dim"] % len(shape)
+    return [(*strides[:dim], strides[dim] * attrs["step"], *strides[dim + 1 :])]
+
+
+def _select(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    dim = attrs["dim"] % len(shape)
+    return [strides[:dim] + strides[dim + 1 :]]
+
+
+def _same(attrs: Mapping[str, Any], shape: Ints, strides: Ints, new: Sequence[Ints]) -> list[Ints | None]:
+    return [strides for _ in new]
+
+
+_VIEWS: dict[str, _View] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "slice": _slice,
+    "select": _select,
+    "chunk": _same,
+    "detach": _same,
+}

@@ -16,7 +16,7 @@ micro-batch: exactly, if `saved_bytes_of` does the summing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -36,7 +36,7 @@ from autoplan.rules.saved import (
     saved_rule,
     workspace_bytes,
 )
-from autoplan.rules.strides import broadcast, contiguous, elementwise, reshaped
+from autoplan.rules.strides import broadcast, contiguous, elementwise, reshaped, view_strides
 from autoplan.search.lower import Convert, LoweredBlock, Op
 
 Ints = tuple[int, ...]
@@ -137,6 +137,38 @@ def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> 
                 elif size:
                     seen.add(name)
     return total
+
+
+def peak_bytes_of(
+    calls: Sequence[Call],
+    blocks: Mapping[str, Activations],
+    recomputed: Set[str] = frozenset(),
+    gradient_bytes: Mapping[str, int] | None = None,
+) -> int:
+    """The most bytes that activations and passing gradients of one micro-batch take while it runs through a stage.
+
+    While a call's backward runs, what later calls kept is gone already, so this is less than all that is saved plus the
+    largest transient. Other micro-batches in flight add what each keeps.
+
+    Args:
+        calls: of the stage in order, with the parameter-free ones it needs; `blocks`: their activations by block.
+        recomputed: names of the calls under full recompute.
+        gradient_bytes: local gradient of a parameter by its full name. That of one used by several calls (a tied
+            embedding) waits from the backward of the last for that of the first.
+    """
+    uses: dict[str, list[int]] = {}
+    for i, call in enumerate(calls):
+        for name in call.params.values():
+            uses.setdefault(name, []).append(i)
+    tied = [(at[0], at[-1], size) for name, size in (gradient_bytes or {}).items() if len(at := uses.get(name, [])) > 1]
+    peak = held = 0
+    for i, call in enumerate(calls):
+        mine = blocks[call.block]
+        again = call.name in recomputed
+        held += mine.kept_bytes if again else mine.saved_bytes
+        extra = mine.recompute_transient_bytes if again else mine.transient_bytes
+        peak = max(peak, held + extra + sum(size for first, last, size in tied if first <= i < last))
+    return peak
 
 
 class _Walk:
@@ -295,7 +327,7 @@ class _Walk:
         if op.node.op == "to" and self.dtype(op.inputs[0]) == self.dtype(op.values[0]):
             return [ins[0]]
         if rule.form is Form.VIEW:
-            views = _VIEWS[op.node.op](op, ins[0], shapes)
+            views = view_strides(op.node.op, op.node.attrs, ins[0].shape, ins[0].strides, shapes)
             return [
                 _Tensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
                 for value, shape, strides in zip(op.values, shapes, views, strict=True)
@@ -361,7 +393,7 @@ class _Walk:
         outs = [
             (self.tensors[v].storage, low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)
         ]
-        given = {s for s, value in outs if not value.requires_grad} & counted - set(with_grad)
+        given = {s for s, value in outs if not value.requires_grad} & counted
         saved = set(given)
         for step in self.steps:
             saved |= step.saved & counted
@@ -533,66 +565,3 @@ def _transposed(t: _Tensor) -> _Tensor:
 def _folds(t: _Tensor) -> bool:
     """True if all dims but the last are one dim in memory."""
     return all(t.strides[i] == t.strides[i + 1] * t.shape[i + 1] for i in range(len(t.shape) - 2))
-
-
-# -- strides of views --------------------------------------------------------------------------------------------------
-
-_Strides = list[Ints | None]  # per output; None: torch copies
-
-
-def _reshape(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    return [reshaped(x.shape, x.strides, shapes[0])]
-
-
-def _transpose(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    out = list(x.strides)
-    a, b = (op.node.attrs[k] % len(out) for k in ("dim0", "dim1"))
-    out[a], out[b] = out[b], out[a]
-    return [tuple(out)]
-
-
-def _permute(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    return [tuple(x.strides[d] for d in op.node.attrs["dims"])]
-
-
-def _unsqueeze(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    dim = op.node.attrs["dim"] % (len(x.shape) + 1)
-    inner = x.strides[dim] * x.shape[dim] if dim < len(x.shape) else 1
-    return [(*x.strides[:dim], inner, *x.strides[dim:])]
-
-
-def _squeeze(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    dim = op.node.attrs["dim"] % len(x.shape)
-    return [x.strides if len(shapes[0]) == len(x.shape) else x.strides[:dim] + x.strides[dim + 1 :]]
-
-
-def _expand(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    return [broadcast(x.shape, x.strides, shapes[0])]
-
-
-def _slice(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    dim = op.node.attrs["dim"] % len(x.shape)
-    return [(*x.strides[:dim], x.strides[dim] * op.node.attrs["step"], *x.strides[dim + 1 :])]
-
-
-def _select(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    dim = op.node.attrs["dim"] % len(x.shape)
-    return [x.strides[:dim] + x.strides[dim + 1 :]]
-
-
-def _same(op: Op, x: _Tensor, shapes: list[Ints]) -> _Strides:
-    return [x.strides] * len(shapes)
-
-
-_VIEWS: dict[str, Callable[[Op, _Tensor, list[Ints]], _Strides]] = {
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "permute": _permute,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "expand": _expand,
-    "slice": _slice,
-    "select": _select,
-    "chunk": _same,
-    "detach": _same,
-}
