@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -279,7 +279,11 @@ def _is_profile(path: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Curve:
-    """Time over bytes: knots that never fall (running maximum), for the low, middle and high times."""
+    """Time over bytes, for the low, middle and high times: knots that never fall.
+
+    Isotonic regression of the logarithms by pooling adjacent violators (Barlow et al., Statistical Inference under
+    Order Restrictions, 1972): where a larger message was measured faster, both get their mean.
+    """
 
     sizes: tuple[int, ...]
     times: tuple[tuple[float, ...], ...]
@@ -287,18 +291,8 @@ class _Curve:
     @staticmethod
     def of(records: Iterable[LinkRecord]) -> _Curve:
         ordered = sorted(records, key=lambda r: r.num_bytes)
-        rows = []
-        for values in (
-            [r.time_s.low for r in ordered],
-            [r.time_s.median for r in ordered],
-            [r.time_s.high for r in ordered],
-        ):
-            top = 0.0
-            row = []
-            for value in values:
-                top = max(top, value)
-                row.append(top)
-            rows.append(tuple(row))
+        columns = [[t.low, t.median, t.high] for t in (r.time_s for r in ordered)]
+        rows = [_never_falling(column) for column in zip(*columns, strict=True)]
         return _Curve(tuple(r.num_bytes for r in ordered), tuple(rows))
 
     def at(self, num_bytes: float, which: int) -> float:
@@ -313,6 +307,17 @@ class _Curve:
             return times[i]
         share = math.log(num_bytes / sizes[i - 1]) / math.log(sizes[i] / sizes[i - 1])
         return float(times[i - 1] * (times[i] / times[i - 1]) ** share) if times[i - 1] else times[i] * share
+
+
+def _never_falling(values: Sequence[float]) -> tuple[float, ...]:
+    pools: list[tuple[float, int]] = []  # sum of logarithms, count
+    for value in values:
+        pool = (math.log(max(value, 1e-12)), 1)
+        while pools and pools[-1][0] / pools[-1][1] > pool[0] / pool[1]:
+            last = pools.pop()
+            pool = (last[0] + pool[0], last[1] + pool[1])
+        pools.append(pool)
+    return tuple(math.exp(total / count) for total, count in pools for _ in range(count))
 
 
 # -- schema ------------------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 SIZES = tuple(1 << k for k in (6, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28))
 HELD_OUT_SIZES = (3 << 12, 3 << 16, 3 << 20)
-_WANTED_S = 0.02  # of measuring per sample
+_WANTED_S = 0.01  # of measuring per sample
 _MAX_CALLS = 20
-_REPEATS = 9
 
 
 def layouts(world: int) -> list[tuple[int, int]]:
@@ -76,7 +75,7 @@ def _measure(kind: str, num_bytes: int, mesh: AxisMesh, job: Job) -> list[float]
     run()  # the first call over a group connects it
     (once,) = job.slowest([job.wall(run)])
     calls = max(1, min(_MAX_CALLS, int(_WANTED_S / max(once, 1e-7))))
-    repeats = _REPEATS if once < 0.2 else 3
+    repeats = 25 if once < 0.01 else 9 if once < 0.2 else 3
 
     def many() -> None:
         for _ in range(calls):

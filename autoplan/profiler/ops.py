@@ -202,7 +202,7 @@ class _Chain:
 
 
 def _samples(run: Callable[[], float | None], length: int, limit_s: float) -> list[float]:
-    """Adaptive repeats: until enough time was measured, within limits."""
+    """Adaptive repeats: until enough time was measured, within limits. The first warms up and is not counted."""
     found: list[float] = []
     spent, begin = 0.0, time.perf_counter()
     while len(found) < _MAX_REPEATS:
@@ -212,9 +212,9 @@ def _samples(run: Callable[[], float | None], length: int, limit_s: float) -> li
         found.append(max(seconds, 1e-9) / length)
         spent += seconds
         elapsed = time.perf_counter() - begin
-        if (len(found) >= _MIN_REPEATS and spent >= _TARGET_S) or (len(found) >= 2 and elapsed >= limit_s):
+        if (len(found) > _MIN_REPEATS and spent >= _TARGET_S) or (len(found) > 2 and elapsed >= limit_s):
             break
-    return found
+    return found[1:]
 
 
 def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> OpRecord:
@@ -231,10 +231,10 @@ def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) 
             del results
             return seconds
 
-        forward()  # warm up: allocator, code, caches
+        chain.function(*chain.warm[0])  # warm up: allocator, code
         forwards = _samples(forward, chain.length, limit_s)
         backwards: list[float] = []
-        if task.work.has_backward and chain.backward(clock) is not None:
+        if task.work.has_backward:
             backwards = _samples(lambda: chain.backward(clock), chain.length, limit_s)
     finally:
         if enabled:

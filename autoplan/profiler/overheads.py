@@ -1,8 +1,11 @@
 """Fixed costs of a step beside its operations and collectives, from real programs of next to no work.
 
 A program of `L` layers, each `x * weight` over a few elements, runs under ParallelModel as an emitted one does. Slopes
-over the number of micro-batches, layers or tensors give the cost of one more; the rest is fixed. The collectives that a
-run performed are recorded and their measured times taken off. Names: `autoplan.cost_models.profile.OVERHEADS`.
+over the number of micro-batches, layers or tensors give the cost of one more; the rest is fixed. Names:
+`autoplan.cost_models.profile.OVERHEADS`.
+
+On one CPU thread these are CPU times of the thread, which do not contain its waiting for other ranks; dispatching the
+collectives, which the measured links contain too, is taken off. On CUDA they are wall times less the measured links.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.job import Job
@@ -96,6 +100,7 @@ class _Runs:
 
     def __init__(self, job: Job, links: Profile) -> None:
         self.job, self.links = job, links
+        self._dispatch: dict[str, float] = {}
 
     def model(self, num_layers: int, dp: int, pp: int, zero_stage: int) -> ParallelModel:
         spec, sources = _program(num_layers, (("pp", pp), ("dp", dp)), zero_stage)
@@ -106,28 +111,55 @@ class _Runs:
         """Median over repeats of the slowest rank's seconds, after a warm-up."""
         for _ in range(3):
             run()
-        return statistics.median(self.job.slowest([self.job.wall(run) for _ in range(_REPEATS)]))
+        samples = []
+        for _ in range(_REPEATS):
+            self.job.barrier()
+            samples.append(self.seconds(run))
+        return statistics.median(self.job.slowest(samples))
 
-    def collectives_s(self, pm: ParallelModel, run: Callable[[], object]) -> float:
-        """Measured time of the collectives that `run` performs; 0 for what was not measured."""
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one run, on this rank."""
+        start = self.now()
+        run()
+        self.job.synchronize()
+        return self.now() - start
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock."""
+        alone = self.job.device.type == "cpu" and torch.get_num_threads() == 1
+        return time.thread_time if alone else time.perf_counter
+
+    def collectives_s(self, pm: ParallelModel, run: Callable[[], object], phase: str | None = None) -> float:
+        """What the collectives that `run` performs take of its time."""
         with record_collectives(pm.mesh) as records:
             run()
-        total = 0.0
-        for r in records:
-            size, stride = self._group(pm, r.axis)
-            found = self.links.collective_s(r.kind, r.bytes, size, stride)
-            total += found.mid if found is not None else 0.0
-        return total
+        return sum(self.collective_s(r.kind) for r in records if phase in (None, r.phase))
 
-    def _group(self, pm: ParallelModel, axis: str) -> tuple[int, int]:
-        if axis not in pm.mesh.axes:
-            return self.job.world, 1  # the default group
-        sizes = list(pm.mesh.axes.items())
-        at = [name for name, _ in sizes].index(axis)
-        stride = 1
-        for _, size in sizes[at + 1 :]:
-            stride *= size
-        return sizes[at][1], stride
+    def collective_s(self, kind: str) -> float:
+        """Of one small collective over all ranks: what its caller's clock sees."""
+        if kind not in self._dispatch:
+            self._dispatch[kind] = self._measured(kind)
+        return self._dispatch[kind]
+
+    def _measured(self, kind: str) -> float:
+        if self.job.device.type == "cuda":
+            found = self.links.collective_s(kind, 64, self.job.world, 1)
+            return 0.0 if found is None else found.mid
+        whole, part = torch.zeros(16 * self.job.world), torch.zeros(16)
+        rank, world = self.job.rank, self.job.world
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "all_gather": lambda: dist.all_gather(list(whole.chunk(world)), part),
+            "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.chunk(world))),
+            "send_recv": lambda: _exchange(whole, rank ^ 1) if rank ^ 1 < world else None,
+        }
+        return self.median(lambda: [calls[kind]() for _ in range(20)]) / 20
+
+
+def _exchange(tensor: torch.Tensor, peer: int) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, tensor, peer)]):
+        work.wait()
 
 
 def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
@@ -136,7 +168,7 @@ def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
     out: dict[str, float] = {}
     measures: list[Callable[[], Mapping[str, float]]] = [
         lambda: _step(runs),
-        _optimizer,
+        lambda: _optimizer(runs),
         lambda: _zero(runs),
         lambda: _pipeline(runs),
         lambda: _clip(runs),
@@ -183,20 +215,15 @@ def _clipper(pm: ParallelModel) -> Callable[[], object]:
     return lambda: pm.clip_grad_norm_(1.0)
 
 
-def _optimizer() -> dict[str, float]:
+def _optimizer(runs: _Runs) -> dict[str, float]:
     times = {}
     for tensors in (1, 33):
-        params = [torch.nn.Parameter(torch.ones(1)) for _ in range(tensors)]
+        params = [torch.nn.Parameter(torch.ones(1, device=runs.job.device)) for _ in range(tensors)]
         for p in params:
-            p.grad = torch.ones(1)
+            p.grad = torch.ones_like(p)
         optimizer = torch.optim.AdamW(params, lr=1e-4)
         optimizer.step()
-        samples = []
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            optimizer.step()
-            samples.append(time.perf_counter() - start)
-        times[tensors] = statistics.median(samples)
+        times[tensors] = runs.median(optimizer.step)
     more = max(0.0, (times[33] - times[1]) / 32)
     return {"optimizer_step_s": times[1] - more, "optimizer_tensor_s": more}
 
@@ -221,27 +248,23 @@ def _zero(runs: _Runs) -> dict[str, float]:
                 }
                 with use_mesh(pm.mesh):
                     job.barrier()
-                    start = time.perf_counter()
+                    start = runs.now()
                     loss = pm.stage(**inputs)
                     job.synchronize()
-                    middle = time.perf_counter()
+                    middle = runs.now()
                     pm._sync.before_backward(0, is_last=True)
                     loss.backward()
                     job.synchronize()
-                    times["backward"].append(time.perf_counter() - middle)
+                    times["backward"].append(runs.now() - middle)
                     times["forward"].append(middle - start)
                     if pm.spec.zero_stage:  # stage 0 reduces at the end of the step, which is no part of the backward
                         pm._sync.finish_step()
 
             for _ in range(_REPEATS + 3):
                 run()
-            with record_collectives(pm.mesh) as records:
-                run()
             for phase, samples in times.items():
                 spent = statistics.median(job.slowest(samples[3 : 3 + _REPEATS]))
-                group = [r for r in records if r.phase == phase and r.axis in pm.mesh.axes]
-                known = [runs.links.collective_s(r.kind, r.bytes, world, 1) for r in group]
-                found[zero, layers, phase] = spent - sum(q.mid for q in known if q is not None)
+                found[zero, layers, phase] = spent - runs.collectives_s(pm, run, phase)
     out = {}
     for phase in ("forward", "backward"):
         more = [(found[zero, 10, phase] - found[zero, 2, phase]) / 8 for zero in (0, 3)]
@@ -256,6 +279,6 @@ def _pipeline(runs: _Runs) -> dict[str, float]:
         return {}
     pm = runs.model(2, world // 2, 2, 0)
     few, many = _step_of(runs, pm, 4), _step_of(runs, pm, 12)
-    send = runs.links.collective_s("send_recv", 4 * _WIDTH, 2, world // 2)
     more = (many - few) / 8
-    return {"pipeline_action_s": max(0.0, more / 2 - (send.mid if send is not None else 0.0))}
+    # a send and a receive for each micro-batch, in one direction forward and in the other backward
+    return {"pipeline_action_s": max(0.0, (more - runs.collective_s("send_recv")) / 2)}

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,21 +29,26 @@ import torch
 import torch.distributed as dist
 
 from autoplan.cost_models.compute import class_of, interpolated_s
-from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.errors import PinError, ProfileError
+from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import held_out, lattice
 from autoplan.profiler.links import measure_links
 from autoplan.profiler.ops import Clock, Task, cache_bytes, measure_op, memory_bytes
 from autoplan.profiler.overheads import measure_overheads
+from autoplan.profiler.tasks import model_tasks
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.search.pins import check_degrees, make_mesh
+from autoplan.search.works import Works
 
 DEFAULT_BUDGET_S = 120.0
 ENVIRONMENT = "AUTOPLAN_PROFILE"
 ASSUMED = "assumed"
 # The largest shapes of the lattice, so that one of them takes well under a second.
-_MAX_FLOPS = {"cpu": 5e9, "cuda": 2e12}
+_MAX_FLOPS = {"cpu": 2.5e9, "cuda": 2e12}
 _MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
 _MAX_LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 _GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
@@ -251,6 +256,8 @@ def _measure(
     job: Job, tasks: Sequence[Task], name: str | None, known: Profile | None, dtypes: Sequence[str], general: bool
 ) -> Profile:
     clock, notes = Clock(job.device), [f"operations: {Clock(job.device).name}"]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    notes.append(f"load average of the machine before measuring: {load:.1f}")
     profile = Profile(
         name or machine_key(job.world, job.device.type),
         job.device.type,
@@ -396,3 +403,65 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
                 raise ProfileError(f"rank {rank} failed while measuring:\n{value}")
             text = value or text
     return text
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+_COMMAND_DEGREES = (1, 2, 4, 8)
+_COMMAND_SEQUENCE = 1024
+
+
+def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:
+    """Operations of a model at several tensor-parallel degrees; degrees that it cannot take are left out."""
+    found: dict[str, Task] = {}
+    for tp in degrees:
+        config = ParallelConfig(tp=tp)
+        try:
+            check_degrees(graph, config)
+        except PinError:
+            continue
+        _, axes = make_mesh(graph, config)
+        for task in model_tasks(Works(graph, axes, env)):
+            found.setdefault(task.work.key, task)
+    return list(found.values())
+
+
+def profile_command(
+    name: str | None = None,
+    processes: int = 1,
+    budget_s: float = DEFAULT_BUDGET_S,
+    model: str | None = None,
+    out: Path | str | None = None,
+) -> Profile:
+    """`autoplan profile`: measure this machine, write the profile, print what it holds.
+
+    Args:
+        model: a model of the catalog, a `config.json` or `package.module:factory`: its operations at tensor-parallel
+            degrees 1 to 8, one sequence of 1024 tokens, are measured first.
+        out: a `.json` file; default: the user's cache, where `parallelize` finds it.
+
+    Raises: AutoplanError for an unknown model, processes this machine does not have, or a failure while measuring.
+    """
+    from rich.console import Console
+
+    from autoplan.profiler.show import summary
+
+    tasks: list[Task] = []
+    dtypes = ("float32",)
+    if model is not None:
+        from autoplan.catalog import load_model
+
+        graph = load_model(model)
+        tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE})
+        used = [p.dtype for p in graph.params.values()]
+        dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
+    profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
+    console = Console()
+    console.print(summary(profile))
+    if out is not None:
+        profile.save(out)
+        path = Path(out)
+    else:
+        path = store(profile, profile.name)
+    console.print(f"written to {path}")
+    return profile

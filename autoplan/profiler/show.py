@@ -1,0 +1,89 @@
+"""A profile as tables: what was measured, in which units, its spread, and how well it interpolates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
+
+from autoplan.cost_models.compute import class_of, phase_flops
+from autoplan.cost_models.profile import PHASES, OpRecord, Profile, Timing
+from autoplan.cost_models.units import GB, MIB, MICRO
+
+
+def _spread(times: Sequence[Timing]) -> str:
+    """Half the distance of the quartiles over the median, of the shape in the middle."""
+    values = sorted((t.high - t.low) / 2 / t.median for t in times)
+    return f"{values[len(values) // 2]:.0%}"
+
+
+def _operations(profile: Profile) -> Table:
+    table = Table(title="operations: seconds of one call, all ranks at once", title_justify="left")
+    for name in ("class", "phase", "shapes", "from", "to", "best GFLOP/s", "spread", "held-out error"):
+        table.add_column(name, justify="left" if name in ("class", "phase") else "right")
+    classes: dict[str, list[OpRecord]] = {}
+    for record in profile.ops:
+        classes.setdefault(class_of(record.work.op), []).append(record)
+    for name, records in sorted(classes.items()):
+        for phase in PHASES:
+            found = [(r, t) for r in records if (t := r.forward_s if phase == "forward" else r.backward_s) is not None]
+            if not found:
+                continue
+            times = [t for _, t in found]
+            best = max(phase_flops(r.work, phase) / t.median for r, t in found) / 1e9
+            error = profile.held_out.get(f"{name} {phase}")
+            low, high = min(t.median for t in times), max(t.median for t in times)
+            table.add_row(
+                name,
+                phase,
+                str(len(found)),
+                f"{low / MICRO:.1f} us",
+                f"{high / MICRO:,.0f} us",
+                f"{best:.1f}" if name in ("linear", "attention") else "",
+                _spread(times),
+                "not checked" if error is None else f"{error.median:.0%} (p90 {error.p90:.0%})",
+            )
+    return table
+
+
+def _links(profile: Profile) -> Table:
+    table = Table(title="collectives: the slowest rank", title_justify="left")
+    for name in ("collective", "ranks", "stride", "latency", "largest", "bandwidth", "spread", "held-out error"):
+        table.add_column(name, justify="left" if name == "collective" else "right")
+    for kind, size, stride in sorted({(r.kind, r.group_size, r.stride) for r in profile.links}):
+        records = [r for r in profile.links if (r.kind, r.group_size, r.stride) == (kind, size, stride)]
+        smallest, largest = records[0], records[-1]
+        error = profile.held_out.get(kind)
+        table.add_row(
+            kind,
+            str(size),
+            str(stride),
+            f"{smallest.time_s.median / MICRO:.0f} us",
+            f"{largest.num_bytes / MIB:.3g} MiB",
+            f"{largest.num_bytes / largest.time_s.median / GB:.2f} GB/s",
+            _spread([r.time_s for r in records]),
+            "not checked" if error is None else f"{error.median:.0%} (p90 {error.p90:.0%})",
+        )
+    return table
+
+
+def summary(profile: Profile) -> Group:
+    """Everything worth knowing about a profile, for a rich console."""
+    where = ", ".join(f"{k} {v}" for k, v in {**profile.hardware, **profile.software}.items())
+    parts: list[Table | str] = [
+        f"{profile.name}: {profile.world_size} processes of {profile.num_threads} thread(s), {where}, {profile.date}"
+    ]
+    if profile.ops:
+        parts.append(_operations(profile))
+    if profile.links:
+        parts.append(_links(profile))
+    if profile.overheads:
+        table = Table(title="fixed costs of a step", title_justify="left")
+        table.add_column("what")
+        table.add_column("time", justify="right")
+        for name, seconds in profile.overheads.items():
+            table.add_row(name.removesuffix("_s"), f"{seconds / MICRO:.1f} us")
+        parts.append(table)
+    parts += [f"note: {note}" for note in profile.notes]
+    return Group(*parts)
