@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,21 @@ from torch import nn
 from autoplan.capture.cache import cached
 from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
-from autoplan.codegen.program import Program, compile_program
+from autoplan.codegen.program import Program, compile_program, write_text
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
-from autoplan.plan import Plan, make_plan
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.profile import Profile
+from autoplan.plan import Plan, searched_plan
+from autoplan.planner import PlanRequest, search_plan
 from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
-from autoplan.search.pins import read_pins
+from autoplan.search.space import check_pins, space
+
+if TYPE_CHECKING:
+    from autoplan.profiler.ops import Task
+
+T = TypeVar("T")
 
 
 def parallelize(
@@ -34,37 +41,45 @@ def parallelize(
     optimizer: OptimizerFactory | None = None,
     example_inputs: Mapping[str, torch.Tensor] | None = None,
     loss_fn: LossFn | None = None,
+    global_batch_size: int | None = None,
     pins: Mapping[str, Any] | None = None,
+    profile: Profile | str | None = None,
     folder: str | Path | None = None,
     seed: int = 0,
     timeout_s: float | None = None,
     check: bool = False,
 ) -> ParallelModel:
-    """Parallelise `model` over `cluster`; call it on every rank (under torchrun), each with the same model.
+    """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
     Args:
         model: an ordinary module on the CPU or this rank's device. Rank 0's values are used everywhere.
-        cluster: a Cluster, or 'local' for all processes of this job.
+        cluster: 'local' for all processes of this job, priced by what is measured on them; or a Cluster, priced by its
+            figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
             planned for AdamW and you make your own from `pm.parameters()`.
         example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. Not needed for
             a Hugging Face causal language model.
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
-        pins: fixed choices: tp, pp, dp, zero_stage (0-3), num_micro_batches, recompute ('none', 'full' or a mapping
-            block -> one), stages (layers per pipeline stage), schedule. What is not pinned gets the default stated in
-            autoplan.search.pins.
-        folder: where to write the emitted program (`stageN.py`, `program.json`); a temporary folder by default.
+        global_batch_size: samples per step over all data-parallel ranks. None: as many as the examples on every device
+            that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
+        pins: fixed choices: tp, pp, dp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute ('none',
+            'full' or a mapping block -> one), stages (layers per pipeline stage), schedule. The rest is searched.
+        profile: measured times, a Profile or the name or path of one. None with 'local': the profile of this machine,
+            measured now (bounded, once) where it is not known; AUTOPLAN_PROFILE names another or says 'assumed'.
+        folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default a temporary
+            folder.
         seed: of dropout.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
         `pm.plan`, `pm.source`.
-    Raises: PinError, CaptureError and other AutoplanErrors, the same on every rank.
+    Raises: PinError, CaptureError, NothingFits and other AutoplanErrors, the same on every rank.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     world = dist.get_world_size() if dist.is_initialized() else world
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    measured = isinstance(cluster, str)
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster, world, device_type)
     if cluster.num_devices != world:
@@ -72,7 +87,8 @@ def parallelize(
             f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
             f"torchrun --nproc-per-node {cluster.num_devices}, or pass cluster='local'"
         )
-    config = read_pins(pins or {}, world)
+    pins = dict(pins or {})
+    check_pins(pins)
     if example_inputs is None:
         if not is_hf_model(model):
             raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
@@ -82,13 +98,32 @@ def parallelize(
         raise CaptureError(
             f"{absent[0]!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
         )
+    known = Profile.load(profile) if isinstance(profile, str) else profile
     device = _start(cluster, timeout_s)
-    plan, program = _agree(model, cluster, config, example_inputs, loss_fn, check)
+    if measured:
+        cluster = _with_memory(cluster, device)
+    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn))
+    shape = next(iter(example_inputs.values())).shape
+    seq_len = shape[1] if len(shape) > 1 else 1
+    batch = global_batch_size or default_global_batch(pins, world, shape[0])
+    if known is None and measured:
+        known = _machine_profile(graph, cluster, batch, seq_len, pins)
+
+    def chain() -> tuple[Plan, Program]:
+        if graph is None:
+            raise AutoplanError("only rank 0 plans")
+        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known)
+        if check:
+            _type_check(program)
+        return plan, program
+
+    plan, program = _agree(chain)
     parameters, buffers = _tensors(model)
     if world > 1:
         _same_values(parameters, buffers, device)
     if folder is not None and dist.get_rank() == 0:
         program.write(Path(folder))
+        write_text(Path(folder) / "plan.json", plan.to_json())
     if folder is not None and world > 1:
         dist.barrier()
     pm = ParallelModel(
@@ -96,7 +131,7 @@ def parallelize(
         program.sources,
         parameters,
         buffers,
-        num_micro_batches=config.num_micro_batches,
+        num_micro_batches=plan.config.num_micro_batches,
         optimizer=optimizer,
         device=device,
         folder=Path(folder) if folder is not None else None,
@@ -109,22 +144,90 @@ def parallelize(
 
 
 def plan_program(
-    model: nn.Module,
+    graph: ModelGraph,
     cluster: Cluster,
-    config: ParallelConfig,
-    example_inputs: Mapping[str, torch.Tensor],
-    loss_fn: LossFn | None = None,
+    pins: Mapping[str, Any],
+    global_batch_size: int,
+    seq_len: int,
+    profile: Profile | None = None,
 ) -> tuple[Plan, Program]:
-    """Capture, plan and compile in this process; no process group needed."""
-    graph = (
-        capture(model, example_inputs, loss_fn)
-        if loss_fn
-        else cached(model, example_inputs, lambda: capture(model, example_inputs))
+    """Search and compile in this process: the whole chain behind a captured graph; no process group needed."""
+    request = PlanRequest(
+        graph,
+        cluster,
+        seq_len,
+        global_batch_size,
+        pins,
+        precision="native",
+        profile=profile,
+        executed=True,
     )
-    shape = next(iter(example_inputs.values())).shape
-    env = {"b": max(1, shape[0] // config.num_micro_batches), "s": shape[1] if len(shape) > 1 else 1}
-    plan, layouts, _ = make_plan(graph, cluster, config, env)
+    found = search_plan(request)
+    evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
+    plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence)
     return plan, compile_program(graph, layouts)
+
+
+def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:
+    """The global batch if the caller names none: the examples on every device that may be a data-parallel rank."""
+    ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1)))
+    parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
+    return int(ranks * max(1, example_batch // parts) * parts)
+
+
+def _capture(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None) -> ModelGraph:
+    if loss_fn is not None:
+        return capture(model, example_inputs, loss_fn)
+    return cached(model, example_inputs, lambda: capture(model, example_inputs))
+
+
+def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
+    """The memory this rank really has: of its GPU, or its share of the machine's."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cluster.num_devices
+    return cluster.with_(memory_gb=_USABLE * total / 1e9)
+
+
+_USABLE = 0.9  # of the memory: the rest is for the system, the interpreter and its libraries
+
+
+def _machine_profile(
+    graph: ModelGraph | None, cluster: Cluster, global_batch_size: int, seq_len: int, pins: Mapping[str, Any]
+) -> Profile | None:
+    """What is known of this machine, after measuring what this model still needs; every rank calls it."""
+    from autoplan.profiler.run import cached_profile, graph_tasks, machine_key, measure_in_job, resolve, store
+
+    given = resolve()
+    if given != "measure":
+        return given
+    key = machine_key(cluster.num_devices, cluster.device_type)
+
+    def wanted() -> tuple[str | None, list[Task]]:
+        if graph is None:
+            raise AutoplanError("only rank 0 plans")
+        have = cached_profile(key)
+        cases = {(c.tp, c.micro_batch_size) for c in space(graph, cluster, global_batch_size, pins).candidates}
+        tasks: dict[str, Task] = {}
+        for tp, size in sorted(cases):
+            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len}):
+                tasks.setdefault(task.work.key, task)
+        missing = [t for k, t in tasks.items() if have is None or k not in have.by_key]
+        return (None if have is None else have.to_json()), missing
+
+    have_json, tasks = _agree(wanted)
+    have = None if have_json is None else Profile.from_json(have_json)
+    if have is not None and not tasks:
+        return have
+    budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
+    found = measure_in_job(tasks, budget_s, known=have)
+    if dist.get_rank() == 0:
+        store(found, key)
+    return found
+
+
+_PROFILE_BUDGET_S = 60.0
 
 
 def _start(cluster: Cluster, timeout_s: float | None) -> torch.device:
@@ -146,22 +249,13 @@ def _start(cluster: Cluster, timeout_s: float | None) -> torch.device:
     return device
 
 
-def _agree(
-    model: nn.Module,
-    cluster: Cluster,
-    config: ParallelConfig,
-    example_inputs: Mapping[str, torch.Tensor],
-    loss_fn: LossFn | None,
-    check: bool,
-) -> tuple[Plan, Program]:
-    """Rank 0 captures, plans and compiles; everybody gets the same result, or the same error."""
+def _agree(work: Callable[[], T]) -> T:
+    """Rank 0 does the work; everybody gets its result, or the same error."""
     box: list[Any] = [None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            box[0] = plan_program(model, cluster, config, example_inputs, loss_fn)
-            if check:
-                _type_check(box[0][1])
+            box[0] = work()
         except AutoplanError as exc:
             failure = box[0] = exc
         except Exception as exc:  # not a user's error, but the others must not wait for a plan that never comes
@@ -172,8 +266,15 @@ def _agree(
         raise failure
     if isinstance(box[0], AutoplanError):
         raise box[0]
-    plan, program = box[0]
-    return plan, program
+    result: T = box[0]
+    return result
+
+
+def _on_first(work: Callable[[], T]) -> T | None:
+    """Rank 0 does the work and keeps the result, the others get None; an error is everybody's."""
+    kept: list[T] = []
+    _agree(lambda: kept.append(work()))
+    return kept[0] if kept else None
 
 
 def _type_check(program: Program) -> None:

@@ -14,10 +14,11 @@ import torch
 from harness import Pool, pool
 
 import autoplan
+from autoplan.api import plan_program
+from autoplan.capture.export import capture
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.errors import CaptureError, PinError
 from autoplan.runtime.optim import check_elementwise
-from autoplan.search.pins import read_pins
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -110,12 +111,11 @@ def test_an_error_while_rank_0_plans_reaches_everybody() -> None:
 def test_heads_must_divide() -> None:
     found = pool(2).run(api_jobs.refused, {"pins": {"tp": 2}})
     assert found == ["accepted", "accepted"]
+    graph = capture(models.make_llama(), models.token_batch(2, 16))
     with pytest.raises(PinError, match=r"tp=8 does not divide the 4 attention heads at .*; nearest legal: 4"):
-        from autoplan.api import plan_program
-
-        plan_program(models.make_llama(), Cluster.local(8), read_pins({"tp": 8}, 8), models.token_batch(2, 16))
+        plan_program(graph, Cluster.local(8), {"tp": 8}, 8, 16)
     with pytest.raises(PinError, match=r"pp=8 needs at least as many layers, the model has 4; nearest legal: 4"):
-        plan_program(models.make_llama(), Cluster.local(8), read_pins({"pp": 8}, 8), models.token_batch(2, 16))
+        plan_program(graph, Cluster.local(8), {"pp": 8}, 8, 16)
 
 
 @pytest.mark.processes

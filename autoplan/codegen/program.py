@@ -49,9 +49,14 @@ class Program:
         """Write `program.json` and the stage files, each atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**self.sources, "program.json": self.spec.to_json()}.items():
-            temporary = folder / f".{name}.tmp"
-            temporary.write_text(text)
-            temporary.replace(folder / name)
+            write_text(folder / name, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def terms(size: Expr) -> Terms:
@@ -173,9 +178,7 @@ class _Compiler:
                     for a, t in zip(self.layouts.axes, p.stored, strict=True)
                     if t.is_shard
                 )
-                pending = tuple(
-                    a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u
-                )
+                pending = tuple(a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u)
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
                 params.append(
                     ParamSpec(

@@ -13,7 +13,7 @@ from autoplan.cost_models.config import RECOMPUTE as PRICED_RECOMPUTE
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.rules.batch import batch_obstacle
-from autoplan.search.pins import RECOMPUTE, SCHEDULES, head_counts, pipeline_units, read_pins
+from autoplan.search.pins import RECOMPUTE, SCHEDULES, check_degrees, head_counts, pipeline_units, read_pins
 
 SEARCHED = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
 KNOWN_PINS = (*SEARCHED, "schedule", "state_slack")
@@ -169,7 +169,7 @@ def _refuse(
 ) -> None:
     """Nothing is legal: say why."""
     plain = {k: v for k, v in pins.items() if k not in ("micro_batch_size", "recompute")}
-    read_pins(plain, devices)  # names the pin that does not fit the devices
+    check_degrees(graph, read_pins(plain, devices))  # names the pin that does not fit the devices or the model
     degrees = {k: v for k, v in pins.items() if k in ("dp", "tp", "pp")}
     if "micro_batch_size" in pins or "num_micro_batches" in pins:
         dps = [pins["dp"]] if "dp" in pins else [d for d in divisors(devices) if batch % d == 0]
