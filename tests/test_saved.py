@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from parity import (
@@ -30,8 +31,9 @@ from rule_harness import _named, _outputs, namespace, strategies_of, text_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from autoplan.capture.export import capture
 from autoplan.codegen.emit import Context
-from autoplan.codegen.program import Layouts
+from autoplan.codegen.program import Layouts, compile_program
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.plan import make_plan
@@ -248,6 +250,23 @@ def test_a_model_keeps_what_is_predicted(family: str, dropout: float) -> None:
     unused = blocks["embed"].saved_bytes if family == "llama-frozen" else 0
     assert saved_bytes_of(graph.calls, blocks) == measured + unused
     assert sum(blocks[c.block].saved_bytes for c in graph.calls) == measured + unused
+
+
+def test_bfloat16_keeps_half_and_what_stays_wide() -> None:
+    """Statistics, log-sum-exp and rotary tables in float32, log-probabilities in bfloat16."""
+    model, batch = models.make_llama().bfloat16(), models.token_batch(2, SEQ)
+    graph, env = capture(model, batch), {"b": 2, "s": SEQ}
+    _, layouts, _ = make_plan(graph, cluster_of(1, "bandwidth"), read_pins({}, 1), env)
+    lowered = {n: BlockLowering(graph, b, layouts.selection, layouts.axes).run() for n, b in graph.blocks.items()}
+    blocks = {n: activations(low, graph.factors, layouts.axes, env) for n, low in lowered.items()}
+    program = compile_program(graph, layouts)
+    with fake_group(1):
+        pm = ParallelModel(program.spec, program.sources, dict(model.named_parameters()), dict(model.named_buffers()))
+        with use_mesh(pm.mesh):
+            measured = measure_step(
+                pm.stage, {**batch, "loss_denominator": torch.tensor(30.0), "rng": torch.tensor([0, 0, 0])}
+            )
+    assert saved_bytes_of(graph.calls, blocks) == measured.saved_bytes
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
