@@ -159,7 +159,7 @@ def read_file(data: bytes, name: str) -> Mapping[str, str]:
     try:
         stored: dict[str, str] = json.loads(gzip.decompress(data))
         whole = hashlib.sha256(stored["graph"].encode()).hexdigest() == stored["content_hash"]
-    except (OSError, EOFError, ValueError, KeyError) as exc:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as exc:
         raise GraphError(f"the shipped graph of {name} cannot be read: {exc}; install autoplan again") from exc
     if not whole:
         raise GraphError(f"the shipped graph of {name} does not have the hash it states; install autoplan again")

@@ -38,7 +38,7 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             made = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(dict(config)), dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as exc:
+    except Exception as exc:  # whatever a config class or a constructor of transformers raises
         raise CaptureError(f"{where}: transformers cannot build a causal language model from it: {exc}") from exc
     model: nn.Module = made
     return model
@@ -64,7 +64,9 @@ def load_config(path: Path) -> ModelGraph:
     except ValueError as exc:
         raise CaptureError(f"{path}: not JSON ({exc})") from exc
     if not isinstance(config, dict):
-        raise CaptureError(f"{path}: holds a {type(config).__name__}, not the fields of a Hugging Face config")
+        raise CaptureError(
+            f"{path}: holds a value of type {type(config).__name__}, not the fields of a Hugging Face config"
+        )
     model = model_from_config(config, str(path))
     with FakeTensorMode(allow_non_fake_inputs=True):
         example = default_example(model)
@@ -88,7 +90,7 @@ def load_factory(text: str) -> ModelGraph:
         raise CaptureError(f"{text}: module {module_name!r} has no {name!r}")
     factory = getattr(module, name)
     if not callable(factory):
-        raise CaptureError(f"{text}: {name!r} is a {type(factory).__name__}, not a function that returns a model")
+        raise CaptureError(f"{text}: {name!r} is of type {type(factory).__name__}, not a function that returns a model")
     model, example, loss_fn = _build(text, factory)
     if example is None:
         if not is_hf_model(model):
@@ -130,12 +132,15 @@ def _read(text: str, made: Any) -> Built:
     model, example, loss_fn = (*parts, None, None)[:3]
     if not isinstance(model, nn.Module) or len(parts) > 3:
         raise CaptureError(
-            f"{text}: returned a {type(made).__name__}; return a module or (module, example_inputs[, loss_fn])"
+            f"{text}: returned something of type {type(made).__name__}; return a module or (module, example_inputs[, "
+            "loss_fn])"
         )
     if example is not None and not (
         isinstance(example, Mapping) and all(isinstance(t, torch.Tensor) for t in example.values())
     ):
         raise CaptureError(f"{text}: example_inputs must map input names to tensors")
     if loss_fn is not None and not callable(loss_fn):
-        raise CaptureError(f"{text}: loss_fn is a {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar")
+        raise CaptureError(
+            f"{text}: loss_fn is of type {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar"
+        )
     return model, example, loss_fn
