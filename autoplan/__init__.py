@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoplan.api import parallelize
+    from autoplan.capacity import whatif
     from autoplan.cost_models.cluster import Cluster
     from autoplan.plan import Plan
     from autoplan.runtime.model import ParallelModel
 
 __version__ = "0.1.0"
 
-__all__ = ["Cluster", "ParallelModel", "Plan", "__version__", "parallelize"]
+__all__ = ["Cluster", "ParallelModel", "Plan", "__version__", "parallelize", "whatif"]
 
 _HOMES = {
     "Cluster": "autoplan.cost_models.cluster",
     "ParallelModel": "autoplan.runtime.model",
     "Plan": "autoplan.plan",
     "parallelize": "autoplan.api",
+    "whatif": "autoplan.capacity",
 }
 
 

@@ -234,6 +234,13 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
                 f"cluster {text!r} does not say how many devices a node has; {name} usually comes as "
                 f"{match.group(1)}x{per_node}x{name}"
             )
+        close = catalog.nearest(name, list(catalog.entries()))
+        if name not in catalog.instances() and close and name.lower() in close[0]:
+            per_node = catalog.entry(close[0]).devices_per_node
+            raise PinError(
+                f"cluster {text!r} is not known; write nodes x devices per node x device, for example "
+                f"{match.group(1)}x{per_node}x{close[0]}; nearest devices: {', '.join(close)}"
+            )
         machine = catalog.instance(name)
         nic = machine.nic_gbit_s_per_node
         return Cluster.of_catalog(

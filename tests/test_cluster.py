@@ -87,6 +87,7 @@ def test_the_network_and_the_price_belong_to_the_instance() -> None:
         ("2x8xh100", "nearest: h100-sxm5-80gb, h100-pcie-80gb, h100-nvl-94gb"),
         ("2x8xh100-smx5-80gb", "nearest: h100-sxm5-80gb"),
         ("2xh100-sxm5-80gb", "usually comes as 2x8xh100-sxm5-80gb"),
+        ("8xh100", "for example 8x8xh100-sxm5-80gb; nearest devices: h100-sxm5-80gb"),
         ("2xp5", "nearest: p5.4xlarge, p5.48xlarge"),
         ("0x8xh100-sxm5-80gb", "num_nodes of at least 1"),
         ("4x8xmi355x-288gb", "names no network for it.*@nic=400"),

@@ -43,7 +43,7 @@ def import_all_of(package: str) -> str:
 
 
 def test_the_doors_names_are_exactly_the_public_ones():
-    public = ["Cluster", "ParallelModel", "Plan", "__version__", "parallelize"]
+    public = ["Cluster", "ParallelModel", "Plan", "__version__", "parallelize", "whatif"]
     assert autoplan.__all__ == public
     assert dir(autoplan) == public
 

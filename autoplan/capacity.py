@@ -1,0 +1,228 @@
+"""Capacity questions: how long and how much money for so many tokens, and what changes if the hardware or task does.
+
+    whatif("llama-3.1-8b", "8x8xh100-sxm5-80gb", 8192, 1024, vary={"nodes": [8, 16, 32], "nic": [100, 400]})
+
+Every point is planned anew: the best plan for 100 Gbit/s is not the best for 1600.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autoplan.cost_models.cluster import OVERRIDES, Cluster
+from autoplan.cost_models.config import PRECISIONS, Mode
+from autoplan.cost_models.errors import AutoplanError, InfeasibleError, PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.quantity import Quantity
+from autoplan.planner import Planned, PlanRequest, search_plan
+from autoplan.report.label import plan_label
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_DAY_S = 86400.0
+
+# What can be varied, and what it is. A pin of the search (tp, zero_stage, ...) can be varied too.
+TASK = {
+    "device": "catalog id of the device, in the same nodes",
+    "cluster": "a whole cluster",
+    "seq_len": "tokens per sequence",
+    "global_batch_size": "sequences per step",
+    "precision": "one of " + ", ".join(PRECISIONS),
+    "mode": "one of " + ", ".join(Mode),
+}
+PINS = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "recompute")
+VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
+TEXTS = ("device", "cluster", "precision", "mode", "recompute")  # the others are numbers
+WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p != "recompute"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole training run without failures: days, and US dollars where the cluster has a price."""
+
+    tokens: float
+    days: Quantity
+    usd: Quantity | None
+
+
+def whole_run(step_time_s: Quantity, tokens_per_step: float, tokens: float, cluster: Cluster) -> Run:
+    """Time and money to train on `tokens` tokens at a constant step time."""
+    num_steps = tokens / tokens_per_step
+    days = step_time_s * (num_steps / _DAY_S)
+    if cluster.price is None:
+        return Run(tokens, days, None)
+    per_day = 24 * cluster.num_devices * cluster.price.usd_per_device_hour
+    return Run(tokens, days, days * per_day)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a what-if: what was varied, and the best plan there or why there is none."""
+
+    varied: Mapping[str, object]
+    request: PlanRequest | None
+    planned: Planned | None
+    status: str  # "ok", "does not fit", "illegal"
+    reason: str = ""
+
+
+def check_varied(vary: Mapping[str, Sequence[object]]) -> None:
+    """PinError for an unknown name, or a name without values."""
+    for name, values in vary.items():
+        if name not in VARIED:
+            raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise PinError(f"vary {name}={values!r}: give a list of at least one value")
+
+
+def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
+    """The request at one point."""
+    cluster = base.cluster
+    if "cluster" in varied:
+        given = varied["cluster"]
+        cluster = given if isinstance(given, Cluster) else Cluster.parse(str(given))
+    if "device" in varied:
+        cluster = Cluster.of_catalog(cluster.num_nodes, cluster.devices_per_node, str(varied["device"]))
+    overrides = {name: varied[name] for name in OVERRIDES if name in varied}
+    if overrides:
+        cluster = cluster.with_(**overrides)
+    _ = cluster.levels  # PinError where it has no network
+    mode = varied.get("mode", base.mode)
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    return replace(
+        base,
+        cluster=cluster,
+        seq_len=varied.get("seq_len", base.seq_len),
+        global_batch_size=varied.get("global_batch_size", base.global_batch_size),
+        precision=varied.get("precision", base.precision),
+        mode=Mode(mode),
+        pins={**base.pins, **{name: varied[name] for name in PINS if name in varied}},
+        top=1,
+    )
+
+
+def points(
+    base: PlanRequest,
+    vary: Mapping[str, Sequence[object]],
+    search: Callable[[PlanRequest], Any] = search_plan,
+) -> Iterator[Point]:
+    """The best plan at every point of the product of `vary`, in its order. PinError for what cannot be varied.
+
+    Args:
+        search: what plans one request, as `autoplan.planner.search_plan`.
+    """
+    check_varied(vary)
+    known: dict[object, Point] = {}
+    for values in itertools.product(*vary.values()):
+        varied = dict(zip(vary, values, strict=True))
+        try:
+            request = _at(base, varied)
+        except AutoplanError as error:
+            yield Point(varied, None, None, "illegal", str(error))
+            continue
+        # the price changes no plan
+        key = (
+            replace(request.cluster, price=None),
+            request.seq_len,
+            request.global_batch_size,
+            request.precision,
+            request.mode,
+            tuple((name, str(value)) for name, value in request.pins.items()),
+        )
+        if key not in known:
+            known[key] = _point(request, search)
+        yield replace(known[key], varied=varied, request=request)
+
+
+def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
+    try:
+        return Point({}, request, search(request).plans[0], "ok")
+    except InfeasibleError as error:
+        return Point({}, request, None, "does not fit", str(error))
+    except AutoplanError as error:
+        return Point({}, request, None, "illegal", str(error))
+
+
+def row(point: Point, tokens: float | None = None) -> dict[str, object]:
+    """A point as one flat row; None where there is no plan."""
+    out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
+    out |= {"status": point.status, "reason": point.reason}
+    out["num_devices"] = point.request.cluster.num_devices if point.request is not None else None
+    estimate = point.planned.estimate if point.planned is not None else None
+    step = estimate.step_time_s if estimate is not None else None
+    out["step_time_s"] = step.mid if step is not None else None
+    out["step_time_low_s"] = step.low if step is not None else None
+    out["step_time_high_s"] = step.high if step is not None else None
+    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu"):
+        out[name] = getattr(estimate, name) if estimate is not None else None
+    peak = estimate.peak_memory_bytes.mid if estimate is not None else None
+    out["peak_memory_bytes"] = peak
+    out["memory_margin_bytes"] = (
+        estimate.memory_capacity_bytes - peak if estimate is not None and peak is not None else None
+    )
+    if tokens is not None:
+        run = None
+        if estimate is not None and point.request is not None:
+            run = whole_run(estimate.step_time_s, estimate.tokens_per_step, tokens, point.request.cluster)
+        out["days"] = run.days.mid if run is not None else None
+        out["usd"] = run.usd.mid if run is not None and run.usd is not None else None
+    out["plan"] = plan_label(point.planned.config, point.planned.estimate) if point.planned is not None else None
+    return out
+
+
+def whatif(
+    model: str | ModelGraph,
+    cluster: str | Cluster,
+    seq_len: int,
+    global_batch_size: int,
+    *,
+    vary: Mapping[str, Sequence[object]],
+    tokens: float | None = None,
+    pins: Mapping[str, Any] | None = None,
+    precision: str = "bf16",
+    mode: Mode | str = Mode.EAGER,
+    profile: Profile | str | None = None,
+    time_limit_s: float = 60.0,
+) -> pd.DataFrame:
+    """The best plan at every point of a sweep, one row per point; points without a plan say why.
+
+    Args:
+        model: a name of the catalog, a path of a Hugging Face config.json, `package.module:factory`, or a graph.
+        cluster: as `Cluster.parse` reads it, or a Cluster.
+        vary: lists of values by name (`capacity.VARIED`); rows are their product, the last name fastest.
+        tokens: adds days and US dollars (where the cluster has a price) for so many tokens.
+        profile: measured times, or their name or path.
+        time_limit_s: of one point.
+
+    Returns: columns of what is varied, then status, reason, num_devices, step_time_s (and low, high), tokens_per_s,
+        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd,] plan.
+
+    Raises: AutoplanError for a model, cluster or name that is not known.
+    """
+    import pandas as pd
+
+    from autoplan.catalog import load_model
+
+    if tokens is not None and not (math.isfinite(tokens) and tokens > 0):
+        raise PinError(f"tokens={tokens!r} must be a number above 0")
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    base = PlanRequest(
+        load_model(model) if isinstance(model, str) else model,
+        Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+        seq_len,
+        global_batch_size,
+        dict(pins or {}),
+        precision,
+        Mode(mode),
+        Profile.load(profile) if isinstance(profile, str) else profile,
+        time_limit_s=time_limit_s,
+    )
+    return pd.DataFrame([row(p, tokens) for p in points(base, vary)])

@@ -1,0 +1,534 @@
+"""The command line: `autoplan plan | estimate | whatif | profile | models | hw`.
+
+Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is in the way, and the cheapest change),
+130 interrupted. Catalog models need no torch; `--json` is versioned (autoplan.report.data).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from autoplan.cost_models.config import ParallelConfig
+    from autoplan.planner import PlanRequest
+
+EXIT_BAD_INPUT = 2
+EXIT_NOTHING_FITS = 3
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    """Errors that the user caused become one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from autoplan.cost_models.errors import AutoplanError, InfeasibleError
+
+        try:
+            return super().invoke(ctx)
+        except InfeasibleError as error:
+            raise _stop(str(error), EXIT_NOTHING_FITS) from error
+        except AutoplanError as error:
+            raise _stop(str(error), EXIT_BAD_INPUT) from error
+        except KeyboardInterrupt:
+            raise _stop("interrupted", EXIT_INTERRUPTED) from None
+
+
+def _stop(message: str, code: int) -> typer.Exit:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Plan how to train a model on a cluster: degrees, stages, recompute, ZeRO; time, memory, money.",
+)
+hw = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The hardware catalog.")
+app.add_typer(hw, name="hw")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from autoplan import __version__
+
+        typer.echo(f"autoplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+Model = Annotated[
+    str, typer.Argument(help="Catalog name (autoplan models), a Hugging Face config.json, or package.module:factory.")
+]
+ClusterText = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="Nodes x devices per node x device (8x8xh100-sxm5-80gb), nodes x cloud instance (8xp5.48xlarge), local:N, "
+        "or a YAML file; with overrides @nic=400,price=2.5.",
+    ),
+]
+SeqLen = Annotated[str, typer.Option("--seq-len", "--seq", help="Tokens per sequence; 8k is 8192.")]
+BatchSize = Annotated[str, typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices.")]
+PinTexts = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="Fix a choice, for example tp=8, recompute=full or stages=10,11,11; may be repeated."),
+]
+PrecisionName = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, or native (the model's own dtypes).")]
+ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
+ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: a profile's name or file.")]
+Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days and money.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _request(
+    model: str,
+    cluster: str,
+    seq_len: str,
+    global_batch_size: str,
+    *,
+    pins: Sequence[str] | None = None,
+    precision: str,
+    mode: str,
+    profile: str | None,
+    top: int = 1,
+    time_limit: float = 60.0,
+    runnable: bool = False,
+) -> PlanRequest:
+    """Everything is read and checked before the model is loaded, which may take long."""
+    from autoplan.catalog import load_model
+    from autoplan.cost_models.cluster import Cluster
+    from autoplan.cost_models.config import Mode, precision_of
+    from autoplan.cost_models.errors import PinError
+    from autoplan.cost_models.profile import Profile
+    from autoplan.planner import PlanRequest
+    from autoplan.report.arguments import read_pins
+    from autoplan.report.numbers import read_count
+
+    where = Cluster.parse(cluster)
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    precision_of(precision)
+    tokens = read_count(seq_len, "--seq-len")
+    batch = read_count(global_batch_size, "--global-batch-size")
+    fixed = read_pins(pins or ())
+    measured = Profile.load(profile) if profile is not None else None
+    if measured is not None and measured.device_type != where.device_type:
+        raise PinError(
+            f"profile {measured.name} was measured on {measured.device_type} devices, the cluster {where} has "
+            f"{where.device_type} devices"
+        )
+    if ":" in model and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a factory in the folder where the user stands, as python -m would find it
+    return PlanRequest(
+        graph=load_model(model),
+        cluster=where,
+        seq_len=tokens,
+        global_batch_size=batch,
+        pins=fixed,
+        precision=precision,
+        mode=Mode(mode),
+        profile=measured,
+        top=top,
+        time_limit_s=time_limit,
+        executed=runnable,
+    )
+
+
+def _read_tokens(text: str | None) -> float | None:
+    from autoplan.report.numbers import read_number
+
+    return None if text is None else read_number(text, "--tokens")
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    from autoplan.report.data import to_text
+
+    typer.echo(to_text(data))
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def plan(
+    model: Model,
+    cluster: ClusterText,
+    seq_len: SeqLen,
+    global_batch_size: BatchSize,
+    pin: PinTexts = None,
+    top: Annotated[int, typer.Option(help="How many plans to show, best first.", min=1, max=100)] = 3,
+    precision: PrecisionName = "bf16",
+    mode: ModeName = "eager",
+    profile: ProfileName = None,
+    tokens: Tokens = None,
+    time_limit: TimeLimit = 60.0,
+    runnable: Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The fastest plan that fits, with its certificate."""
+    from autoplan.cost_models.errors import InfeasibleError
+    from autoplan.planner import search_plan
+
+    total = _read_tokens(tokens)
+    request = _request(
+        model,
+        cluster,
+        seq_len,
+        global_batch_size,
+        pins=pin,
+        precision=precision,
+        mode=mode,
+        profile=profile,
+        top=top,
+        time_limit=time_limit,
+        runnable=runnable,
+    )
+    try:
+        with _waiting("searching", as_json):
+            result = search_plan(request)
+    except InfeasibleError as error:
+        if as_json:
+            from autoplan.report.data import infeasible_report
+
+            _print_json(infeasible_report(error))
+        raise
+    if as_json:
+        from autoplan.report.data import plan_report
+
+        _print_json(plan_report(request, result, total))
+    else:
+        from autoplan.report.text import console, plan_text
+
+        plan_text(console(), model, cluster, request, result, total)
+
+
+@app.command()
+def estimate(
+    model: Model,
+    cluster: ClusterText,
+    seq_len: SeqLen,
+    global_batch_size: BatchSize,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree; left out: all remaining devices.")] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel degree.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel degree, folded into dp x cp x tp.")] = 1,
+    etp: Annotated[int | None, typer.Option(help="Tensor-parallel degree inside experts; left out: as tp.")] = None,
+    zero: Annotated[int, typer.Option("--zero", "--zero-stage", help="ZeRO stage, 0 to 3.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
+    recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
+    virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule: 1F1B, GPipe, Interleaved1F1B.")] = None,
+    stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
+    precision: PrecisionName = "bf16",
+    mode: ModeName = "eager",
+    profile: ProfileName = None,
+    tokens: Tokens = None,
+    as_json: AsJson = False,
+) -> None:
+    """Price one configuration. Exit code 3 if it does not fit the memory."""
+    from autoplan.cost_models.config import ParallelConfig
+    from autoplan.planner import estimate_config
+    from autoplan.report.arguments import read_list, read_recompute
+
+    total = _read_tokens(tokens)
+    request = _request(model, cluster, seq_len, global_batch_size, precision=precision, mode=mode, profile=profile)
+    for name, value in (("tp", tp), ("pp", pp), ("cp", cp), ("micro_batch_size", micro_batch_size)):
+        _at_least_one(name, value)
+    dp = _data_parallel(request, dp, tp * pp * cp)
+    config = ParallelConfig(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        zero_stage=zero,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=_num_micro_batches(request, dp, micro_batch_size),
+        schedule=_schedule(schedule, virtual_stages, pp),
+        virtual_stages=virtual_stages,
+        recompute=read_recompute(recompute),
+        stages=None if stages is None else read_list(f"--stages {stages}", stages),
+    )
+    _estimate(model, cluster, request, config, total, as_json, estimate_config)
+
+
+def _estimate(
+    model: str,
+    cluster: str,
+    request: PlanRequest,
+    config: ParallelConfig,
+    tokens: float | None,
+    as_json: bool,
+    price: Any,
+) -> None:
+    with _waiting("pricing", as_json):
+        planned = price(request, config)
+    if as_json:
+        from autoplan.report.data import estimate_report
+
+        _print_json(estimate_report(request, planned, tokens))
+    else:
+        from autoplan.report.text import console, estimate_text
+
+        estimate_text(console(), model, cluster, request, planned, tokens)
+    e = planned.estimate
+    if not e.fits:
+        fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
+        term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
+        over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
+        raise _stop(
+            f"does not fit: stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more "
+            f"than a device has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)",
+            EXIT_NOTHING_FITS,
+        )
+
+
+def _at_least_one(name: str, value: int) -> None:
+    from autoplan.cost_models.errors import PinError
+
+    if value < 1:
+        raise PinError(f"{name}={value}: must be a whole number of at least 1; nearest legal: 1")
+
+
+def _data_parallel(request: PlanRequest, dp: int | None, others: int) -> int:
+    from autoplan.cost_models.errors import PinError
+
+    devices = request.cluster.num_devices
+    if devices % others:
+        raise PinError(
+            f"tp x pp x cp = {others} does not divide the {devices} devices; choose degrees whose product divides them"
+        )
+    if dp is None:
+        return devices // others
+    _at_least_one("dp", dp)
+    if dp * others != devices:
+        raise PinError(
+            f"dp={dp} x tp x pp x cp = {dp * others} devices, but the cluster has {devices}; nearest legal: "
+            f"dp={devices // others}"
+        )
+    return dp
+
+
+def _num_micro_batches(request: PlanRequest, dp: int, micro_batch_size: int) -> int:
+    from autoplan.cost_models.errors import PinError
+
+    batch, at_once = request.global_batch_size, dp * micro_batch_size
+    if batch % at_once:
+        near = max(1, round(batch / at_once)) * at_once
+        raise PinError(
+            f"dp={dp} x micro_batch_size={micro_batch_size} = {at_once} does not divide the global batch of {batch}; "
+            f"nearest legal: a global batch of {near}"
+        )
+    return batch // at_once
+
+
+def _schedule(name: str | None, virtual_stages: int, pp: int) -> str:
+    from autoplan.cost_models.errors import PinError
+    from autoplan.cost_models.schedule import SCHEDULES
+
+    if virtual_stages > 1 and pp == 1:
+        raise PinError(f"virtual_stages={virtual_stages} needs a pipeline; use --pp 2 or more, or no virtual stages")
+    if name is None:
+        return "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
+    if name not in SCHEDULES:
+        raise PinError(f"schedule {name!r} is not known; use {', '.join(SCHEDULES)}")
+    return name
+
+
+@app.command()
+def whatif(
+    model: Model,
+    cluster: ClusterText,
+    seq_len: SeqLen,
+    global_batch_size: BatchSize,
+    vary: Annotated[
+        list[str],
+        typer.Option("--vary", help="name=8,16,32 or name=100..1600 (doubled); repeated: all combinations."),
+    ],
+    pin: PinTexts = None,
+    precision: PrecisionName = "bf16",
+    mode: ModeName = "eager",
+    profile: ProfileName = None,
+    tokens: Tokens = None,
+    time_limit: TimeLimit = 60.0,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The best plan at every point of a sweep over hardware and task.
+
+    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, price, cluster, seq_len,
+    global_batch_size, precision, mode, and the pins tp, pp, dp, zero_stage, micro_batch_size, recompute.
+    """
+    from autoplan.capacity import Point, check_varied, points, row
+    from autoplan.report.arguments import read_vary
+
+    total = _read_tokens(tokens)
+    values = read_vary(vary)
+    check_varied(values)
+    request = _request(
+        model,
+        cluster,
+        seq_len,
+        global_batch_size,
+        pins=pin,
+        precision=precision,
+        mode=mode,
+        profile=profile,
+        time_limit=time_limit,
+    )
+    found: list[Point] = []
+    interrupted = False
+    with _waiting("planning", as_json) as status:
+        count = _product(values)
+        try:
+            for point in points(request, values):
+                found.append(point)
+                status.update(f"planning: {len(found)} of {count} points")
+        except KeyboardInterrupt:
+            interrupted = True
+    rows = [row(point, total) for point in found]
+    if csv is not None:
+        _write_csv(csv, rows)
+    states = {point.status for point in found}
+    outcome = "ok" if "ok" in states else "infeasible" if "does not fit" in states else "illegal"
+    if as_json:
+        _print_json({"schema": 1, "status": outcome, "command": "whatif", "vary": values, "rows": rows})
+    else:
+        from autoplan.report.text import console, whatif_text
+
+        whatif_text(console(), request, found, total)
+    if interrupted:
+        raise _stop(f"interrupted after {len(found)} of {count} points", EXIT_INTERRUPTED)
+    if outcome == "infeasible":
+        raise _stop("nothing fits at any point", EXIT_NOTHING_FITS)
+    if outcome == "illegal":
+        raise _stop(f"no point is legal: {found[0].reason}", EXIT_BAD_INPUT)
+
+
+def _product(values: dict[str, list[Any]]) -> int:
+    count = 1
+    for options in values.values():
+        count *= len(options)
+    return count
+
+
+def _write_csv(path: Path, rows: list[dict[str, object]]) -> None:
+    import csv
+    import tempfile
+
+    from autoplan.cost_models.errors import PinError
+
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, newline="") as handle:
+            writer = csv.DictWriter(handle, list(rows[0]) if rows else [])
+            writer.writeheader()
+            writer.writerows(rows)
+        os.chmod(handle.name, 0o644)  # a temporary file is private
+        Path(handle.name).replace(path)
+    except OSError as error:
+        raise PinError(f"cannot write {path}: {error.strerror}") from error
+
+
+class _Quiet:
+    """Stands for a status line where nobody looks."""
+
+    def __enter__(self) -> _Quiet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def update(self, text: str) -> None:
+        """Nothing to show."""
+
+
+def _waiting(what: str, quiet: bool) -> Any:
+    """A line on stderr while a person waits; nothing in files and pipes."""
+    if quiet or not sys.stderr.isatty():
+        return _Quiet()
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"{what} (Ctrl-C: best so far)")
+
+
+@app.command()
+def profile(
+    name: Annotated[str | None, typer.Argument(help="Name of the profile; left out: made from this machine.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes to measure collectives with.", min=1)] = 1,
+    budget: Annotated[float, typer.Option("--budget", help="Seconds to spend.", min=1)] = 300.0,
+    model: Annotated[str | None, typer.Option(help="Measure the shapes of this model first.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write it; left out: the cache folder.")] = None,
+) -> None:
+    """Measure this machine: operations, collectives, overheads."""
+    from autoplan.profiler.run import profile_command
+
+    profile_command(name, processes, budget, model, out)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """The models that ship with autoplan."""
+    from autoplan.report.catalogs import models_data, models_table
+    from autoplan.report.text import console
+
+    if as_json:
+        _print_json({"schema": 1, "status": "ok", "command": "models", "models": models_data()})
+    else:
+        console().print(models_table())
+
+
+@hw.command("list")
+def hw_list(as_json: AsJson = False) -> None:
+    """All devices: per device and direction, dense FLOP/s."""
+    from autoplan.cost_models.catalog import entries
+    from autoplan.report.catalogs import device_data, devices_table
+    from autoplan.report.text import console
+
+    if as_json:
+        _print_json({"schema": 1, "status": "ok", "command": "hw list", "devices": [device_data(d) for d in entries()]})
+    else:
+        console().print(devices_table())
+
+
+@hw.command("show")
+def hw_show(
+    device: Annotated[str, typer.Argument(help="A device of autoplan hw list.")], as_json: AsJson = False
+) -> None:
+    """Everything that is known about one device, with its sources."""
+    from autoplan.report.catalogs import device_data, show_device
+    from autoplan.report.text import console
+
+    if as_json:
+        _print_json({"schema": 1, "status": "ok", "command": "hw show", "device": device_data(device)})
+    else:
+        show_device(console(), device)
+
+
+def main() -> None:
+    """Entry of the `autoplan` command."""
+    app(prog_name="autoplan")

@@ -1,0 +1,77 @@
+"""What is typed on the command line as values: pins, lists, what is varied. PinError says what would work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from autoplan.capacity import TEXTS, VARIED, WHOLE
+from autoplan.cost_models.config import RECOMPUTE
+from autoplan.cost_models.errors import PinError
+from autoplan.report.numbers import read_count, read_series
+
+_COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
+_PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
+_SHORT = {"gbs": "global_batch_size", "seq": "seq_len"}
+
+
+def read_pins(texts: Sequence[str]) -> dict[str, Any]:
+    """`tp=8`, `stages=10,11,11`, and several of them in one text: `tp=8,pp=2`."""
+    pins: dict[str, Any] = {}
+    for text in texts:
+        for part in _PIN.split(text):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not name or not value:
+                raise PinError(f"pin {part!r} is not name=value, for example --pin tp=8")
+            if name in pins:
+                raise PinError(f"pin {name} is given twice")
+            pins[name] = _read_value(name, value)
+    return pins
+
+
+def _read_value(name: str, value: str) -> object:
+    if name == "stages":
+        return read_list(f"pin stages={value}", value)
+    if re.fullmatch(r"[+-]?\d+", value):
+        return int(value)
+    return float(value) if re.fullmatch(r"[+-]?\d+\.\d*", value) else value
+
+
+def read_list(what: str, text: str) -> tuple[int, ...]:
+    """`10,11,11`."""
+    if re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")) is None:
+        raise PinError(f"{what}: must be whole numbers with commas, for example 10,11,11")
+    return tuple(int(part) for part in text.split(","))
+
+
+def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """`nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`: lists of values by name."""
+    out: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = (piece.strip() for piece in text.partition("="))
+        name = _SHORT.get(name, name.replace("-", "_"))
+        if not equals or not values:
+            raise PinError(f"vary {text!r} is not name=values, for example --vary nodes=8,16,32")
+        if name in out:
+            raise PinError(f"vary {name} is given twice; write all values with commas")
+        if name not in VARIED:
+            raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
+        if name in TEXTS:
+            out[name] = [part.strip() for part in _COMMA.split(values) if part.strip()]
+        elif name == "zero_stage":  # may be 0
+            out[name] = [
+                0 if part.strip() == "0" else read_count(part, "vary zero_stage") for part in values.split(",")
+            ]
+        else:
+            out[name] = list(read_series(values, f"vary {name}", whole=name in WHOLE, binary_k=name in WHOLE))
+    return out
+
+
+def read_recompute(text: str) -> str | tuple[int, ...]:
+    """`none`, `selective`, `full`, or layers per stage."""
+    if text in RECOMPUTE:
+        return text
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return read_list(f"--recompute {text}", text)
+    raise PinError(f"recompute {text!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage: 3,0,0,0")

@@ -1,0 +1,156 @@
+"""Listings of the catalogs: models and hardware."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autoplan import catalog as models
+from autoplan.cost_models import catalog as hardware
+from autoplan.cost_models.units import GB, TERA
+from autoplan.report import numbers
+from autoplan.report.text import plain_table
+
+
+def models_data() -> list[dict[str, Any]]:
+    """Every model of the catalog."""
+    out = []
+    for name in models.names():
+        d = models.describe(name)
+        out.append(
+            {
+                "name": d.name,
+                "num_params": d.num_params,
+                "num_active_params": d.num_active_params,
+                "num_layers": d.num_layers,
+                "hidden_size": d.hidden_size,
+                "num_heads": d.num_heads,
+                "num_kv_heads": d.num_kv_heads,
+                "vocab_size": d.vocab_size,
+                "num_experts": d.num_experts,
+                "num_experts_per_token": d.num_experts_per_token,
+                "source": d.source,
+            }
+        )
+    return out
+
+
+def models_table() -> Table:
+    """Every model of the catalog, one line each."""
+    table = plain_table("model", "parameters", "active", "layers", "hidden", "heads (kv)", "vocabulary", "experts")
+    for d in models_data():
+        experts = f"{d['num_experts']} (top {d['num_experts_per_token']})" if d["num_experts"] else ""
+        table.add_row(
+            d["name"],
+            numbers.scaled(d["num_params"]),
+            numbers.scaled(d["num_active_params"]) if d["num_experts"] else "",
+            str(d["num_layers"]),
+            str(d["hidden_size"]),
+            f"{d['num_heads']} ({d['num_kv_heads']})",
+            f"{d['vocab_size']:,}",
+            experts,
+        )
+    return table
+
+
+def device_data(device_id: str) -> dict[str, Any]:
+    """One device: figures of one rank, and the instances that have it."""
+    e = hardware.entry(device_id)
+    d = e.device
+    return {
+        "id": e.id,
+        "vendor": e.vendor,
+        "memory_bytes": d.memory_bytes,
+        "memory_bytes_per_s": d.memory_bytes_per_s,
+        "peak_flops": dict(d.peak_flops_by_dtype),
+        "achievable_fraction": d.achievable_fraction,
+        "power_w": d.power_w,
+        "scaleup_bytes_per_s": e.scaleup.bytes_per_s,
+        "scaleup_p2p_bytes_per_s": e.scaleup.p2p_bytes_per_s,
+        "scaleup_devices": e.scaleup.size,
+        "devices_per_node": e.devices_per_node,
+        "nic_gbit_s": e.nic_gbit_s,
+        "price": None
+        if e.price is None
+        else {"usd_per_device_hour": e.price.usd_per_device_hour, "source": e.price.source, "as_of": e.price.as_of},
+        "source": d.source,
+        "unverified": list(d.unverified),
+        "notes": e.notes,
+        "instances": [
+            {
+                "provider": i.provider,
+                "name": i.name,
+                "num_devices": i.num_devices,
+                "nic_gbit_s_per_node": i.nic_gbit_s_per_node,
+                "usd_per_device_hour": None if i.price is None else i.price.usd_per_device_hour,
+                "as_of": None if i.price is None else i.price.as_of,
+            }
+            for i in hardware.instances().values()
+            if i.device_id == device_id
+        ],
+    }
+
+
+def devices_table() -> Table:
+    """Every device, one line each. Bandwidths per device and direction; FLOP dense."""
+    table = plain_table(
+        "device", "memory GB", "HBM GB/s", "bf16 TFLOP/s", "reached", "scale-up GB/s", "NIC Gbit/s", "$/h"
+    )
+    for e in hardware.entries().values():
+        d = e.device
+        fraction = d.achievable_fraction
+        table.add_row(
+            e.id,
+            f"{d.memory_bytes / GB:.1f}",
+            f"{d.memory_bytes_per_s / GB:,.0f}",
+            f"{d.peak_flops / TERA:,.0f}{'' if 'bfloat16' in d.peak_flops_by_dtype else ' (fp16)'}",
+            "" if fraction is None else numbers.percent(fraction),
+            f"{e.scaleup.bytes_per_s / GB:g} over {e.scaleup.size}",
+            "" if e.nic_gbit_s is None else f"{e.nic_gbit_s:g}",
+            "" if e.price is None else f"{e.price.usd_per_device_hour:.2f}",
+        )
+    return table
+
+
+def show_device(out: Console, device_id: str) -> None:
+    """Everything the catalog knows about one device."""
+    e = hardware.entry(device_id)
+    d = e.device
+    peaks = ", ".join(f"{dtype} {flops / TERA:,.4g}" for dtype, flops in d.peak_flops_by_dtype.items())
+    fraction = d.achievable
+    peer = "" if e.scaleup.p2p_bytes_per_s is None else f", {e.scaleup.p2p_bytes_per_s / GB:g} to one peer"
+    lines = [
+        ("memory", f"{d.memory_bytes / GB:.1f} GB usable, {d.memory_bytes_per_s / GB:,.0f} GB/s"),
+        ("peak TFLOP/s, dense", peaks),
+        ("matmuls reach", f"{numbers.percent(fraction.mid)} of the bf16 peak ({fraction.tag})"),
+        ("power", "unknown" if d.power_w is None else f"{d.power_w:g} W"),
+        ("scale-up", f"{e.scaleup.bytes_per_s / GB:g} GB/s per direction over {e.scaleup.size} devices{peer}"),
+        ("usual node", f"{e.devices_per_node} devices"),
+        ("network", "unknown" if e.nic_gbit_s is None else f"{e.nic_gbit_s:g} Gbit/s per device"),
+        ("notes", e.notes or "-"),
+        ("source", d.source),
+        ("not confirmed", ", ".join(d.unverified) or "-"),
+    ]
+    out.print(f"{e.vendor} {e.id} (figures of one rank)", style="bold")
+    for name, text in lines:
+        wrapped = textwrap.wrap(text, out.width - 24, break_long_words=False, break_on_hyphens=False)
+        for i, line in enumerate(wrapped):
+            out.print(f"  {name if i == 0 else '':<21} {line}", soft_wrap=True)
+    table = plain_table("instance", "devices", "network Gbit/s", "$/device/h", "as of", left=1)
+    for m in (m for m in hardware.instances().values() if m.device_id == device_id):
+        table.add_row(
+            f"{m.provider} {m.name}",
+            str(m.num_devices),
+            "" if m.nic_gbit_s_per_node is None else f"{m.nic_gbit_s_per_node:g}",
+            "" if m.price is None else f"{m.price.usd_per_device_hour:.2f}",
+            "" if m.price is None else m.price.as_of,
+        )
+    if table.row_count:
+        out.print()
+        out.print(table)
+    nodes = f"2x{e.devices_per_node}x{e.id}" + ("" if e.nic_gbit_s is not None else "@nic=400")
+    out.print()
+    out.print(f"Next: autoplan plan llama-3.1-8b --cluster {nodes} --seq-len 8k --global-batch-size 256", style="cyan")

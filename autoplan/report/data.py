@@ -1,0 +1,208 @@
+"""Reports as JSON: plain data, versioned. Seconds, bytes, tokens per second; every quantity is
+`{"low", "mid", "high", "evidence"}`, evidence one of exact, measured, fitted, assumed.
+
+Schema 1:
+
+    {"schema": 1, "status": "ok", "command": "plan" | "estimate",
+     "model": {"name", "num_params", "num_layers"},
+     "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
+                 "price": null | {"usd_per_device_hour", "source", "as_of"}},
+     "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "profile"},
+     "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
+              "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage]},
+     "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
+                  "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
+                  "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
+                              "memory_bytes": quantity}],
+                  "breakdown_s": {term: quantity}, "run": null | {"tokens", "days", "usd": null | quantity}},
+     "alternatives": [{"plan", "estimate"}],                       # plan: the next best ones
+     "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "gap", "solve_time_s",
+                     "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
+
+    {"schema": 1, "status": "infeasible", "message", "stage", "term", "needed_bytes", "available_bytes", "config",
+     "cheapest_change"}                                            # where nothing fits; null for what is not known
+
+    {"schema": 1, "status": "ok" | "infeasible" | "illegal", "command": "whatif", "vary": {name: [values]},
+     "rows": [...]}                                                # columns: autoplan.capacity.whatif
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from autoplan.capacity import Run, whole_run
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.quantity import Quantity
+from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.search.pins import layer_calls
+
+SCHEMA_VERSION = 1
+
+
+def to_text(data: Mapping[str, Any]) -> str:
+    """JSON text; a number that JSON does not have is an error, never `NaN`."""
+    return json.dumps(data, indent=1, allow_nan=False)
+
+
+def quantity(q: Quantity) -> dict[str, Any]:
+    """A quantity."""
+    return {"low": q.low, "mid": q.mid, "high": q.high, "evidence": str(q.tag)}
+
+
+def cluster(c: Cluster) -> dict[str, Any]:
+    """A cluster."""
+    return {
+        "name": str(c),
+        "num_nodes": c.num_nodes,
+        "devices_per_node": c.devices_per_node,
+        "num_devices": c.num_devices,
+        "device": c.device.name,
+        "memory_bytes": c.device.memory_bytes,
+        "levels": [
+            {"name": v.name, "size": v.size, "bytes_per_s": v.bytes_per_s, "latency_s": v.latency_s, "source": v.source}
+            for v in c.levels
+        ],
+        "price": None
+        if c.price is None
+        else {
+            "usd_per_device_hour": c.price.usd_per_device_hour,
+            "source": c.price.source,
+            "as_of": c.price.as_of,
+        },
+    }
+
+
+def plan(c: ParallelConfig) -> dict[str, Any]:
+    """A plan."""
+    recompute: Any = c.recompute
+    if isinstance(recompute, tuple):
+        recompute = list(recompute)
+    elif not isinstance(recompute, str):
+        recompute = dict(recompute)
+    return {
+        "pp": c.pp,
+        "dp": c.dp,
+        "cp": c.cp,
+        "tp": c.tp,
+        "ep": c.ep,
+        "etp": c.tp if c.etp is None else c.etp,
+        "zero_stage": c.zero_stage,
+        "micro_batch_size": c.micro_batch_size,
+        "num_micro_batches": c.num_micro_batches,
+        "schedule": c.schedule,
+        "virtual_stages": c.virtual_stages,
+        "recompute": recompute,
+        "stages": None if c.stages is None else list(c.stages),
+    }
+
+
+def run(r: Run | None) -> dict[str, Any] | None:
+    """A whole run."""
+    if r is None:
+        return None
+    return {"tokens": r.tokens, "days": quantity(r.days), "usd": None if r.usd is None else quantity(r.usd)}
+
+
+def estimate(e: Estimate, whole: Run | None = None) -> dict[str, Any]:
+    """An estimate."""
+    return {
+        "step_time_s": quantity(e.step_time_s),
+        "tokens_per_s": e.tokens_per_s,
+        "tokens_per_s_per_device": e.tokens_per_s_per_device,
+        "mfu": e.mfu,
+        "fits": e.fits,
+        "memory_capacity_bytes": e.memory_capacity_bytes,
+        "memory_bytes": [{term: quantity(q) for term, q in s.memory.items()} for s in e.stages],
+        "stages": [
+            {
+                "num_layers": s.num_layers,
+                "num_recomputed": s.num_recomputed,
+                "in_flight": s.in_flight,
+                "forward_s": quantity(s.forward_s),
+                "backward_s": quantity(s.backward_s),
+                "memory_bytes": quantity(s.memory_bytes),
+            }
+            for s in e.stages
+        ],
+        "breakdown_s": {term: quantity(q) for term, q in e.breakdown.items()},
+        "run": run(whole),
+    }
+
+
+def certificate(c: Certificate) -> dict[str, Any]:
+    """A certificate."""
+    return {
+        "considered": c.considered,
+        "illegal": c.illegal,
+        "too_big": c.too_big,
+        "bounded_out": c.bounded_out,
+        "solved": c.solved,
+        "gap": c.gap,
+        "solve_time_s": c.solve_time_s,
+        "restrictions": list(c.restrictions),
+        "status": c.status,
+        "illegal_by_rule": dict(c.illegal_by_rule),
+        "too_big_by_term": dict(c.too_big_by_term),
+        "by_phase_s": dict(c.by_phase_s),
+    }
+
+
+def _head(command: str, request: PlanRequest) -> dict[str, Any]:
+    r = request
+    return {
+        "schema": SCHEMA_VERSION,
+        "status": "ok",
+        "command": command,
+        "model": {
+            "name": r.graph.name,
+            "num_params": r.graph.num_params,
+            "num_layers": len(layer_calls(r.graph)),
+        },
+        "cluster": cluster(r.cluster),
+        "request": {
+            "seq_len": r.seq_len,
+            "global_batch_size": r.global_batch_size,
+            "pins": {k: list(v) if isinstance(v, tuple) else v for k, v in r.pins.items()},
+            "precision": r.precision,
+            "mode": str(r.mode),
+            "profile": r.profile.name if r.profile is not None else None,
+        },
+    }
+
+
+def _planned(p: Planned, request: PlanRequest, tokens: float | None) -> dict[str, Any]:
+    e = p.estimate
+    whole = None if tokens is None else whole_run(e.step_time_s, e.tokens_per_step, tokens, request.cluster)
+    return {"plan": plan(p.config), "estimate": estimate(e, whole)}
+
+
+def plan_report(request: PlanRequest, result: SearchResult, tokens: float | None) -> dict[str, Any]:
+    """The answer of `autoplan plan`."""
+    best, *rest = result.plans
+    return {
+        **_head("plan", request),
+        **_planned(best, request, tokens),
+        "alternatives": [_planned(p, request, tokens) for p in rest],
+        "certificate": certificate(result.certificate),
+    }
+
+
+def estimate_report(request: PlanRequest, planned: Planned, tokens: float | None) -> dict[str, Any]:
+    """The answer of `autoplan estimate`."""
+    return {**_head("estimate", request), **_planned(planned, request, tokens)}
+
+
+def infeasible_report(error: Exception) -> dict[str, Any]:
+    """Why nothing fits. The fields of `autoplan.planner.InfeasibleReport`, where the error carries one."""
+    report = getattr(error, "report", None)
+    names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
+    return {
+        "schema": SCHEMA_VERSION,
+        "status": "infeasible",
+        "message": str(error),
+        **{name: getattr(report, name, None) for name in names},
+    }

@@ -1,0 +1,39 @@
+"""A plan in one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`, of the layers."""
+
+from __future__ import annotations
+
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.price import Estimate
+
+
+def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
+    """`none`, `full`, `selective`, `3/32` of the layers, or `mixed` for a mapping."""
+    if isinstance(config.recompute, str):
+        return config.recompute
+    if isinstance(config.recompute, tuple):
+        again = sum(config.recompute)
+        if not again:
+            return "none"
+        total = sum(stage.num_layers for stage in estimate.stages) if estimate is not None else 0
+        return f"{again}/{total}" if total else str(again)
+    return "mixed"
+
+
+def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
+    """Degrees above 1, then what is always there; 1F1B goes without saying."""
+    c = config
+    degrees = [("tp", c.tp), ("cp", c.cp), ("pp", c.pp), ("dp", c.dp), ("ep", c.ep)]
+    parts = [f"{name}{size}" for name, size in degrees if size > 1]
+    if c.ep > 1 and c.etp is not None and c.etp != c.tp:
+        parts.append(f"etp{c.etp}")
+    if c.dp * c.cp > 1:
+        parts.append(f"zero{c.zero_stage}")
+    parts.append(f"mbs{c.micro_batch_size} x{c.num_micro_batches}")
+    if c.virtual_stages > 1:
+        parts.append(f"vpp{c.virtual_stages}")
+    again = recompute_label(c, estimate)
+    if again != "none":
+        parts.append(f"recompute {again}")
+    if c.schedule != "1F1B":
+        parts.append(c.schedule)
+    return " ".join(parts)

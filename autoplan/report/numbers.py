@@ -1,0 +1,106 @@
+"""Numbers as people write and read them: `8k`, `300B`, `16..128` in; seconds, GB, days and dollars out."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autoplan.cost_models.errors import PinError
+
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MAX_POINTS = 10_000
+
+
+def read_number(text: str, what: str, *, binary_k: bool = False) -> float:
+    """A positive number with an optional suffix k, M, B, T. PinError names `what`.
+
+    Args:
+        binary_k: k is 1024, as in sequence lengths and batches (8k is 8192 tokens).
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([kKMBGT]?)", text.strip().replace("_", ""))
+    if match is None or not 0 < float(match.group(1)) < 1e30:
+        raise PinError(f"{what} {text!r} must be a number above 0, with k, M, B or T for thousands to trillions")
+    suffix = {"K": "k", "G": "B"}.get(match.group(2), match.group(2))
+    factor = 1024 if suffix == "k" and binary_k else _DECIMAL[suffix]
+    return float(match.group(1)) * factor
+
+
+def read_count(text: str, what: str, *, binary_k: bool = True) -> int:
+    """As `read_number`, but whole."""
+    value = read_number(text, what, binary_k=binary_k)
+    if value != int(value):
+        raise PinError(f"{what} {text!r} must be a whole number")
+    return int(value)
+
+
+def read_series(text: str, what: str, *, whole: bool, binary_k: bool) -> list[float]:
+    """`8,16,32`, or `100..1600`: doubled from the first to at most the last, which is always included."""
+
+    def read(part: str) -> float:
+        return read_count(part, what, binary_k=binary_k) if whole else read_number(part, what, binary_k=binary_k)
+
+    out: list[float] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        value = read(first)
+        if not dots:
+            out.append(value)
+            continue
+        end = read(last)
+        if end < value:
+            raise PinError(f"{what} {part!r}: the range ends before it starts; write {last}..{first}")
+        while value < end and len(out) < _MAX_POINTS:
+            out.append(value)
+            value *= 2
+        out.append(end)
+    return list(dict.fromkeys(out))
+
+
+def digits(value: float) -> str:
+    """Three digits: `1.70`, `63.5`, `1,234`, `0.0123`."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    return f"{value:,.{min(6, max(0, places))}f}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """`63.5 GB`; GB is 1e9 bytes."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def scaled(value: float) -> str:
+    """`8.03 B`, `131 k`: three digits and a suffix."""
+    for suffix in ("T", "B", "M", "k"):
+        if value >= 0.9995 * _DECIMAL[suffix]:
+            return f"{value / _DECIMAL[suffix]:.3g} {suffix}"
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """`47 %`, `0.3 %`."""
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %" if value >= 0.05 else "<0.1 %"
+
+
+def days(value: float) -> str:
+    """`26.6 d`, `5.1 h`."""
+    if value * 24 < 1:
+        return f"{value * 1440:.2g} min"
+    if value < 2:
+        return f"{value * 24:.1f} h"
+    return f"{value:.1f} d" if value < 1000 else f"{value:,.0f} d"
+
+
+def dollars(value: float) -> str:
+    """`$562k`, `$1.24M`, `$87`."""
+    if value >= 999_500:
+        return f"${value / 1e6:,.3g}M" if value < 999.5e6 else f"${value / 1e9:,.3g}B"
+    return f"${value / 1e3:.3g}k" if value >= 9995 else f"${value:,.0f}" if value >= 10 else f"${value:.2f}"
+
+
+def plain(value: object) -> str:
+    """A value of a table: whole numbers without a point."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,439 @@
+"""Reports as text for people: the answer first, warnings last, at most 110 columns, every number with its unit.
+
+Numbers are followed by where they come from: exact (follows from the model and the plan), measured, fitted (to
+measurements of others, or between measured points), assumed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.capacity import Point, Run, row, whole_run
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.price import Estimate, StageEstimate
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.report import numbers
+from autoplan.report.label import plan_label
+from autoplan.search.pins import layer_calls
+
+WIDTH = 110
+_MAX_STAGE_COLUMNS = 5
+_TIGHT = 0.03  # of a device's memory: less than this is a warning
+_TERMS = {
+    "tp_comm": "tensor-parallel communication",
+    "cp_comm": "context-parallel communication",
+    "ep_comm": "expert-parallel communication",
+    "dp_comm": "data-parallel communication, exposed",
+    "pp_comm": "pipeline communication, exposed",
+    "bubble": "pipeline bubble",
+    "recompute": "recompute",
+    "optimizer": "optimizer",
+}
+
+
+def console(stderr: bool = False) -> Console:
+    """A console of at most WIDTH columns; colours only on a terminal and without NO_COLOR."""
+    probe = Console(stderr=stderr)
+    width = min(WIDTH, probe.width) if probe.is_terminal else WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def _paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
+    lines = textwrap.wrap(
+        text,
+        max(40, out.width),
+        initial_indent=" " * first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in lines:
+        out.print(Text(line, style=style), soft_wrap=True)
+
+
+def plain_table(*columns: str, left: int = 1) -> Table:
+    """A plain table: `left` columns of text, the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    return table
+
+
+def _interval(q: Quantity) -> str:
+    """`1.70 s (1.06 to 2.72)`."""
+    unit, factor = ("s", 1.0) if q.high >= 1 else ("ms", 1e3)
+    low, mid, high = (numbers.digits(v * factor) for v in (q.low, q.mid, q.high))
+    return f"{mid} {unit} ({low} to {high})"
+
+
+def _heading(out: Console, request: PlanRequest) -> None:
+    from autoplan import __version__
+
+    r = request
+    layers = len(layer_calls(r.graph))
+    model = f"{r.graph.name} ({numbers.scaled(r.graph.num_params)} parameters, {layers} layers)"
+    out.print(Text(f"autoplan {__version__} - {model}", style="bold"), soft_wrap=True)
+    _paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
+    batch = r.seq_len * r.global_batch_size
+    _paragraph(
+        out,
+        f"{r.seq_len:,} tokens x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
+        f"{r.precision}, {r.mode}{', pinned ' + _pins(r.pins) if r.pins else ''}",
+        5,
+        first=2,
+    )
+
+
+def _pins(pins: Mapping[str, object]) -> str:
+    return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pins.items())
+
+
+def cluster_line(c: Cluster) -> str:
+    """`64 x h100-sxm5-80gb (8 nodes of 8; scale-up 450 GB/s over 8, network 400 Gbit/s per device)`."""
+    links = []
+    for level in c.levels:
+        speed = level.bytes_per_s
+        text = f"{speed * 8 / 1e9:g} Gbit/s" if level.name == "network" else f"{speed / 1e9:g} GB/s"
+        links.append(f"{level.name} {text} over {level.size}")
+    nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
+    return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
+
+
+def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
+    """Which numbers are measured, fitted, assumed."""
+    comm = [q.tag for name, q in estimate.breakdown.items() if name.endswith("_comm") and q.mid > 0]
+    memory = max((q.tag for s in estimate.stages for q in s.memory.values()), default=Tag.EXACT)
+    parts = [f"compute {estimate.breakdown['compute'].tag}" if "compute" in estimate.breakdown else ""]
+    parts.append(f"communication {max(comm)}" if comm else "no communication")
+    parts.append(f"memory {memory}" if memory is not Tag.EXACT else "memory exact")
+    source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
+    _paragraph(out, f"Evidence: {', '.join(p for p in parts if p)} ({source}; times are low to high)", 10, "dim")
+
+
+def _run(estimate: Estimate, request: PlanRequest, tokens: float | None) -> Run | None:
+    if tokens is None:
+        return None
+    return whole_run(estimate.step_time_s, estimate.tokens_per_step, tokens, request.cluster)
+
+
+def _run_text(run: Run) -> str:
+    span = f"({numbers.days(run.days.low)} to {numbers.days(run.days.high)})"
+    text = f"{numbers.scaled(run.tokens)} tokens: {numbers.days(run.days.mid)} {span}"
+    if run.usd is None:
+        return f"{text}, no price known (cluster@price=USD per device and hour)"
+    return f"{text}, {numbers.dollars(run.usd.mid)} ({numbers.dollars(run.usd.low)} to {numbers.dollars(run.usd.high)})"
+
+
+def _answer(out: Console, title: str, planned: Planned, request: PlanRequest, tokens: float | None) -> None:
+    e = planned.estimate
+    out.print()
+    out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
+    peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
+    stage = max(e.stages, key=lambda s: s.memory_bytes.mid).index
+    where = f" (stage {stage})" if len(e.stages) > 1 else ""
+    line = (
+        f" step {_interval(e.step_time_s)}   {numbers.scaled(e.tokens_per_s)} tokens/s   "
+        f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device   MFU {100 * e.mfu:.0f} %"
+    )
+    out.print(Text(line), soft_wrap=True)
+    verdict = "fits" if e.fits else f"DOES NOT FIT: {numbers.gigabytes(peak.mid - capacity)} too much"
+    text = (
+        f" memory {peak.mid / 1e9:.1f} GB ({peak.low / 1e9:.1f} to {peak.high / 1e9:.1f}) of {capacity / 1e9:.1f} GB"
+        f"{where}: {verdict}"
+    )
+    out.print(Text(text, style="" if e.fits else "bold red"), soft_wrap=True)
+    run = _run(e, request, tokens)
+    if run is not None:
+        _paragraph(out, _run_text(run), 1, first=1)
+
+
+def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
+    """Neighbouring stages that look the same stand in one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
+
+    def shown(s: StageEstimate) -> tuple[object, ...]:
+        return (s.num_layers, s.num_recomputed, s.in_flight, tuple(f"{q.mid / 1e9:.1f}" for q in s.memory.values()))
+
+    groups: list[list[StageEstimate]] = []
+    for stage in stages:
+        if groups and shown(groups[-1][-1]) == shown(stage):
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    if len(groups) <= _MAX_STAGE_COLUMNS:
+        return groups
+    fullest = max(groups, key=lambda g: g[0].memory_bytes.mid)
+    wanted = {id(g): g for g in (fullest, groups[0], groups[-1], *groups[1:])}
+    chosen = list(wanted)[:_MAX_STAGE_COLUMNS]
+    return [g for g in groups if id(g) in chosen]
+
+
+def _memory(out: Console, e: Estimate) -> None:
+    groups = _grouped(e.stages)
+    heads = []
+    for g in groups:
+        first, last = g[0].index, g[-1].index
+        heads.append("all" if len(e.stages) == 1 else f"stage {first}" if first == last else f"stages {first}-{last}")
+    out.print()
+    table = plain_table("memory per device, GB", *heads, "evidence", left=1)
+    terms = list(dict.fromkeys(t for g in groups for t in g[0].memory))
+    for term in terms:
+        found = [g[0].memory.get(term) for g in groups]
+        if not any(q is not None and q.high >= 5e6 for q in found):
+            continue
+        tag = max(q.tag for q in found if q is not None)
+        table.add_row(term, *(f"{q.mid / 1e9:.2f}" if q is not None else "" for q in found), str(tag))
+    totals = [g[0].memory_bytes for g in groups]
+    table.add_section()
+    table.add_row("total", *(f"{q.mid / 1e9:.1f}" for q in totals), "")
+    table.add_row("low to high", *(f"{q.low / 1e9:.1f}-{q.high / 1e9:.1f}" for q in totals), "")
+    table.add_row("of the device", *(numbers.percent(q.mid / e.memory_capacity_bytes) for q in totals), "")
+    table.add_row("layers", *(str(g[0].num_layers) for g in groups), "")
+    if any(s.num_recomputed for s in e.stages):
+        table.add_row("layers recomputed", *(str(g[0].num_recomputed) for g in groups), "")
+    if len(e.stages) > 1:
+        table.add_row("micro-batches in flight", *(str(g[0].in_flight) for g in groups), "")
+    out.print(table)
+    hidden = len(e.stages) - sum(len(g) for g in groups)
+    if hidden:
+        out.print(Text(f"and {hidden} more stages: --json has all", style="dim"))
+
+
+def _breakdown(out: Console, e: Estimate) -> None:
+    out.print()
+    table = plain_table("step time", "seconds", "share", "low to high", "evidence", left=1)
+    step = e.step_time_s
+    for term, q in e.breakdown.items():
+        if q.mid < 1e-4 * step.mid:
+            continue
+        span = f"{numbers.digits(q.low)} to {numbers.digits(q.high)}" if q.high > q.low else ""
+        table.add_row(
+            _TERMS.get(term, term), numbers.digits(q.mid), numbers.percent(q.mid / step.mid), span, str(q.tag)
+        )
+    table.add_section()
+    table.add_row(
+        "step",
+        numbers.digits(step.mid),
+        "100 %",
+        f"{numbers.digits(step.low)} to {numbers.digits(step.high)}",
+        str(step.tag),
+    )
+    out.print(table)
+
+
+def _ranking(out: Console, result: SearchResult, request: PlanRequest, tokens: float | None) -> None:
+    if len(result.plans) < 2:
+        return
+    out.print()
+    heads = ["", "plan", "step s", "MFU %", "memory GB", "tokens/s"]
+    if tokens is not None:
+        heads += ["days", "cost"]
+    table = plain_table(*heads, left=2)
+    for i, p in enumerate(result.plans, 1):
+        e = p.estimate
+        cells = [
+            str(i),
+            plan_label(p.config, e),
+            numbers.digits(e.step_time_s.mid),
+            f"{100 * e.mfu:.0f}",
+            f"{e.peak_memory_bytes.mid / 1e9:.1f}",
+            numbers.scaled(e.tokens_per_s),
+        ]
+        run = _run(e, request, tokens)
+        if run is not None:
+            cells += [numbers.digits(run.days.mid), numbers.dollars(run.usd.mid) if run.usd is not None else "-"]
+        table.add_row(*cells)
+    out.print(table)
+
+
+def _certificate(out: Console, c: Certificate) -> None:
+    out.print()
+    proof = "the best of this space" if c.gap <= 1e-6 else f"at most {numbers.percent(c.gap)} above the best"
+    state = "" if c.status == "complete" else f" ({c.status})"
+    _paragraph(
+        out,
+        f"{c.considered:,} candidates: {c.illegal:,} illegal, {c.too_big:,} too big, {c.bounded_out:,} bounded out, "
+        f"{c.solved:,} solved in {c.solve_time_s:.1f} s: {proof}, at these prices{state}",
+        1,
+    )
+    for what, counts in (("illegal", c.illegal_by_rule), ("too big", c.too_big_by_term)):
+        if counts:
+            listed = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda kv: -kv[1]))
+            _paragraph(out, f"{what}: {listed}", 2, "dim")
+    _paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
+
+
+def _warnings(out: Console, e: Estimate, request: PlanRequest) -> None:
+    peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
+    found = []
+    if e.fits and peak.high > capacity:
+        found.append(
+            f"memory may reach {peak.high / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; for certainty, plan with "
+            f"@memory_gb={capacity / peak.high * capacity / 1e9:.0f}"
+        )
+    elif e.fits and capacity - peak.mid < _TIGHT * capacity:
+        found.append(f"memory is tight: {numbers.gigabytes(capacity - peak.mid)} left")
+    if request.cluster.device.unverified:
+        found.append(
+            f"no source confirms these catalog fields of {request.cluster.device.name}: "
+            f"{', '.join(request.cluster.device.unverified)}"
+        )
+    for text in found:
+        _paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def _price(out: Console, request: PlanRequest, tokens: float | None) -> None:
+    price = request.cluster.price
+    if tokens is None or price is None:
+        return
+    text = f"Price: ${price.usd_per_device_hour:g} per device and hour, {price.source}"
+    if price.as_of not in price.source and price.as_of != "given":
+        text += f", as of {price.as_of}"
+    _paragraph(out, f"{text}; no failures, no idle time", 7, "dim")
+
+
+def estimate_command(model: str, cluster: str, request: PlanRequest, c: ParallelConfig) -> str:
+    """The command line that prices this plan again."""
+    degrees = [("--dp", c.dp), ("--tp", c.tp), ("--pp", c.pp)]
+    degrees += [(flag, n) for flag, n in (("--cp", c.cp), ("--ep", c.ep)) if n > 1]
+    words = ["autoplan", "estimate", model, "--cluster", cluster, "--seq-len", str(request.seq_len)]
+    words += ["--global-batch-size", str(request.global_batch_size)]
+    for flag, n in degrees:
+        words += [flag, str(n)]
+    if c.etp is not None and c.etp != c.tp:
+        words += ["--etp", str(c.etp)]
+    words += ["--zero", str(c.zero_stage), "--micro-batch-size", str(c.micro_batch_size)]
+    if c.virtual_stages > 1:
+        words += ["--virtual-stages", str(c.virtual_stages)]
+    if c.schedule != "1F1B":
+        words += ["--schedule", c.schedule]
+    if isinstance(c.recompute, tuple) and any(c.recompute):
+        words += ["--recompute", ",".join(map(str, c.recompute))]
+    elif isinstance(c.recompute, str) and c.recompute != "none":
+        words += ["--recompute", c.recompute]
+    if c.stages is not None and len(c.stages) > 1:
+        words += ["--stages", ",".join(map(str, c.stages))]
+    return shlex.join([*words, *_settings(request)])
+
+
+def _settings(request: PlanRequest) -> list[str]:
+    words = []
+    if request.precision != "bf16":
+        words += ["--precision", request.precision]
+    if request.mode != "eager":
+        words += ["--mode", str(request.mode)]
+    if request.profile is not None:
+        words += ["--profile", request.profile.name]
+    return words
+
+
+def _next(out: Console, commands: Sequence[str]) -> None:
+    out.print()
+    for i, command in enumerate(commands):
+        # broken where a shell reads on: the command is there to be copied
+        lines = textwrap.wrap(command, out.width - 10, break_long_words=False, break_on_hyphens=False)
+        for j, line in enumerate(lines):
+            lead = "Next: " if i == j == 0 else "      " if j == 0 else "          "
+            out.print(Text(lead + line + (" \\" if j < len(lines) - 1 else ""), style="cyan"), soft_wrap=True)
+
+
+def plan_text(
+    out: Console, model: str, cluster: str, request: PlanRequest, result: SearchResult, tokens: float | None
+) -> None:
+    """The answer of `autoplan plan`."""
+    best = result.plans[0]
+    _heading(out, request)
+    _evidence(out, request, best.estimate)
+    _answer(out, "BEST", best, request, tokens)
+    _memory(out, best.estimate)
+    _breakdown(out, best.estimate)
+    _ranking(out, result, request, tokens)
+    _certificate(out, result.certificate)
+    _price(out, request, tokens)
+    _warnings(out, best.estimate, request)
+    task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
+    task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
+    nodes = request.cluster.num_nodes
+    vary = ["--vary", f"nodes={nodes}..{4 * nodes}"]
+    _next(
+        out,
+        [
+            estimate_command(model, cluster, request, best.config),
+            shlex.join(["autoplan", "whatif", model, *task, *vary]),
+        ],
+    )
+
+
+def estimate_text(
+    out: Console, model: str, cluster: str, request: PlanRequest, planned: Planned, tokens: float | None
+) -> None:
+    """The answer of `autoplan estimate`."""
+    _heading(out, request)
+    _evidence(out, request, planned.estimate)
+    _answer(out, "PLAN", planned, request, tokens)
+    _memory(out, planned.estimate)
+    _breakdown(out, planned.estimate)
+    _price(out, request, tokens)
+    _warnings(out, planned.estimate, request)
+    task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
+    task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
+    _next(out, [shlex.join(["autoplan", "plan", model, *task])])
+
+
+_BRIEF_REASON = 90
+
+
+def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], tokens: float | None) -> None:
+    """The table of `autoplan whatif`."""
+    _heading(out, request)
+    out.print()
+    varied = list(found[0].varied) if found else []
+    heads = [*varied, "devices", "step s", "low to high", "tokens/s"]
+    if tokens is not None:
+        heads += ["days", "cost"]
+    table = plain_table(*heads, "GB left", "plan", left=0)
+    table.columns[-1].justify = "left"
+    reasons: dict[str, int] = {}
+    for point in found:
+        data = row(point, tokens)
+        cells = [numbers.plain(point.varied[name]) for name in varied]
+        cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
+        if point.planned is None:
+            cells += ["-", "-", "-"] + (["-", "-"] if tokens is not None else []) + ["-"]
+            cells.append(f"{point.status} [{reasons.setdefault(point.reason, len(reasons) + 1)}]")
+        else:
+            e = point.planned.estimate
+            step = e.step_time_s
+            span = f"{numbers.digits(step.low)}-{numbers.digits(step.high)}"
+            cells += [numbers.digits(step.mid), span, numbers.scaled(e.tokens_per_s)]
+            if point.request is not None:
+                run = _run(e, point.request, tokens)
+                if run is not None:
+                    cells += [
+                        numbers.digits(run.days.mid),
+                        numbers.dollars(run.usd.mid) if run.usd is not None else "-",
+                    ]
+            cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
+            cells.append(plan_label(point.planned.config, e))
+        table.add_row(*cells)
+    out.print(table)
+    for reason, number in reasons.items():
+        _paragraph(out, f"[{number}] {reason}", 4, "yellow")
+    planned = next((p for p in found if p.planned is not None), None)
+    out.print()
+    if planned is not None and planned.planned is not None:
+        tag = planned.planned.estimate.step_time_s.tag
+        _paragraph(
+            out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
+        )
+    priced = planned.request if planned is not None else None
+    if priced is not None:
+        _price(out, priced, tokens)

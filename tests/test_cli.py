@@ -1,0 +1,398 @@
+"""The command line: answers, JSON, exit codes, what-ifs. Small catalog models, so that a search takes a second."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import autoplan
+from autoplan.capacity import Point, points, whatif, whole_run
+from autoplan.catalog import load_model, names
+from autoplan.cli import app
+from autoplan.cost_models.catalog import entries
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.errors import InfeasibleError, PinError
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.planner import PlanRequest, estimate_config, search_plan
+from autoplan.report import numbers
+from autoplan.report.arguments import read_pins, read_vary
+from autoplan.report.label import plan_label
+from autoplan.report.text import estimate_command
+
+ROOT = Path(__file__).resolve().parents[1]
+TASK = ("gpt2", "--cluster", "1x4xh100-sxm5-80gb", "--seq-len", "1k", "--global-batch-size", "16")
+PLAIN = {"NO_COLOR": "1", "COLUMNS": "200", "TERM": "dumb"}
+
+
+@lru_cache(maxsize=64)
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words), env=PLAIN, prog_name="autoplan")
+
+
+def shell(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autoplan", *words],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def one_line_error(result: Result, code: int) -> str:
+    assert result.exit_code == code, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and "Traceback" not in result.output
+    return line
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_answers_first_with_units_and_evidence() -> None:
+    result = run("plan", *TASK, "--tokens", "300B", "--top", "2")
+    assert result.exit_code == 0, result.stderr
+    out = result.stdout
+    order = ["autoplan 0.1.0 - gpt2", "Evidence: compute assumed", "BEST", "memory per device, GB", "step time"]
+    order += ["candidates:", "Price: $6.88 per device and hour, AWS", "Next: autoplan estimate gpt2"]
+    assert [out.index(text) for text in order] == sorted(out.index(text) for text in order)
+    assert re.search(r"step [\d.]+ ms \([\d.]+ to [\d.]+\)", out) and "tokens/s per device" in out
+    assert re.search(r"300 B tokens: [\d.]+ d \(.*\), \$[\d,.]+k? \(", out)
+    assert all(len(line) <= 110 for line in out.splitlines())
+    assert "\x1b[" not in out
+
+
+def test_plan_as_json_is_the_documented_schema() -> None:
+    result = run("plan", *TASK, "--top", "3", "--tokens", "1B", "--json")
+    data = json.loads(result.stdout)
+    assert data["schema"] == 1 and data["status"] == "ok"
+    wanted = "pp dp cp tp ep zero_stage micro_batch_size num_micro_batches schedule virtual_stages recompute stages"
+    assert set(wanted.split()) <= set(data["plan"])
+    plan, estimate, certificate = data["plan"], data["estimate"], data["certificate"]
+    assert plan["pp"] * plan["dp"] * plan["cp"] * plan["tp"] == 4 == data["cluster"]["num_devices"]
+    assert plan["dp"] * plan["micro_batch_size"] * plan["num_micro_batches"] == 16
+    assert sum(plan["stages"]) == 12 == data["model"]["num_layers"]
+    step = estimate["step_time_s"]
+    assert 0 < step["low"] <= step["mid"] <= step["high"] and step["evidence"] == "assumed"
+    assert estimate["tokens_per_s"] == pytest.approx(16 * 1024 / step["mid"])
+    assert len(estimate["memory_bytes"]) == plan["pp"]
+    assert estimate["memory_bytes"][0]["parameters"]["mid"] > 0
+    assert sum(q["mid"] for q in estimate["breakdown_s"].values()) == pytest.approx(step["mid"], rel=0.01)
+    parts = [certificate[k] for k in ("illegal", "too_big", "bounded_out", "solved")]
+    assert certificate["considered"] == sum(parts) and certificate["gap"] >= 0 and certificate["restrictions"]
+    assert estimate["run"]["days"]["mid"] == pytest.approx(1e9 / (16 * 1024) * step["mid"] / 86400)
+    assert estimate["run"]["usd"]["mid"] == pytest.approx(estimate["run"]["days"]["mid"] * 24 * 4 * 6.88)
+    times = [p["estimate"]["step_time_s"]["mid"] for p in data["alternatives"]]
+    assert len(times) == 2 and [step["mid"], *times] == sorted([step["mid"], *times])
+
+
+def test_pins_are_kept() -> None:
+    data = json.loads(run("plan", *TASK, "--pin", "tp=2,zero_stage=3", "--pin", "pp=2", "--json").stdout)
+    assert (data["plan"]["tp"], data["plan"]["pp"], data["plan"]["zero_stage"]) == (2, 2, 3)
+    assert data["request"]["pins"] == {"tp": 2, "zero_stage": 3, "pp": 2}
+    data = json.loads(run("plan", *TASK, "--pin", "pp=2", "--pin", "stages=5,7", "--json").stdout)
+    assert data["plan"]["stages"] == [5, 7]
+
+
+def test_the_next_command_prices_the_same_plan() -> None:
+    """A round trip: what `plan` prints as the next command gives the plan's own step time."""
+    request = PlanRequest(load_model("gpt2"), Cluster.parse(TASK[2]), 1024, 16, {"pp": 2, "recompute": "full"})
+    best = search_plan(request).plans[0]
+    words = estimate_command("gpt2", TASK[2], request, best.config).split()
+    data = json.loads(run(*words[1:], "--json").stdout)
+    assert data["estimate"]["step_time_s"]["mid"] == pytest.approx(best.estimate.step_time_s.mid)
+    assert data["plan"]["stages"] == list(best.config.stages or ())
+
+
+BAD = [
+    (("plan", "gtp2", *TASK[1:]), "unknown model 'gtp2'; did you mean gpt2"),
+    (("plan", "nowhere/config.json", *TASK[1:]), "no file nowhere/config.json"),
+    (("plan", "gpt2", "--cluster", "8xh100", *TASK[3:]), "for example 8x8xh100-sxm5-80gb"),
+    (("plan", *TASK, "--pin", "tp=3"), "pin tp=3 does not divide the 4 devices; nearest legal: 2 or 4"),
+    (("plan", *TASK, "--pin", "pt=2"), "unknown pin 'pt'"),
+    (("plan", *TASK, "--pin", "tp"), "not name=value"),
+    (("plan", *TASK, "--pin", "tp=2", "--pin", "tp=4"), "given twice"),
+    (("plan", *TASK, "--pin", "stages=a,b"), "whole numbers with commas"),
+    (("plan", *TASK, "--mode", "turbo"), "use eager, fused, compiled"),
+    (("plan", *TASK, "--precision", "int4"), "'int4' is not known; use native, bf16"),
+    (("plan", *TASK, "--profile", "nobody"), "profile 'nobody' is not known"),
+    (("plan", *TASK, "--tokens", "lots"), "--tokens 'lots' must be a number above 0"),
+    (("plan", *TASK[:4], "0", *TASK[5:]), "--seq-len '0'"),
+    (("plan", *TASK[:6], "1.5"), "--global-batch-size '1.5' must be a whole number"),
+    (("estimate", *TASK, "--tp", "3"), "does not divide the 4 devices"),
+    (("estimate", *TASK, "--dp", "2"), "nearest legal: dp=4"),
+    (("estimate", *TASK, "--micro-batch-size", "3"), "nearest legal: a global batch of 12"),
+    (("estimate", *TASK, "--zero", "4"), "use 0, 1, 2 or 3"),
+    (("estimate", *TASK, "--recompute", "some"), "use none, selective, full"),
+    (("estimate", *TASK, "--schedule", "2F2B"), "use GPipe, 1F1B"),
+    (("estimate", *TASK, "--virtual-stages", "2"), "needs a pipeline"),
+    (("estimate", *TASK, "--pp", "0"), "pp=0: must be"),
+    (("whatif", *TASK, "--vary", "nodes"), "not name=values"),
+    (("whatif", *TASK, "--vary", "color=1"), "cannot vary 'color'; what can be varied: nodes"),
+    (("whatif", *TASK, "--vary", "nodes=8..2"), "write 2..8"),
+    (("whatif", *TASK, "--vary", "nodes=1", "--vary", "nodes=2"), "given twice"),
+    (("hw", "show", "h100"), "nearest: h100-sxm5-80gb"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(w[:1] + w[7:]) or m for w, m in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], message: str) -> None:
+    assert message in one_line_error(run(*words), 2)
+
+
+def test_nothing_fits_says_what_would() -> None:
+    words = ("plan", "gpt2", "--cluster", "1x1xh100-sxm5-80gb@memory_gb=2", *TASK[3:])
+    result = run(*words, "--json")
+    line = one_line_error(result, 3)
+    assert "nothing fits" in line and "stage 0" in line and "has 2.0 GB" in line and "it fits" in line
+    data = json.loads(result.stdout)
+    assert data["status"] == "infeasible" and data["stage"] == 0 and data["term"]
+    assert data["needed_bytes"] > data["available_bytes"] == 2e9 and "fits" in data["cheapest_change"]
+
+
+# -- estimate ----------------------------------------------------------------------------------------------------------
+
+
+def test_estimate_of_one_configuration() -> None:
+    words = ("estimate", *TASK, "--tp", "2", "--pp", "2", "--recompute", "full", "--stages", "5,7")
+    data = json.loads(run(*words, "--json").stdout)
+    plan = data["plan"]
+    assert (plan["dp"], plan["tp"], plan["pp"], plan["num_micro_batches"]) == (1, 2, 2, 16)
+    assert plan["stages"] == [5, 7] and plan["recompute"] == "full" and "certificate" not in data
+    assert [s["num_recomputed"] for s in data["estimate"]["stages"]] == [5, 7]
+    text = run(*words).stdout
+    assert "PLAN  tp2 pp2 mbs1 x16 recompute full" in text and "stage 1" in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_an_estimate_that_does_not_fit_is_shown_and_is_exit_code_3() -> None:
+    result = run("estimate", "gpt2", "--cluster", "1x4xh100-sxm5-80gb@memory_gb=2", *TASK[3:])
+    assert "DOES NOT FIT" in result.stdout
+    assert re.search(r"does not fit: stage 0 needs .* its largest term is", one_line_error(result, 3))
+
+
+# -- what-if -----------------------------------------------------------------------------------------------------------
+
+
+def test_whatif_is_a_table_of_plans(tmp_path: Path) -> None:
+    path = tmp_path / "w.csv"
+    words = ("whatif", *TASK, "--vary", "devices_per_node=2,4", "--vary", "price=1..4", "--tokens", "1T")
+    result = run(*words, "--csv", str(path))
+    assert result.exit_code == 0, result.output
+    with path.open() as handle:
+        rows = list(csv.DictReader(handle))
+    assert [(r["devices_per_node"], float(r["price"])) for r in rows] == [
+        (n, p) for n in ("2", "4") for p in (1.0, 2.0, 4.0)
+    ]
+    assert all(r["status"] == "ok" and r["plan"] for r in rows)
+    assert float(rows[0]["step_time_s"]) > float(rows[3]["step_time_s"])  # 4 devices are faster than 2
+    assert float(rows[2]["usd"]) == pytest.approx(4 * float(rows[0]["usd"]))
+    assert float(rows[0]["usd"]) == pytest.approx(float(rows[0]["days"]) * 24 * 2)
+    assert "cost" in result.stdout and rows[0]["plan"].split()[0] in result.stdout
+
+
+def test_whatif_keeps_points_without_a_plan() -> None:
+    result = run(
+        "whatif", *TASK, "--vary", "devices_per_node=1", "--vary", "memory_gb=1,80", "--vary", "tp=1,3", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [r["status"] for r in rows] == ["does not fit", "illegal", "ok", "illegal"]
+    assert rows[0]["step_time_s"] is None and "nothing fits" in rows[0]["reason"]
+    assert "pin tp=3 does not divide" in rows[1]["reason"] and rows[2]["memory_margin_bytes"] > 0
+
+
+def test_whatif_without_any_plan_says_so() -> None:
+    result = run("whatif", *TASK, "--vary", "devices_per_node=1", "--vary", "memory_gb=1")
+    assert result.exit_code == 3 and "nothing fits at any point" in result.stderr
+    assert "does not fit [1]" in result.stdout and "[1] nothing fits" in result.stdout
+    result = run("whatif", *TASK, "--vary", "tp=3")
+    assert result.exit_code == 2 and "no point is legal" in result.stderr and "[1] pin tp=3" in result.stdout
+
+
+def test_whatif_plans_each_hardware_once() -> None:
+    """A price changes no plan; everything else is planned anew, with exactly what was varied."""
+    seen: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> Any:
+        seen.append(request)
+        if request.cluster.num_nodes == 4:
+            raise InfeasibleError("too big")
+        return SimpleNamespace(plans=[SimpleNamespace(nodes=request.cluster.num_nodes)])
+
+    base = PlanRequest(load_model("gpt2"), Cluster.parse("2x8xh100-sxm5-80gb"), 1024, 64, {"pp": 2}, top=5)
+    vary: dict[str, Sequence[object]] = {"nodes": [2, 4], "nic": [100, 400], "price": [1, 2], "seq_len": [1024, 2048]}
+    found: list[Point] = list(points(base, vary, search))
+    assert len(found) == 16 and len(seen) == 8
+    assert {(r.cluster.num_nodes, r.cluster.levels[1].bytes_per_s * 8 / 1e9, r.seq_len) for r in seen} == {
+        (n, nic, s) for n in (2, 4) for nic in (100, 400) for s in (1024, 2048)
+    }
+    assert all(r.pins == {"pp": 2} and r.top == 1 for r in seen)
+    assert [p.status for p in found] == ["ok"] * 8 + ["does not fit"] * 8
+    prices = [p.request.cluster.price for p in found if p.request is not None]
+    assert [p.usd_per_device_hour for p in prices if p is not None] == [1, 1, 2, 2] * 4
+    device = list(points(base, {"device": ["h200-sxm-141gb", "h201"]}, search))
+    assert device[0].request is not None and device[0].request.cluster.device.name == "h200-sxm-141gb"
+    assert device[1].status == "illegal" and "nearest: h200" in device[1].reason
+
+
+def test_whatif_in_python_is_a_data_frame() -> None:
+    assert autoplan.whatif is whatif
+    frame = whatif("gpt2", TASK[2], 1024, 16, vary={"mode": ["eager", "fused"]}, tokens=1e9)
+    assert list(frame["mode"]) == ["eager", "fused"] and list(frame["status"]) == ["ok", "ok"]
+    assert frame["step_time_s"][1] <= frame["step_time_s"][0] and (frame["usd"] > 0).all()
+    with pytest.raises(PinError, match="cannot vary 'nick'"):
+        whatif("gpt2", "local:1", 1024, 64, vary={"nick": [1]})
+    with pytest.raises(PinError, match="at least one value"):
+        whatif("gpt2", "local:1", 1024, 64, vary={"nic": []})
+
+
+def test_time_and_money_by_hand() -> None:
+    cluster = Cluster.parse("2x8xh100-sxm5-80gb@price=2")
+    run_ = whole_run(Quantity(5.0, 10.0, 20.0, Tag.FITTED), 1e6, 8.64e9, cluster)
+    assert (run_.days.low, run_.days.mid, run_.days.high) == pytest.approx((0.5, 1.0, 2.0))
+    assert run_.usd is not None and run_.usd.mid == pytest.approx(16 * 24 * 2) and run_.usd.tag is Tag.FITTED
+    assert whole_run(Quantity(1, 1, 1, Tag.FITTED), 1.0, 1.0, Cluster.local(1)).usd is None
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_catalogs() -> None:
+    listed = run("models").stdout
+    assert all(name in listed for name in names())
+    devices = run("hw", "list").stdout
+    assert all(name in devices for name in entries())
+    shown = run("hw", "show", "mi300x-192gb").stdout
+    assert "64 to one peer" in shown and "scaleout_gbit_s_per_device" in shown and "stas00/ml-engineering" in shown
+    data = json.loads(run("hw", "show", "h100-sxm5-80gb", "--json").stdout)
+    assert data["device"]["peak_flops"]["bfloat16"] == 989e12
+    assert "AWS" in {i["provider"] for i in data["device"]["instances"]}
+    assert {m["name"] for m in json.loads(run("models", "--json").stdout)["models"]} == set(names())
+    for text in (listed, devices, shown):
+        assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_labels() -> None:
+    config = ParallelConfig(dp=4, tp=2, pp=2, zero_stage=1, num_micro_batches=8)
+    assert plan_label(config) == "tp2 pp2 dp4 zero1 mbs1 x8"
+    odd = replace(config, cp=2, ep=4, etp=1, recompute=(3, 0), schedule="GPipe", virtual_stages=2)
+    assert plan_label(odd) == "tp2 cp2 pp2 dp4 ep4 etp1 zero1 mbs1 x8 vpp2 recompute 3 GPipe"
+    assert plan_label(ParallelConfig()) == "mbs1 x1"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8k", 8192), ("300", 300), ("1_000", 1000), ("2K", 2048), ("1M", 10**6), ("1.5k", 1536)],
+)
+def test_counts(text: str, value: int) -> None:
+    assert numbers.read_count(text, "x") == value
+
+
+def test_what_is_varied() -> None:
+    assert read_vary(["nic=100..400", "gbs=1k,2k", "zero_stage=0,3"]) == {
+        "nic": [100, 200, 400],
+        "global_batch_size": [1024, 2048],
+        "zero_stage": [0, 3],
+    }
+    clusters = read_vary(["cluster=local:2@memory_gb=8,price=1,local:4"])["cluster"]
+    assert clusters == ["local:2@memory_gb=8,price=1", "local:4"]
+    assert read_pins(["stages=1,2,tp=2", "state_slack=1.5"]) == {"stages": (1, 2), "tp": 2, "state_slack": 1.5}
+
+
+def test_numbers() -> None:
+    assert numbers.read_number("300B", "x") == 3e11 and numbers.read_number("15T", "x") == 1.5e13
+    assert numbers.read_series("100..1600", "x", whole=True, binary_k=False) == [100, 200, 400, 800, 1600]
+    assert numbers.read_series("1..10,3", "x", whole=True, binary_k=True) == [1, 2, 4, 8, 10, 3]
+    assert numbers.read_series("8k,128k", "x", whole=True, binary_k=True) == [8192, 131072]
+    for bad in ("", "-1", "0", "1x", "nan", "1e999k"):
+        with pytest.raises(PinError, match="must be a"):
+            numbers.read_count(bad, "x")
+    assert [numbers.digits(v) for v in (1.7, 63.51, 1234.5, 0.01234, 0, 9.999)] == [
+        "1.70", "63.5", "1,234", "0.0123", "0", "10.0"
+    ]  # fmt: skip
+    assert [numbers.dollars(v) for v in (0.5, 87, 562_000, 1_240_000)] == ["$0.50", "$87", "$562k", "$1.24M"]
+    assert [numbers.scaled(v) for v in (8.03e9, 131_000, 12, 999_900)] == ["8.03 B", "131 k", "12", "1 M"]
+    assert [numbers.percent(v) for v in (0.47, 0.003, 0, 0.0001)] == ["47 %", "0.3 %", "0 %", "<0.1 %"]
+    assert numbers.days(26.61) == "26.6 d" and numbers.days(0.5) == "12.0 h"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("plan", *TASK, "--json"), 0),
+        (("plan", "gtp2", *TASK[1:]), 2),
+        (("plan", "gpt2"), 2),
+        (("plan", "gpt2", "--cluster", "1x1xh100-sxm5-80gb@memory_gb=1", *TASK[3:]), 3),
+    ],
+)
+def test_exit_codes_of_the_process(words: tuple[str, ...], code: int) -> None:
+    done = shell(*words)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and bool(done.stdout) == (code == 0)
+    if code:
+        assert done.stderr.count("rror: ") == 1
+    else:
+        assert json.loads(done.stdout)["plan"] and not done.stderr
+
+
+def test_a_plan_of_a_catalog_model_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom autoplan.cli import app\n"
+        f"app({['plan', *TASK]!r}, standalone_mode=False)\n"
+        "print('loaded', sorted(m for m in ('torch', 'transformers', 'pandas', 'spmd_types') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded []" and "BEST" in done.stdout
+
+
+def test_help_and_version_load_no_planner() -> None:
+    code = (
+        "import sys\nfrom autoplan.cli import app\n"
+        "app(['--version'], standalone_mode=False)\n"
+        "print(sorted(m for m in sys.modules if m in ('numpy', 'pulp', 'autoplan.planner', 'torch')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [f"autoplan {autoplan.__version__}", "[]"], done.stderr
+
+
+def test_colour_only_where_wanted() -> None:
+    words = ("hw", "show", "h100-sxm5-80gb")
+    assert "\x1b[" not in shell(*words).stdout
+    assert "\x1b[" in shell(*words, FORCE_COLOR="1", NO_COLOR="", TERM="xterm").stdout
+    assert not re.search(r"\x1b\[[\d;]*3\dm", shell(*words, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm").stdout)
+
+
+def test_profile_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import autoplan.profiler.run as profiler
+
+    got: list[object] = []
+    monkeypatch.setattr(profiler, "profile_command", lambda *args: got.extend(args), raising=False)
+    result = CliRunner().invoke(app, ["profile", "here", "--processes", "2", "--budget", "9", "--out", "p.json"])
+    assert result.exit_code == 0, result.output
+    assert got == ["here", 2, 9.0, None, Path("p.json")]
+
+
+def test_modes_and_precisions_reach_the_planner() -> None:
+    graph, cluster = load_model("gpt2"), Cluster.parse(TASK[2])
+    request = PlanRequest(graph, cluster, 1024, 16, precision="fp32", mode=Mode.FUSED)
+    config = ParallelConfig(dp=4, micro_batch_size=2, num_micro_batches=2)
+    expected = estimate_config(request, config).estimate
+    words = ("estimate", *TASK, "--mbs", "2", "--precision", "fp32", "--mode", "fused", "--json")
+    data = json.loads(run(*words).stdout)
+    assert data["estimate"]["step_time_s"]["mid"] == pytest.approx(expected.step_time_s.mid)
+    assert data["request"]["precision"] == "fp32" and data["request"]["mode"] == "fused"
