@@ -216,6 +216,98 @@ def test_what_cannot_be_captured_is_named(block: type, message: str) -> None:
         capture(Stack(block), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
 
 
+# -- in-place ops that nobody can see ----------------------------------------------------------------------------------
+
+
+class Scaled(ScaledBlock):
+    """Divides a tensor it has just made, as routers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x).softmax(-1)
+        made /= made.sum(-1, keepdim=True) + 1.0
+        made *= 2.0
+        return x + made
+
+
+class Filled(ScaledBlock):
+    """Allocates a tensor and writes its two parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty(*x.shape[:-1], 10)
+        whole[..., 2:].copy_(self.linear(x))
+        whole[..., :2].copy_(x[..., 3:5])
+        return x + whole[..., 1:9] * whole[..., :8]
+
+
+def test_in_place_ops_on_fresh_tensors() -> None:
+    ids = {"ids": torch.zeros(2, 4, dtype=torch.long)}
+    ops = [n.op for n in capture(Stack(Scaled), ids, square_loss).blocks["layer"].nodes]
+    assert ops == ["linear", "add", "softmax", "sum", "add_scalar", "div", "mul_scalar", "add"]
+    (cat,) = [n for n in capture(Stack(Filled), ids, square_loss).blocks["layer"].nodes if n.op == "cat"]
+    assert cat.inputs == ("slice", "add") and cat.attrs["dim"] == 2  # in the order of their places, not of writing
+
+
+class SeenByView(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        part = made[..., :4]
+        made *= 2.0
+        return x + torch.cat([part, made[..., 4:]], -1)  # part has changed too
+
+
+class ThroughView(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        made.transpose(0, 1).mul_(2.0)
+        return x + made
+
+
+class OfInput(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        return x + self.linear(x)
+
+
+class Gap(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty_like(x)
+        whole[..., 2:].copy_(self.linear(x)[..., 2:])
+        return x + whole
+
+
+class Rewritten(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty_like(x)
+        whole[..., :8].copy_(self.linear(x))
+        y = x + whole
+        whole[..., :4].copy_(x[..., :4])
+        return y + whole
+
+
+class Broadcast(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty_like(x)
+        whole[..., :7].copy_(self.linear(x)[..., :1])
+        whole[..., 7:].copy_(x[..., 7:])
+        return x + whole
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (SeenByView, r"in-place op aten\.mul_"),
+        (ThroughView, r"in-place op aten\.mul_"),
+        (OfInput, r"in-place op aten\.mul_"),
+        (Gap, r"test_capture\.py:\d+: a tensor is used before all of it is written"),
+        (Rewritten, r"test_capture\.py:\d+|in-place op aten\.copy_"),
+        (Broadcast, r"test_capture\.py:\d+: what is written into a slice must have its shape"),
+    ],
+)
+def test_in_place_ops_that_somebody_can_see_are_refused(block: type, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Stack(block), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+
+
 def test_padding_masks_are_refused() -> None:
     batch = models.token_batch(2, 8)
     with pytest.raises(CaptureError, match="label -100"):

@@ -23,7 +23,7 @@ from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts
 from autoplan.capture.huggingface import capture_attention, is_hf_model, refuse_padding
-from autoplan.capture.inplace import ALLOCATIONS, Assembly, Window, fill, out_of_place, pieces, window
+from autoplan.capture.inplace import ALLOCATIONS, Assembly, Window, fill, out_of_place, window
 from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
@@ -350,7 +350,7 @@ class _Translator:
             return
         elif target in ALLOCATIONS:
             self.env[node] = Assembly(node)
-        elif target == "aten.slice.Tensor" and isinstance(self.env.get(self._first(node)), (Assembly, Window)):
+        elif target == "aten.slice.Tensor" and self._unfinished(node) is not None:
             self.env[node] = window(self.env[self._first(node)], node, source_of(node))
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
             value = self._name_of(cast(fx.Node, node.args[1]))
@@ -365,6 +365,11 @@ class _Translator:
     @staticmethod
     def _first(node: fx.Node) -> fx.Node:
         return cast(fx.Node, node.args[0])
+
+    def _unfinished(self, node: fx.Node) -> Assembly | Window | None:
+        """The tensor that is being filled of which this node takes a slice, if it does."""
+        found = self.env.get(self._first(node))
+        return found if isinstance(found, Window) or (isinstance(found, Assembly) and not found.complete) else None
 
     @staticmethod
     def _has_tensor(node: fx.Node) -> bool:
@@ -508,7 +513,10 @@ class _Translator:
         found = self.env.get(node)
         if isinstance(found, Assembly):
             if not found.name:
-                parts = tuple(pieces(found, source_of(node)))
+                pieces = found.pieces()
+                if pieces is None:
+                    raise CaptureError(f"{source_of(node)}: a tensor is used before all of it is written")
+                parts = tuple(pieces)
                 item = Lowered("cat", parts, {"dim": found.dim})
                 found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), _scope_of(node))[0]
             return found.name

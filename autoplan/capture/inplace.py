@@ -18,7 +18,7 @@ ALLOCATIONS = frozenset({"aten.new_empty.default", "aten.empty.memory_format", "
 _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
 
 
-@dataclass
+@dataclass(eq=False)
 class Assembly:
     """A tensor that is being filled slice by slice along one dim: (start, stop) -> value."""
 
@@ -26,6 +26,21 @@ class Assembly:
     dim: int | None = None
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
     name: str = ""  # of the finished value
+
+    @property
+    def complete(self) -> bool:
+        """True once every element is written, so that a slice of it is a reading one."""
+        return bool(self.name) or self.pieces() is not None
+
+    def pieces(self) -> list[str] | None:
+        """The values along the dim, in order; None while there is a gap or an overlap."""
+        at, out = 0, []
+        for (start, stop), value in sorted(self.parts.items()):
+            if start != at:
+                return None
+            at = stop
+            out.append(value)
+        return out if self.dim is not None and at == self.node.meta["val"].shape[self.dim] else None
 
 
 @dataclass(frozen=True)
@@ -71,19 +86,6 @@ def fill(place: Window, value: str, where: str) -> None:
         raise CaptureError(f"{where}: a tensor filled slice by slice must be complete, along one dim, before use")
     whole.dim = place.dim
     whole.parts[place.start, place.stop] = value
-
-
-def pieces(whole: Assembly, where: str) -> list[str]:
-    """The values along the dim, in order. CaptureError if they leave a gap or overlap."""
-    at, out = 0, []
-    for (start, stop), value in sorted(whole.parts.items()):
-        if start != at:
-            break
-        at = stop
-        out.append(value)
-    if whole.dim is None or len(out) != len(whole.parts) or at != whole.node.meta["val"].shape[whole.dim]:
-        raise CaptureError(f"{where}: a tensor is used before all of it is written")
-    return out
 
 
 def _is_view(node: fx.Node) -> bool:
