@@ -230,11 +230,12 @@ class _Search:
         r = self.request
         checked = self._space()
         bounds: list[tuple[float, Candidate]] = []
-        no_layout = 0
+        no_layout, unseen = 0, False
         quick = _QuickMemory(r, self.capacity)
         try:
             for candidate in checked.candidates:
-                if self._out_of_time():
+                if bounds and self._out_of_time():  # what was not looked at is open
+                    unseen = True
                     break
                 if quick.too_big(candidate):
                     self.too_big["activations"] += 1
@@ -255,6 +256,7 @@ class _Search:
                 self.phases["bounds"] += time.perf_counter() - began - (sum(self.phases.values()) - before)
             bounds.sort()
             num_solved, least_open = self._evaluate(bounds)
+            least_open = 0.0 if unseen else least_open
         except KeyboardInterrupt:
             if not self.best:
                 raise

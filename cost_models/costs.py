@@ -6,9 +6,10 @@ and every answer says which (`Quantity.tag`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from autoplan.cost_models.cluster import Cluster, Group
+from autoplan.cost_models.cluster import Cluster, Device, Group
 from autoplan.cost_models.collectives import group_collective_s
 from autoplan.cost_models.compute import op_s
 from autoplan.cost_models.config import Mode
@@ -18,6 +19,13 @@ from autoplan.cost_models.work import OpWork, TensorWork
 
 # bytes AdamW moves per element beside the state it keeps: reads gradient and parameter, writes the parameter
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
+_PRODUCTS = frozenset(("linear", "matmul", "attention", "experts"))
+
+
+@lru_cache(maxsize=64)
+def _with_peak(device: Device, dtype: str) -> Device:
+    peak = device.flops(dtype)
+    return device if peak == device.peak_flops else replace(device, peak_flops=peak)
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,22 @@ class Costs:
 
     def forward_s(self, work: OpWork) -> Quantity:
         """Seconds of the forward pass of one operation."""
-        return op_s(work, "forward", self.cluster.device, self.profile, self.mode)
+        return op_s(work, "forward", self._device(work), self.profile, self.mode)
 
     def backward_s(self, work: OpWork) -> Quantity:
         """Seconds of its backward pass; nothing if no gradient flows through it."""
         if not work.has_backward:
             return ZERO
-        return op_s(work, "backward", self.cluster.device, self.profile, self.mode)
+        return op_s(work, "backward", self._device(work), self.profile, self.mode)
+
+    def _device(self, work: OpWork) -> Device:
+        """The device with the peak of the dtype that this operation's products run in."""
+        device = self.cluster.device
+        if work.op not in _PRODUCTS or not device.peak_flops_by_dtype:
+            return device
+        given = dict(work.attrs).get("matmul_dtype")
+        dtype = given if isinstance(given, str) else next(t.dtype for t in work.inputs if "float" in t.dtype)
+        return _with_peak(device, dtype)
 
     def collective_s(self, kind: str, num_bytes: float, group: Group) -> Quantity:
         """Seconds of one collective over ranks `r0 + i * stride`."""

@@ -59,9 +59,7 @@ class MemoryModel:
         self.largest_grad = [max(blocks[b][4] for b in unit) for unit in workload.units]
         saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
         self.saved, self.kept = saved, workload.unit_kept
-        by_unit = [[workload.blocks[b] for b in unit] for unit in workload.units]
-        self.transient = [max(b.transient_bytes for b in unit) for unit in by_unit]
-        self.transient_again = [max(b.recompute_transient_bytes for b in unit) for unit in by_unit]
+        self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
         self.in_flight = in_flight(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         gpu = cluster.device_type != "cpu"
         groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
@@ -107,15 +105,20 @@ class MemoryModel:
         mine = range(rank, len(chunks), pp)
         units: list[int] = []
         for position, k in enumerate(mine):
-            flying = self.in_flight[rank][position]
             again = pinned or frozenset([u for u in chunks[k] if w.layers[u]][: recompute[k]])
-            one = sum(self.kept[u] if u in again else self.saved[u] for u in chunks[k]) + w.free_saved
             first, last = chunks[k].start, chunks[k].stop
             # the pipeline holds what was received and what was sent until the backward has passed
-            one += (w.cut_bytes[first - 1] if first else 0.0) + (w.cut_bytes[last - 1] if last < len(w.units) else 0.0)
-            held += flying * one
+            one = w.free_saved + (w.cut_bytes[first - 1] if first else 0.0)
+            one += w.cut_bytes[last - 1] if last < len(w.units) else 0.0
+            peak = 0.0
             for u in chunks[k]:
-                transient = max(transient, self.transient_again[u] if u in again else self.transient[u])
+                repeated = u in again
+                one += self.kept[u] if repeated else self.saved[u]
+                waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= first and b < last)
+                # while a unit's backward runs, what later ones kept is gone already
+                peak = max(peak, one + (self.transient_again[u] if repeated else self.transient[u]) + waiting)
+            held += self.in_flight[rank][position] * one
+            transient = max(transient, peak - one)
             units += chunks[k]
         stored = sum(self.stored[u] for u in units)
         gathered = sum(self.gathered[u] for u in units)

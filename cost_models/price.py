@@ -141,10 +141,7 @@ class Pricer:
         names = [[self.blocks[b] for b in unit] for unit in workload.units]
         self.forward = [sum(b.forward.mid + b.forward_comm.mid + b.zero_forward.mid for b in u) for u in names]
         self.backward = [sum(b.backward.mid + b.backward_comm.mid + b.zero_backward.mid for b in u) for u in names]
-        self.again = [
-            sum(b.forward.mid + b.forward_comm.mid for b in u) if layer else 0.0
-            for u, layer in zip(names, workload.layers, strict=True)
-        ]
+        self.again = [sum(b.forward.mid + b.forward_comm.mid for b in self.layer_blocks(u)) for u in range(len(names))]
         self.first = [sum(b.zero_first.mid for b in u) for u in names]
         self.last = [sum(b.zero_last.mid for b in u) for u in names]
         self.optimizer = [sum(b.optimizer.mid for b in u) for u in names]
@@ -250,14 +247,19 @@ class Pricer:
                     sum(getattr(b.zero_last, which) for b in blocks),
                 )
                 repeated = sum(
-                    getattr(self.blocks[b].forward + self.blocks[b].forward_comm, which)
+                    getattr(b.forward + b.forward_comm, which)
                     for u in self.recomputed(units, again)
-                    for b in self.workload.units[u]
+                    for b in self.layer_blocks(u)
                 )
             if self.config.recompute == "selective":
                 repeated += sum(getattr(self.blocks[b].selective, which) for u in units for b in self.workload.units[u])
             out.append(ChunkTimes(forward + free + action, backward + repeated + action, 0.0, first, last))
         return out
+
+    def layer_blocks(self, unit: int) -> list[BlockCost]:
+        """Costs of the layers of a unit: what recompute applies to."""
+        marked = zip(self.workload.units[unit], self.workload.is_layer[unit], strict=True)
+        return [self.blocks[name] for name, layer in marked if layer]
 
     def _pinned_again(self) -> frozenset[int]:
         """Units that a mapping from call to recompute names; what it says of calls that are no layers is not priced."""
@@ -326,7 +328,7 @@ class Pricer:
         c, w = self.config, self.workload
         tokens = w.tokens * c.num_micro_batches * c.dp
         flops = w.model_flops * c.num_micro_batches * c.dp
-        peak = self.device.flops(self.precision.compute or _main_dtype(w)) * c.num_devices
+        peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
         times = self.chunk_times(chunks, recompute, "mid")
         timeline = self._timeline(chunks, times, "mid", events=True)
         stages = []
@@ -375,7 +377,7 @@ class Pricer:
         again = [u for k in range(rank, len(chunks), c.pp) for u in self.recomputed(ranges[k], recompute[k])]
         out: dict[str, Quantity] = {}
         out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward) * m
-        repeated = [self.blocks[b] for u in again for b in self.workload.units[u]]
+        repeated = [b for u in again for b in self.layer_blocks(u)]
         out["recompute"] = total([b.forward + b.forward_comm for b in repeated]) * m
         if c.recompute == "selective":
             out["recompute"] += total([b.selective for b in blocks]) * m

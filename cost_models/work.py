@@ -101,7 +101,6 @@ class ParamWork:
 class BlockWork:
     """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
 
-    `transient_bytes`: the largest extra need while it runs, `recompute_transient_bytes`: that under full recompute;
     `selective_ops`: positions in `ops` that selective recompute runs again.
     """
 
@@ -109,8 +108,6 @@ class BlockWork:
     ops: tuple[OpWork, ...]
     comms: tuple[CommWork, ...]
     params: tuple[ParamWork, ...]
-    transient_bytes: float
-    recompute_transient_bytes: float
     selective_ops: frozenset[int] = frozenset()
 
 
@@ -128,12 +125,17 @@ class Workload:
     blocks: Mapping[str, BlockWork]
     units: tuple[tuple[str, ...], ...]
     unit_calls: tuple[tuple[str, ...], ...]  # names of the calls, as `units`
-    layers: tuple[bool, ...]  # per unit: True if recompute applies (all of them are layers of the model)
+    layers: tuple[bool, ...]  # per unit: True if it holds a layer, which recompute applies to
+    is_layer: tuple[tuple[bool, ...], ...]  # per call, as `units`
     free: tuple[str, ...]
     cut_bytes: tuple[float, ...]
     unit_saved: tuple[float, ...]  # bytes that autograd keeps of each unit, what several keep once, with the first
     unit_selective: tuple[float, ...]  # the same if the attention core is computed again
-    unit_kept: tuple[float, ...]  # and under full recompute
+    unit_kept: tuple[float, ...]  # and under full recompute of its layers
+    # the most a unit needs while it runs beyond what it and the units before it keep, without and with recompute
+    unit_transient: tuple[float, ...]
+    unit_transient_again: tuple[float, ...]
+    tied: tuple[tuple[int, int, float], ...]  # first and last unit that use a parameter, bytes of its gradient
     free_saved: float  # what the parameter-free blocks make, on every stage
     tokens: float  # of one micro-batch of one data-parallel rank, whole sequence
     model_flops: float  # forward and backward of one such micro-batch, whole model, all ranks, without recompute

@@ -59,7 +59,7 @@ def check_pins(pins: Mapping[str, Any], *, executed: bool = True) -> None:
     """
     for name, value in pins.items():
         if name not in KNOWN_PINS:
-            near = difflib.get_close_matches(name, KNOWN_PINS, 1)
+            near = [k for k in KNOWN_PINS if k.startswith(name)] or difflib.get_close_matches(name, KNOWN_PINS, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise PinError(f"unknown pin {name!r}; {hint}known pins: {', '.join(KNOWN_PINS)}")
         if name in ("pp", "dp", "tp", "micro_batch_size", "num_micro_batches") and (

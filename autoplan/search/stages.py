@@ -85,7 +85,8 @@ class Cutter:
         self.after_s = fixed + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
-        self._transient = _least_transient(memory.transient, memory.transient_again, self._i, self._j)
+        least = np.minimum(memory.transient, memory.transient_again)  # of the last unit: before it, others are gone
+        self._transient = np.concatenate([[0.0], least])[self._j]
         self._forward = _prefix(np.array(pricer.forward))
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._reach: list[NDArray[np.int64]] = []
@@ -354,14 +355,3 @@ def _sum(terms: Mapping[str, Quantity]) -> float:
 
 def _prefix(values: Array) -> Array:
     return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _least_transient(plain: list[float], again: list[float], i: NDArray[np.int64], j: NDArray[np.int64]) -> Array:
-    """At least the smaller of the two for the unit of the window that needs most: running maxima from every start."""
-    least = np.minimum(plain, again)
-    n = len(least)
-    table = np.zeros((n + 1, n + 1))
-    for start in range(n):
-        table[start, start + 1 :] = np.maximum.accumulate(least[start:])
-    out: Array = table[i, j]
-    return out

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
-from autoplan.cost_models.graph import Block, ModelGraph, Node
+from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
 from autoplan.rules.table import flops, rule_for
-from autoplan.search.activations import Activations, activations, saved_bytes_of
+from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
@@ -39,17 +39,14 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
         for n, low in lowered.items()
     }
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
+    if experts is not None:
+        held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
     calls = {c.name: c for c in graph.calls}
     units = pipeline_units(graph)
     layers = set(layer_calls(graph))
     free_calls = graph.free_calls()
     free_names = [c.name for c in graph.calls if c.name in free_calls]
-    saved, before, so_far = [], float(saved_bytes_of([calls[n] for n in free_names], held)), list(free_names)
-    for unit in units:
-        so_far += unit
-        now = float(saved_bytes_of([calls[n] for n in so_far], held))
-        saved.append(now - before)
-        before = now
+    memory = [_unit_memory([calls[n] for n in unit], held, blocks, layers) for unit in units]
     per_call = {
         b: sum(
             works.number(flops(n, blk.values, rule_for(n, blk.values)))
@@ -67,14 +64,18 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
         units=tuple(tuple(calls[n].block for n in unit) for unit in units),
         unit_calls=units,
         layers=tuple(any(n in layers for n in unit) for unit in units),
+        is_layer=tuple(tuple(n in layers for n in unit) for unit in units),
         free=tuple(calls[n].block for n in free_names),
         cut_bytes=_cuts(graph, units, lowered, works),
-        unit_saved=tuple(saved),
+        unit_saved=tuple(m.saved for m in memory),
         unit_selective=tuple(
             size - sum(held[calls[n].block].saved_bytes - held[calls[n].block].selective_bytes for n in unit)
-            for size, unit in zip(saved, units, strict=True)
+            for size, unit in zip((m.saved for m in memory), units, strict=True)
         ),
-        unit_kept=tuple(float(sum(held[calls[n].block].kept_bytes for n in unit)) for unit in units),
+        unit_kept=tuple(m.kept for m in memory),
+        unit_transient=tuple(m.transient for m in memory),
+        unit_transient_again=tuple(m.transient_again for m in memory),
+        tied=_tied(graph, units, lowered, works),
         free_saved=float(saved_bytes_of([calls[n] for n in free_names], held)),
         tokens=float(works.env["b"] * works.env["s"] * works.context),
         model_flops=works.context * sum(per_call[c.block] for c in graph.calls),
@@ -86,6 +87,64 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
 # Model flops as the field counts them: matrix products and attention (a causal one at half), backward twice the forward
 # (Chowdhery et al., PaLM, 2022, appendix B). What a kernel computes again is not counted.
 _COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
+
+
+@dataclass(frozen=True)
+class _UnitMemory:
+    """Bytes of one unit; the transients count beyond what it and the units before it keep."""
+
+    saved: float
+    kept: float
+    transient: float
+    transient_again: float
+
+
+def _unit_memory(
+    calls: Sequence[Call], held: Mapping[str, Activations], blocks: Mapping[str, BlockWork], layers: Set[str]
+) -> _UnitMemory:
+    """Walks the unit as `activations.peak_bytes_of` walks a stage."""
+    again = frozenset(c.name for c in calls if c.name in layers)
+    plain, repeated = (
+        (
+            sum(held[c.block].kept_bytes if c.name in names else held[c.block].saved_bytes for c in calls),
+            peak_bytes_of(calls, held, names),
+        )
+        for names in (frozenset[str](), again)
+    )
+    return _UnitMemory(
+        float(plain[0]), float(repeated[0]), float(plain[1] - plain[0]), float(repeated[1] - repeated[0])
+    )
+
+
+def _without_other_experts(held: Activations, lowered: LoweredBlock, block: BlockWork, works: Works) -> Activations:
+    """Gradients of the experts that other ranks hold are not made here."""
+    away = 0
+    for stored, p in zip(lowered.params, block.params, strict=True):
+        if p.expert:
+            whole = math.prod(works.local(lowered.block.name, stored.value, stored.stored))
+            away = max(away, (whole - p.num_elements) * works.width(stored.value))
+    return replace(
+        held,
+        transient_bytes=max(0, held.transient_bytes - away),
+        recompute_transient_bytes=max(0, held.recompute_transient_bytes - away),
+    )
+
+
+def _tied(
+    graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], works: Works
+) -> tuple[tuple[int, int, float], ...]:
+    """Parameters that several units use: the gradient of the last use waits for the first."""
+    unit_of = {name: u for u, unit in enumerate(units) for name in unit}
+    block_of = {c.name: c.block for c in graph.calls}
+    out = []
+    for full, uses in graph.tied_params().items():
+        if graph.params[full].trainable:
+            at = sorted(unit_of[call] for call, _ in uses)
+            call, local = uses[0]
+            low = lowered[block_of[call]]
+            p = next(p for p in low.params if p.value.name == local)
+            out.append((at[0], at[-1], works.num_bytes(low.block.name, p.value, p.stored)))
+    return tuple(out)
 
 
 def _cuts(
@@ -127,6 +186,7 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         work = works.op_work(block, statement.node, statement.strategy, statement.bias is not None)
         if statement.node.op == "experts" and experts is not None:
             comms += _expert_comms(block, statement.node, works, experts)
+            work = _expert_work(work, works, experts)
         if statement.node.op == "attention" and works.context > 1:
             comms += _context_comms(work)
         position[k] = len(ops)
@@ -142,8 +202,6 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         ops=tuple(ops),
         comms=tuple(comms),
         params=params,
-        transient_bytes=float(held.transient_bytes),
-        recompute_transient_bytes=float(held.recompute_transient_bytes),
         selective_ops=frozenset(position[k] for k in held.selective_ops if k in position),
     )
 
@@ -176,6 +234,16 @@ def _context_comms(work: OpWork) -> list[CommWork]:
             out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "backward"))
             out.append(CommWork(name, "reduce_scatter", float(tensor.num_bytes), "cp", "backward"))
     return out
+
+
+def _expert_work(work: OpWork, works: Works, experts: ExpertDegrees) -> OpWork:
+    """The same tokens on fewer experts: those of this rank, each split over etp instead of tp."""
+    inputs = list(work.inputs)
+    for k in (3, 4):
+        shape = (max(1, inputs[k].shape[0] // experts.ep), *inputs[k].shape[1:])
+        inputs[k] = replace(inputs[k], shape=shape)
+    moved = float(sum(t.num_bytes for t in (*inputs, *work.outputs)))
+    return replace(work, inputs=tuple(inputs), moved_bytes=moved)
 
 
 def _expert_comms(block: Block, node: Node, works: Works, experts: ExpertDegrees) -> list[CommWork]:

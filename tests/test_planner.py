@@ -1,0 +1,369 @@
+"""The search against exhaustive enumeration with `price`, its bounds, its certificate and its refusals."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.capture.export import capture
+from autoplan.catalog import load_model
+from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
+from autoplan.planner import NothingFits, PlanRequest, estimate_config, search_plan
+from autoplan.search.space import Candidate, space
+from autoplan.search.stages import Cutter
+
+SEQ = 64
+
+
+@functools.cache
+def graph() -> ModelGraph:
+    return capture(models.make_llama(), models.token_batch(2, 16))
+
+
+def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6) -> Cluster:
+    device = Device("made up", 1e12, 1e11, memory_bytes, "made up")
+    return Cluster(1, devices, device, Link(latency_s, 1e10, "made up"), "cpu")
+
+
+def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
+    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, **kw}
+    return PlanRequest(graph(), cluster(devices, memory_bytes), SEQ, kw.pop("batch", 8), **kw)
+
+
+# -- the optimum -------------------------------------------------------------------------------------------------------
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        ends = (0, *cuts, total)
+        yield tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+    """Every way to cut and every number of layers computed again, by `price` alone."""
+    best: tuple[float, tuple[int, ...], tuple[int, ...]] = (math.inf, (), ())
+    for chunks in compositions(pricer.num_units, pricer.config.pp):
+        ranges, at = [], 0
+        for count in chunks:
+            ranges.append(range(at, at + count))
+            at += count
+        layers = [sum(pricer.workload.layers[u] for u in r) for r in ranges]
+        for recompute in itertools.product(*(range(n + 1) for n in layers)):
+            held = pricer.memory.stages(ranges, recompute)
+            if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
+                step = pricer.step_s(chunks, recompute)
+                if step < best[0] * (1 - 1e-12):
+                    best = (step, chunks, recompute)
+    return best
+
+
+def brute_force(r: PlanRequest) -> float:
+    """Every candidate of the space."""
+    costs, best = Costs(r.cluster, None, r.mode), math.inf
+    for c in space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates:
+        config = ParallelConfig(
+            dp=c.dp,
+            tp=c.tp,
+            pp=c.pp,
+            zero_stage=c.zero_stage,
+            micro_batch_size=c.micro_batch_size,
+            num_micro_batches=c.num_micro_batches,
+        )
+        one = estimate_config(replace(r, pins={}), config)
+        pricer = Pricer(one.point.workload, config, costs, precision_of(r.precision))
+        best = min(best, brute_cut(pricer, r.cluster.device.memory_bytes)[0])
+    return best
+
+
+@functools.cache
+def least_memory(devices: int) -> int:
+    """Memory at which the fastest plan no longer fits, so that the search has something to do."""
+    found = search_plan(request(devices))
+    return int(found.plans[0].estimate.peak_memory_bytes.mid)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("share", [2.0, 0.8, 0.5])
+def test_the_search_is_exhaustive_enumeration(devices: int, share: float) -> None:
+    r = request(devices, int(least_memory(devices) * share))
+    expected = brute_force(r)
+    if expected == math.inf:
+        with pytest.raises(NothingFits):
+            search_plan(r)
+        return
+    found = search_plan(r)
+    assert found.plans[0].estimate.step_time_s.mid == pytest.approx(expected, rel=1e-9)
+    assert found.certificate.gap == 0.0 and found.certificate.status == "complete"
+
+
+def test_a_search_that_forgets_memory_is_seen() -> None:
+    """Negative control: without the memory limit the answer is another one."""
+    tight, free = request(4, int(least_memory(4) * 0.8)), request(4)
+    assert search_plan(tight).plans[0].estimate.step_time_s.mid > search_plan(free).plans[0].estimate.step_time_s.mid
+
+
+OPS = st.tuples(st.integers(1, 6), st.integers(1, 6), st.floats(0, 4e6), st.floats(0, 4e6), st.floats(0, 1e6))
+
+
+@st.composite
+def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
+    """Random layers on a random pipeline."""
+    units = draw(st.integers(2, 6))
+    pp = draw(st.integers(1, min(3, units)))
+    m = draw(st.integers(1, 6))
+    zero, dp = draw(st.sampled_from([0, 1, 2, 3])), draw(st.sampled_from([1, 2]))
+    blocks, saved, kept, transients = {}, [], [], []
+    for u in range(units):
+        rows, columns, save, keep, transient = draw(OPS)
+        x, w = TensorWork((8 * rows, 64), "float32", True), TensorWork((64 * columns, 64), "float32", True)
+        y = TensorWork((8 * rows, 64 * columns), "float32", True)
+        op = OpWork("linear", (x, w), (y,), (), 2.0 * 8 * rows * 64 * 64 * columns, float(x.num_bytes + y.num_bytes))
+        blocks[f"b{u}"] = BlockWork(f"b{u}", (op,), (), (ParamWork("w", w.num_elements, "float32", True),))
+        transients.append(transient)
+        saved.append(save + keep)
+        kept.append(keep)
+    layers = tuple(draw(st.lists(st.booleans(), min_size=units, max_size=units)))
+    work = Workload(
+        model="random",
+        axes=(),
+        blocks=blocks,
+        units=tuple((f"b{u}",) for u in range(units)),
+        unit_calls=tuple((f"c{u}",) for u in range(units)),
+        layers=layers,
+        is_layer=tuple((layer,) for layer in layers),
+        free=(),
+        cut_bytes=tuple(draw(st.lists(st.floats(0, 1e6), min_size=units - 1, max_size=units - 1))),
+        unit_saved=tuple(saved),
+        unit_selective=tuple(saved),
+        unit_kept=tuple(kept),
+        unit_transient=tuple(transients),
+        unit_transient_again=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
+        tied=draw(st.sampled_from([(), ((0, units - 1, 1e6),)])),
+        free_saved=draw(st.floats(0, 1e5)),
+        tokens=8.0,
+        model_flops=1.0,
+        micro_batch_size=1,
+        seq_len=8,
+    )
+    config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=m)
+    c = cluster(pp * dp, 1 << 40, draw(st.sampled_from([0.0, 1e-6, 1e-4])))
+    return Pricer(work, config, Costs(c, None, Mode.COMPILED)), draw(st.floats(1e5, 4e7))
+
+
+@settings(max_examples=80)
+@given(pricers())
+def test_bounds_never_exceed_the_truth_and_the_cut_is_the_best(drawn: tuple[Pricer, float]) -> None:
+    pricer, capacity = drawn
+    cutter = Cutter(pricer, capacity)
+    best, _, _ = brute_cut(pricer, capacity)
+    bound = cutter.bound_s()
+    assert bound <= best * (1 + 1e-9)
+    cut = cutter.search()
+    assert cut.exact and cut.step_s == pytest.approx(best, rel=1e-9)
+    if cut.chunks is not None:
+        assert pricer.step_s(cut.chunks, cut.recompute) == cut.step_s
+        few = cutter.search(max_evaluated=1)
+        assert few.bound_s <= best * (1 + 1e-9) <= few.step_s * (1 + 2e-9)
+
+
+# -- the certificate and the price -------------------------------------------------------------------------------------
+
+
+def test_the_certificate_adds_up() -> None:
+    found = search_plan(request(4, int(least_memory(4) * 0.8), top=3, pins={"recompute": "none"}))
+    c = found.certificate
+    assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved
+    assert c.illegal == sum(c.illegal_by_rule.values()) and c.too_big == sum(c.too_big_by_term.values())
+    assert min(c.too_big, c.bounded_out, c.solved) > 0 and c.restrictions and 0 <= c.intra_gap < 1e-5
+    steps = [p.estimate.step_time_s.mid for p in found.plans]
+    assert len(steps) == 3 and steps == sorted(steps)
+    assert all(p.estimate.fits for p in found.plans)
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    first, second = search_plan(request(4)), search_plan(request(4))
+    assert first.plans[0].config == second.plans[0].config
+    assert first.plans[0].estimate.step_time_s == second.plans[0].estimate.step_time_s
+
+
+def test_a_stop_by_time_still_gives_a_plan_and_is_labelled() -> None:
+    found = search_plan(replace(request(4), time_limit_s=0.0))
+    assert found.plans and found.certificate.status == "stopped by time limit" and found.certificate.gap == 1.0
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"tp": 2},
+        {"pp": 2, "stages": [1, 3]},
+        {"dp": 2, "zero_stage": 3},
+        {"recompute": "full"},
+        {"micro_batch_size": 1},
+        {"num_micro_batches": 4, "pp": 4},
+        {"pp": 2, "recompute": {"model.layers.1": "full"}},
+    ],
+    ids=str,
+)
+def test_pins_are_kept(pins: dict[str, Any]) -> None:
+    config = search_plan(request(4, pins=pins)).plans[0].config
+    for name, value in pins.items():
+        assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value)
+    assert config.num_devices == 4 and config.dp * config.micro_batch_size * config.num_micro_batches == 8
+
+
+def test_memory_under_a_pinned_mapping_is_that_of_its_layers() -> None:
+    pins = {"pp": 1, "tp": 1, "dp": 4, "zero_stage": 0, "micro_batch_size": 2}
+    none, one, full = (
+        search_plan(request(4, pins={**pins, "recompute": how})).plans[0].estimate.stages[0].memory["activations"].mid
+        for how in ("none", {"model.layers.1": "full"}, "full")
+    )
+    assert full < one < none
+
+
+def test_the_breakdown_adds_up_and_intervals_are_ordered() -> None:
+    for p in search_plan(request(4, top=20)).plans:
+        e = p.estimate
+        assert sum(q.mid for q in e.breakdown.values()) == pytest.approx(e.step_time_s.mid, rel=1e-6)
+        assert 0 < e.step_time_s.low <= e.step_time_s.mid <= e.step_time_s.high
+        assert e.step_time_s.tag is Tag.ASSUMED
+        assert e.tokens_per_s == pytest.approx(8 * SEQ / e.step_time_s.mid)
+        for stage in e.stages:
+            assert all(0 <= q.low <= q.mid <= q.high for q in stage.memory.values())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_memory_follows_the_zero_table(zero: int) -> None:
+    config = ParallelConfig(dp=4, zero_stage=zero, micro_batch_size=2)
+    terms = estimate_config(request(4), config).estimate.stages[0].memory
+    params = 4.0 * graph().num_params
+    shard = params / 4
+    assert terms["parameters"].mid == (params if zero == 0 else shard)
+    assert terms["optimizer"].mid == 2 * (params if zero == 0 else shard)
+    assert ("gathered parameters" in terms) == (zero > 0)
+    if zero in (1, 2):
+        assert terms["gathered parameters"].mid == params
+    if zero == 3:
+        assert terms["gathered parameters"].mid < params
+    assert terms["gradients"].mid == params if zero < 2 else shard < terms["gradients"].mid < params
+
+
+def test_estimate_is_the_price_of_the_searched_plan() -> None:
+    best = search_plan(request(4, int(least_memory(4) * 0.8))).plans[0]
+    again = estimate_config(request(4, int(least_memory(4) * 0.8)), best.config)
+    assert again.estimate.step_time_s == best.estimate.step_time_s
+    assert again.estimate.stages == best.estimate.stages
+
+
+# -- a catalog model, and what is priced but not searched yet ----------------------------------------------------------
+
+
+def large(config: ParallelConfig, model: str = "llama-3.1-8b", batch: int = 64, **kw: Any) -> Any:
+    r = PlanRequest(load_model(model), Cluster.parse("2x8xh100-sxm5-80gb"), 4096, batch, **kw)
+    return estimate_config(r, config).estimate
+
+
+def test_every_priced_dimension_moves_the_price_the_right_way() -> None:
+    plain = large(ParallelConfig(dp=16, num_micro_batches=4))
+    assert large(ParallelConfig(dp=16, num_micro_batches=4), precision="fp8").step_time_s.mid < plain.step_time_s.mid
+    assert large(ParallelConfig(dp=16, num_micro_batches=4), mode=Mode.COMPILED).step_time_s.mid < plain.step_time_s.mid
+    selective = large(ParallelConfig(dp=16, num_micro_batches=4, recompute="selective"))
+    full = large(ParallelConfig(dp=16, num_micro_batches=4, recompute="full"))
+    assert plain.step_time_s.mid < selective.step_time_s.mid < full.step_time_s.mid
+    assert full.peak_memory_bytes.mid < selective.peak_memory_bytes.mid < plain.peak_memory_bytes.mid
+    context = large(ParallelConfig(dp=8, cp=2, num_micro_batches=8))
+    assert context.stages[0].memory["activations"].mid < 0.6 * plain.stages[0].memory["activations"].mid
+    flat = large(ParallelConfig(dp=4, pp=4, num_micro_batches=16))
+    interleaved = large(ParallelConfig(dp=4, pp=4, num_micro_batches=16, schedule="Interleaved1F1B", virtual_stages=2))
+    assert interleaved.breakdown["bubble"].mid < flat.breakdown["bubble"].mid
+    moe = [
+        large(ParallelConfig(dp=16, ep=ep, num_micro_batches=4), "mixtral-8x7b").stages[0].memory["gradients"].mid
+        for ep in (1, 8)
+    ]
+    assert moe[1] < moe[0] / 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            ParallelConfig(dp=8, num_micro_batches=8),
+            r"dp=8 .* = 8 devices, but the cluster has 16; nearest legal: dp=16",
+        ),
+        (ParallelConfig(dp=16, ep=4, num_micro_batches=4), r"has no experts; nearest legal: ep=1"),
+        (ParallelConfig(dp=16, num_micro_batches=3), r"= 48, but the global batch is 64"),
+        (ParallelConfig(dp=16, num_micro_batches=4, zero_stage=4), "zero_stage=4 does not exist"),
+        (ParallelConfig(dp=16, num_micro_batches=4, schedule="magic"), "magic"),
+        (ParallelConfig(dp=4, pp=4, num_micro_batches=16, virtual_stages=2), "virtual_stages|1F1B"),
+        (ParallelConfig(tp=16, num_micro_batches=64, micro_batch_size=0), "micro_batch_size=0"),
+    ],
+    ids=lambda v: "" if isinstance(v, str) else str(v)[:40],
+)
+def test_configurations_that_cannot_be(config: ParallelConfig, message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        large(config)
+
+
+# -- nothing fits, nothing is legal ------------------------------------------------------------------------------------
+
+
+def test_nothing_fits_names_stage_term_and_change() -> None:
+    r = request(4, 200_000, pins={"recompute": "none"})
+    with pytest.raises(NothingFits) as caught:
+        search_plan(r)
+    report = caught.value.report
+    assert report.needed_bytes > report.available_bytes == 200_000
+    assert report.term in ("parameters", "gradients", "optimizer", "activations", "transient", "gathered parameters")
+    assert 0 <= report.stage < 4 and "fits" in report.cheapest_change
+
+
+def test_the_cheapest_change_does_fit() -> None:
+    tight = int(least_memory(4) * 0.8)
+    r = request(4, tight, pins={"zero_stage": 0, "dp": 4, "recompute": "none", "micro_batch_size": 2})
+    with pytest.raises(NothingFits) as caught:
+        search_plan(r)
+    change = caught.value.report.cheapest_change
+    name = next(n for n in r.pins if n in change)
+    assert search_plan(replace(r, pins={k: v for k, v in r.pins.items() if k != name})).plans
+
+
+@pytest.mark.parametrize(
+    ("pins", "batch", "message"),
+    [
+        ({"tp": 3}, 8, r"pin tp=3 does not divide the 4 devices; nearest legal: 2 or 4"),
+        ({"zero": 3}, 8, r"unknown pin 'zero'; did you mean 'zero_stage'"),
+        ({"micro_batch_size": 3}, 8, r"micro_batch_size=3 does not divide .* nearest legal: (2|4)"),
+        ({"dp": 4}, 6, r"global batch of 6"),
+        ({"recompute": "some"}, 8, r"recompute='some' is not supported"),
+        ({"tp": 2.0}, 8, r"tp=2.0: must be a whole number"),
+        ({}, 0, r"global_batch_size=0"),
+    ],
+    ids=str,
+)
+def test_refusals(pins: dict[str, Any], batch: int, message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        search_plan(request(4, batch=batch, pins=pins))
+
+
+def test_candidates_are_all_of_them() -> None:
+    """By hand: 4 devices, batch 4, the tiny Llama (4 heads, 4 layers)."""
+    found = space(graph(), cluster(4, 1 << 40), 4, {"zero_stage": 1})
+    meshes = {(c.pp, c.dp, c.tp) for c in found.candidates}
+    assert meshes == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
+    assert Candidate(2, 2, 1, 1, 2, 1) in found.candidates and Candidate(2, 2, 1, 1, 1, 2) in found.candidates
+    assert len(found.candidates) == 3 + 2 + 1 + 3 + 2 + 3
