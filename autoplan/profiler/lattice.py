@@ -121,8 +121,14 @@ def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
     small = [pointwise_task(op, n, dtype) for op in _POINTWISE for n in sizes]
     small += [norm_task(op, r, c, dtype) for op in ("layer_norm", "rms_norm", "softmax") for r, c in _ROWS]
     small += [view_task(op, dtype) for op in _VIEWS]
-    small += [embedding_task(t, v, h, dtype) for t, v, h in ((128, 512, 64), (512, 4096, 256), (2048, 32000, 256))]
-    small += [loss_task(t, v, dtype) for t, v in ((128, 512), (512, 4096), (1024, 16000), (512, 32000))]
+    small += [
+        embedding_task(t, v, h, dtype)
+        for t, v, h in ((128, 512, 64), (512, 1024, 256), (512, 4096, 256), (1024, 8192, 512), (2048, 32000, 256))
+    ]
+    small += [
+        loss_task(t, v, dtype)
+        for t, v in ((128, 512), (256, 2048), (512, 4096), (1024, 4096), (512, 16000), (1024, 16000), (512, 32000))
+    ]
     small += [adamw_task(n, dtype) for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
     return [t for t in _interleave(small, linear, attention) if _cheap(t, max_flops, max_bytes)]
 
