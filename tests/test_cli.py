@@ -67,7 +67,7 @@ def test_plan_answers_first_with_units_and_evidence() -> None:
     assert result.exit_code == 0, result.stderr
     out = result.stdout
     order = ["autoplan 0.1.0 - gpt2", "Evidence: compute assumed", "BEST", "memory per device, GB", "step time"]
-    order += ["candidates:", "Price: $6.88 per device and hour, AWS", "Next: autoplan estimate gpt2"]
+    order += ["candidates:", "Price: h100-sxm5-80gb $6.88 per device and hour, AWS", "Next: autoplan estimate gpt2"]
     assert [out.index(text) for text in order] == sorted(out.index(text) for text in order)
     assert re.search(r"step [\d.]+ ms \([\d.]+ to [\d.]+\)", out) and "tokens/s per device" in out
     assert re.search(r"300 B tokens: [\d.]+ d \(.*\), \$[\d,.]+k? \(", out)

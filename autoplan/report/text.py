@@ -29,7 +29,7 @@ WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
 _TIGHT = 0.03  # of a device's memory: less than this is a warning
 _TERMS = {
-    "tp_comm": "tensor-parallel communication",
+    "tp_comm": "communication inside layers",
     "cp_comm": "context-parallel communication",
     "ep_comm": "expert-parallel communication",
     "dp_comm": "data-parallel communication, exposed",
@@ -290,14 +290,23 @@ def _warnings(out: Console, e: Estimate, request: PlanRequest) -> None:
         _paragraph(out, f"Note: {text}", 6, "yellow")
 
 
-def _price(out: Console, request: PlanRequest, tokens: float | None) -> None:
-    price = request.cluster.price
-    if tokens is None or price is None:
+def _prices(out: Console, requests: Sequence[PlanRequest], tokens: float | None) -> None:
+    """Every price that was used, with its source and date."""
+    if tokens is None:
         return
-    text = f"Price: ${price.usd_per_device_hour:g} per device and hour, {price.source}"
-    if price.as_of not in price.source and price.as_of != "given":
-        text += f", as of {price.as_of}"
-    _paragraph(out, f"{text}; no failures, no idle time", 7, "dim")
+    lines = []
+    for request in requests:
+        price = request.cluster.price
+        if price is None or price.source == "given":
+            continue
+        text = (
+            f"Price: {request.cluster.device.name} ${price.usd_per_device_hour:g} per device and hour, {price.source}"
+        )
+        lines.append(text if price.as_of in price.source else f"{text}, as of {price.as_of}")
+    for text in dict.fromkeys(lines):
+        _paragraph(out, text, 7, "dim")
+    if any(r.cluster.price is not None for r in requests):
+        _paragraph(out, "Days and cost are those of a run without failures and idle time.", 7, "dim")
 
 
 def estimate_command(model: str, cluster: str, request: PlanRequest, c: ParallelConfig) -> str:
@@ -357,7 +366,7 @@ def plan_text(
     _breakdown(out, best.estimate)
     _ranking(out, result, request, tokens)
     _certificate(out, result.certificate)
-    _price(out, request, tokens)
+    _prices(out, [request], tokens)
     _warnings(out, best.estimate, request)
     task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
     task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
@@ -381,14 +390,11 @@ def estimate_text(
     _answer(out, "PLAN", planned, request, tokens)
     _memory(out, planned.estimate)
     _breakdown(out, planned.estimate)
-    _price(out, request, tokens)
+    _prices(out, [request], tokens)
     _warnings(out, planned.estimate, request)
     task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
     task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
     _next(out, [shlex.join(["autoplan", "plan", model, *task])])
-
-
-_BRIEF_REASON = 90
 
 
 def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], tokens: float | None) -> None:
@@ -401,6 +407,8 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], toke
         heads += ["days", "cost"]
     table = plain_table(*heads, "GB left", "plan", left=0)
     table.columns[-1].justify = "left"
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     reasons: dict[str, int] = {}
     for point in found:
         data = row(point, tokens)
@@ -434,6 +442,4 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], toke
         _paragraph(
             out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
         )
-    priced = planned.request if planned is not None else None
-    if priced is not None:
-        _price(out, priced, tokens)
+    _prices(out, [p.request for p in found if p.request is not None and p.planned is not None], tokens)
