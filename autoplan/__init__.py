@@ -10,19 +10,42 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autoplan.api import parallelize
     from autoplan.capacity import whatif
+    from autoplan.catalog import load_model
     from autoplan.cost_models.cluster import Cluster
+    from autoplan.cost_models.config import ParallelConfig
+    from autoplan.cost_models.profile import Profile
     from autoplan.plan import Plan
+    from autoplan.planner import PlanRequest, estimate_config, search_plan
     from autoplan.runtime.model import ParallelModel
 
 __version__ = "0.1.0"
 
-__all__ = ["Cluster", "ParallelModel", "Plan", "__version__", "parallelize", "whatif"]
+__all__ = [
+    "Cluster",
+    "ParallelConfig",
+    "ParallelModel",
+    "Plan",
+    "PlanRequest",
+    "Profile",
+    "__version__",
+    "estimate_config",
+    "load_model",
+    "parallelize",
+    "search_plan",
+    "whatif",
+]
 
 _HOMES = {
     "Cluster": "autoplan.cost_models.cluster",
+    "ParallelConfig": "autoplan.cost_models.config",
     "ParallelModel": "autoplan.runtime.model",
     "Plan": "autoplan.plan",
+    "PlanRequest": "autoplan.planner",
+    "Profile": "autoplan.cost_models.profile",
+    "estimate_config": "autoplan.planner",
+    "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
+    "search_plan": "autoplan.planner",
     "whatif": "autoplan.capacity",
 }
 
