@@ -18,10 +18,12 @@ least open bound is not below the best *evaluated* plan. What narrows the space 
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +33,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis
-from autoplan.cost_models.price import Estimate, Pricer
+from autoplan.cost_models.price import Estimate, OpTimes, Pricer, op_times
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.work import Workload
 from autoplan.search.intra import IntraSolution, solve
@@ -62,6 +64,7 @@ class PlanRequest:
         precision: a name of autoplan.cost_models.config.PRECISIONS.
         profile: measured times that override the cluster's figures.
         top: how many plans to return, best first, each with other degrees.
+        memory_margin: share of a device's memory that the expected need leaves free.
         executed: True: only what the runtime executes today.
     """
 
@@ -75,6 +78,7 @@ class PlanRequest:
     profile: Profile | None = None
     top: int = 1
     time_limit_s: float = 60.0
+    memory_margin: float = 0.05
     executed: bool = False
 
 
@@ -94,6 +98,7 @@ class IntraPoint:
     mesh_axes: tuple[Axis, ...]
     solution: IntraSolution
     workload: Workload
+    times: Mapping[str, OpTimes]
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,8 @@ class _Points:
         solution = solve(problem)
         solved = time.perf_counter()
         works = Works(r.graph, axes, env, context=cp, precision=self.precision, device_type=r.cluster.device_type)
-        point = IntraPoint(axes, solution, workload(r.graph, solution.selection, works, experts))
+        work = workload(r.graph, solution.selection, works, experts)
+        point = IntraPoint(axes, solution, work, op_times(work, settings.costs))
         self.gap = max(self.gap, solution.gap)
         self.phases["intra-op build"] += built - start
         self.phases["intra-op solve"] += solved - built
@@ -209,11 +215,13 @@ class _Search:
         self.points = _Points(request, self.phases)
         self.costs = Costs(request.cluster, request.profile, request.mode)
         self.precision = precision_of(request.precision)
-        self.capacity = float(request.cluster.device.memory_bytes)
+        if not 0 <= request.memory_margin < 1:
+            raise PinError(f"memory_margin={request.memory_margin!r}: must be at least 0 and less than 1")
+        self.capacity = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
         self.best: list[tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]] = []
         self.too_big: Counter[str] = Counter()
         self.shortages: list[tuple[Shortage, Candidate]] = []
-        self.stopped = ""
+        self.stopped, self.no_layout = "", 0
 
     def cutter(self, candidate: Candidate) -> Cutter | None:
         """None where no layout exists."""
@@ -221,41 +229,32 @@ class _Search:
         if point is None:
             return None
         pins, config = self.request.pins, _config(candidate, self.request)
-        pricer = Pricer(point.workload, config, self.costs, self.precision)
+        pricer = Pricer(point.workload, config, self.costs, self.precision, point.times)
         stages = tuple(pins["stages"]) if pins.get("stages") is not None else None
         return Cutter(pricer, self.capacity, pins.get("recompute"), stages)
 
     def run(self) -> SearchResult:
-        """Bound all, then evaluate best first."""
+        """Bound all, then refine and evaluate best first."""
         r = self.request
         checked = self._space()
-        bounds: list[tuple[float, Candidate]] = []
-        no_layout, unseen = 0, False
+        heap: list[tuple[float, int, Candidate, Cutter]] = []
+        unseen = False
         quick = _QuickMemory(r, self.capacity)
         try:
             for candidate in checked.candidates:
-                if bounds and self._out_of_time():  # what was not looked at is open
+                if heap and self._out_of_time():  # what was not looked at is open
                     unseen = True
                     break
                 if quick.too_big(candidate):
                     self.too_big["activations"] += 1
                     continue
-                began = time.perf_counter()
-                before = sum(self.phases.values())
-                cutter = self.cutter(candidate)
-                if cutter is None:
-                    no_layout += 1
-                    continue
-                bound = cutter.bound_s()
-                if bound == math.inf:
-                    shortage = cutter.shortage()
-                    self.too_big[shortage.term] += 1
-                    self.shortages.append((shortage, candidate))
-                else:
-                    bounds.append((bound, candidate))
-                self.phases["bounds"] += time.perf_counter() - began - (sum(self.phases.values()) - before)
-            bounds.sort()
-            num_solved, least_open = self._evaluate(bounds)
+                with self._phase("bounds"):
+                    cutter = self.cutter(candidate)
+                    if cutter is None:
+                        self.no_layout += 1
+                        continue
+                    heap.append((cutter.quick_bound_s(), 0, candidate, cutter))
+            num_solved, least_open = self._best_first(heap)
             least_open = 0.0 if unseen else least_open
         except KeyboardInterrupt:
             if not self.best:
@@ -266,8 +265,8 @@ class _Search:
         plans = tuple(self._planned(entry) for entry in self.best[: r.top])
         best = self.best[0][0]
         illegal = dict(checked.illegal)
-        if no_layout:
-            illegal["no layout exists at this tp"] = no_layout
+        if self.no_layout:
+            illegal["no layout exists at this tp"] = self.no_layout
         certificate = Certificate(
             considered=checked.num_considered,
             illegal=sum(illegal.values()),
@@ -276,7 +275,12 @@ class _Search:
             solved=num_solved,
             gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
             solve_time_s=time.perf_counter() - self.start,
-            restrictions=(*_RESTRICTIONS, *plans[0].point.solution.restrictions, *checked.restrictions),
+            restrictions=(
+                *_RESTRICTIONS,
+                f"{r.memory_margin:.0%} of the memory left free",
+                *plans[0].point.solution.restrictions,
+                *checked.restrictions,
+            ),
             status=self.stopped or "complete",
             illegal_by_rule=illegal,
             too_big_by_term=dict(self.too_big),
@@ -287,8 +291,7 @@ class _Search:
 
     def _space(self) -> Space:
         r, start = self.request, time.perf_counter()
-        if isinstance(r.seq_len, bool) or not isinstance(r.seq_len, int) or r.seq_len < 1:
-            raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
+        check_sequence(r.graph, r.seq_len)
         found = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed)
         if r.pins.get("stages") is not None:
             for pp, tp, dp in sorted({(c.pp, c.tp, c.dp) for c in found.candidates})[:1]:
@@ -301,33 +304,56 @@ class _Search:
             self.stopped = "stopped by time limit"
         return bool(self.stopped)
 
-    def _evaluate(self, bounds: list[tuple[float, Candidate]]) -> tuple[int, float]:
-        """Best first. Returns how many were solved, and the least bound that is still open."""
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to a phase, without that of phases inside it."""
+        began, before = time.perf_counter(), sum(self.phases.values())
+        try:
+            yield
+        finally:
+            self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
+
+    def _best_first(self, heap: list[tuple[float, int, Candidate, Cutter]]) -> tuple[int, float]:
+        """Take the least bound; refine it the first time, evaluate it the second.
+
+        Returns: how many were evaluated, and the least bound that is still open among them.
+        """
         solved, least_open = 0, math.inf
-        began = time.perf_counter()
-        for index, (bound, candidate) in enumerate(bounds):
+        heapq.heapify(heap)
+        while heap:
+            bound, refined, candidate, cutter = heap[0]
             cutoff = self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
             if bound >= cutoff:
                 break
             if self.best and self._out_of_time():
-                least_open = min(least_open, *(b for b, _ in bounds[index:]))
-                break
-            cutter = self.cutter(candidate)
-            if cutter is None:
+                return solved, min(least_open, bound)
+            heapq.heappop(heap)
+            if not refined:
+                with self._phase("bounds"):
+                    bound = cutter.bound_s()
+                    if bound == math.inf:
+                        self._too_big(candidate, cutter)
+                    else:
+                        heapq.heappush(heap, (bound, 1, candidate, cutter))
+                continue
+            with self._phase("evaluation"):
+                actions = 2 * candidate.pp * candidate.num_micro_batches
+                cut = cutter.search(cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
+            if cut.chunks is None and cut.exact and cutoff == math.inf:
+                self._too_big(candidate, cutter)
                 continue
             solved += 1
-            actions = 2 * candidate.pp * candidate.num_micro_batches
-            cut = cutter.search(cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
             if cut.chunks is not None:
                 self.best.append((cut.step_s, candidate, cut.chunks, cut.recompute))
                 self.best.sort(key=lambda e: (e[0], e[1]))
-            elif cut.exact and cutoff == math.inf:
-                shortage = cutter.shortage()
-                self.shortages.append((shortage, candidate))
             if not cut.exact:
                 least_open = min(least_open, cut.bound_s)
-        self.phases["evaluation"] += time.perf_counter() - began
         return solved, least_open
+
+    def _too_big(self, candidate: Candidate, cutter: Cutter) -> None:
+        shortage = cutter.shortage()
+        self.too_big[shortage.term] += 1
+        self.shortages.append((shortage, candidate))
 
     def _planned(self, entry: tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]) -> Planned:
         _, candidate, chunks, recompute = entry
@@ -335,7 +361,7 @@ class _Search:
         if point is None:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         config = _config(candidate, self.request)
-        pricer = Pricer(point.workload, config, self.costs, self.precision)
+        pricer = Pricer(point.workload, config, self.costs, self.precision, point.times)
         estimate = pricer.estimate(chunks, recompute, events=True)
         searched = "recompute" not in self.request.pins
         config = replace(config, stages=chunks, recompute=recompute if searched else config.recompute)
@@ -359,7 +385,7 @@ class _Search:
         )
         message = (
             f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB on stage "
-            f"{shortage.stage}, a device has {shortage.available_bytes / 1e9:.1f} GB; the largest term is "
+            f"{shortage.stage}, a plan may use {shortage.available_bytes / 1e9:.1f} GB; the largest term is "
             f"{shortage.term}. {change}"
         )
         return NothingFits(message, report)
@@ -403,6 +429,22 @@ class _QuickMemory:
         return self.largest * candidate.micro_batch_size / candidate.tp > self.capacity
 
 
+def check_sequence(graph: ModelGraph, seq_len: int) -> None:
+    """PinError for a sequence that is no count, or longer than a table of learned positions."""
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        raise PinError(f"seq_len={seq_len!r}: must be a whole number of at least 1")
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            if node.op == "embedding":
+                table, index = (block.values[n] for n in node.tensor_inputs[:2])
+                symbols = {name for size in index.shape for name in size.symbols}
+                rows = table.shape[0].value
+                if symbols == {"s"} and rows is not None and rows < seq_len:
+                    raise PinError(
+                        f"seq_len={seq_len}, but {graph.name} has {rows} learned positions; nearest legal: {rows}"
+                    )
+
+
 def search_plan(request: PlanRequest) -> SearchResult:
     """The best plans of the space, and the certificate.
 
@@ -436,6 +478,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     Stages that are not given are balanced by time. Raises: PinError for degrees that the cluster or model cannot take.
     """
     r = request
+    check_sequence(r.graph, r.seq_len)
     _check_config(r, config)
     phases: dict[str, float] = defaultdict(float)
     experts = None
@@ -444,7 +487,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     point = _Points(r, phases).get(config.tp, config.micro_batch_size, config.cp, experts)
     if point is None:
         raise InfeasibleError(f"no layout of {r.graph.name} exists at tp={config.tp}")
-    pricer = Pricer(point.workload, config, Costs(r.cluster, r.profile, r.mode), precision_of(r.precision))
+    pricer = Pricer(point.workload, config, Costs(r.cluster, r.profile, r.mode), precision_of(r.precision), point.times)
     num_chunks = config.pp * config.virtual_stages
     if config.stages is not None:
         chunks = config.stages

@@ -91,6 +91,27 @@ class Estimate:
         return self.peak_memory_bytes.mid <= self.memory_capacity_bytes
 
 
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds of the operations of one call of a block, forward and backward, and of those of selective recompute."""
+
+    forward: Quantity
+    backward: Quantity
+    selective: Quantity
+
+
+def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
+    """By block. They do not depend on dp, pp, ZeRO or the number of micro-batches: found once for many Pricers."""
+    return {
+        name: OpTimes(
+            total([costs.forward_s(op) for op in block.ops]),
+            total([costs.backward_s(op) for op in block.ops]),
+            total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
+        )
+        for name, block in workload.blocks.items()
+    }
+
+
 def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
     """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
 
@@ -122,11 +143,18 @@ class Pricer:
     Args:
         workload: of one rank at `config`'s tp, cp and ep, and micro-batch size.
         config: its degrees, ZeRO stage, schedule and number of micro-batches are used, not its stages or recompute.
+        times: `op_times` of this workload, if known.
     """
 
     def __init__(
-        self, workload: Workload, config: ParallelConfig, costs: Costs, precision: Precision | None = None
+        self,
+        workload: Workload,
+        config: ParallelConfig,
+        costs: Costs,
+        precision: Precision | None = None,
+        times: Mapping[str, OpTimes] | None = None,
     ) -> None:
+        self.times = op_times(workload, costs) if times is None else times
         self.workload, self.config, self.costs = workload, config, costs
         self.precision = precision or precision_of("native")
         self.groups = mesh_groups(config, workload.axes)
@@ -151,8 +179,7 @@ class Pricer:
 
     def _block(self, block: BlockWork) -> BlockCost:
         costs = self.costs
-        forward = total([costs.forward_s(op) for op in block.ops])
-        backward = total([costs.backward_s(op) for op in block.ops])
+        forward, backward = self.times[block.name].forward, self.times[block.name].backward
         comm = {("forward", "micro_batch"): ZERO, ("backward", "micro_batch"): ZERO, ("backward", "step"): ZERO}
         for c in block.comms:
             comm[c.phase, c.per] += costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis])
@@ -171,7 +198,7 @@ class Pricer:
             backward=backward,
             forward_comm=comm["forward", "micro_batch"],
             backward_comm=comm["backward", "micro_batch"],
-            selective=total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
+            selective=self.times[block.name].selective,
             zero_forward=(hidden_gather if zero == 3 else ZERO) + (over["forward"] if zero else ZERO),
             zero_backward=(both if zero == 3 else hidden_reduce if zero == 2 else ZERO)
             + (over["backward"] if zero else ZERO),

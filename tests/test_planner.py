@@ -42,7 +42,7 @@ def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6) -> Cluster
 
 
 def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
-    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, **kw}
+    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, "memory_margin": 0.0, **kw}
     return PlanRequest(graph(), cluster(devices, memory_bytes), SEQ, kw.pop("batch", 8), **kw)
 
 
@@ -352,12 +352,29 @@ def test_the_cheapest_change_does_fit() -> None:
         ({"recompute": "some"}, 8, r"recompute='some' is not supported"),
         ({"tp": 2.0}, 8, r"tp=2.0: must be a whole number"),
         ({}, 0, r"global_batch_size=0"),
+        ({"num_micro_batches": 5}, 8, r"num_micro_batches=5 does not divide"),
     ],
     ids=str,
 )
 def test_refusals(pins: dict[str, Any], batch: int, message: str) -> None:
     with pytest.raises(PinError, match=message):
         search_plan(request(4, batch=batch, pins=pins))
+
+
+def test_a_sequence_beyond_learned_positions_is_refused() -> None:
+    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 2048, 8)
+    with pytest.raises(PinError, match=r"seq_len=2048, but gpt2 has 1024 learned positions; nearest legal: 1024"):
+        search_plan(r)
+    assert search_plan(replace(r, seq_len=1024)).plans
+
+
+def test_the_margin_is_left_free() -> None:
+    """What needs all of the memory is not chosen when a fifth is to stay free."""
+    tight = request(4, least_memory(4) + 1)
+    assert search_plan(tight).plans[0].estimate.peak_memory_bytes.mid == least_memory(4)
+    assert search_plan(replace(tight, memory_margin=0.2)).plans[0].estimate.peak_memory_bytes.mid <= 0.8 * (
+        least_memory(4) + 1
+    )
 
 
 def test_candidates_are_all_of_them() -> None:

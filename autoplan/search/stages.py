@@ -18,7 +18,7 @@ dynamic programme gives its minimum over all ways to cut the rest. A second boun
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,11 +83,40 @@ class Cutter:
         self.again = _prefix(np.array(pricer.again))
         fixed = pricer.costs.overhead_s("step_s") + pricer.costs.overhead_s("optimizer_step_s")
         self.after_s = fixed + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self._built = False
+
+    def quick_bound_s(self) -> float:
+        """A bound that knows nothing of memory and of what can be cut: see `_spread`."""
+        total = float(self.time[-1]) + self.pp * self.stage_s
+        return _spread(total, self.pp, self.m) + self.after_s
+
+    def _build(self) -> None:
+        """Windows of every stage: not needed for the quick bound."""
+        if self._built:
+            return
+        self._built, pricer = True, self.pricer
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
         least = np.minimum(memory.transient, memory.transient_again)  # of the last unit: before it, others are gone
         self._transient = np.concatenate([[0.0], least])[self._j]
         self._forward = _prefix(np.array(pricer.forward))
+        n = self.num_units
+        i, j = self._i, self._j
+
+        def window(values: Sequence[float]) -> Array:
+            sums = _prefix(np.array(values))
+            out: Array = sums[j] - sums[i]
+            return out
+
+        cuts = np.array([0.0, *pricer.workload.cut_bytes, 0.0])
+        state = window(memory.stored) + window(memory.grads) + window(memory.states) + memory.fixed
+        if not (memory.sharded and pricer.config.zero_stage == 3):
+            state = state + window(memory.gathered)
+        self._state = state
+        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
+        freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
+        self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
+        self._legal = (j > i) & (i <= n)
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._reach: list[NDArray[np.int64]] = []
         windows = [self._window(s) for s in range(self.pp)]
@@ -110,39 +139,17 @@ class Cutter:
     def _window(self, stage: int) -> tuple[Array, Array]:
         """T[i, j] and E[i, j] of stage `stage` holding units i .. j - 1; T is inf if that cannot fit."""
         n, p, memory = self.num_units, self.pricer, self.pricer.memory
-        i, j = self._i, self._j
-        legal = j > i
+        i, j, held, gain = self._i, self._j, self._held, self._gain
+        legal = self._legal & (i >= stage) & (j <= n - (self.pp - 1 - stage))
         if self.pinned is not None:
             start = sum(self.pinned[:stage])
             legal &= (i == start) & (j == start + self.pinned[stage])
-        legal &= (i >= stage) & (j <= n - (self.pp - 1 - stage))
         if stage == 0:
             legal &= i == 0
         if stage == self.pp - 1:
             legal &= j == n
-        flying = memory.in_flight[stage][0]
-
-        def window(values: list[float] | tuple[float, ...]) -> Array:
-            total = _prefix(np.array(values))
-            out: Array = total[j] - total[i]
-            return out
-
-        cuts = np.array([0.0, *p.workload.cut_bytes, 0.0])
-        state = window(memory.stored) + window(memory.grads) + window(memory.states) + memory.fixed
-        gathered = window(memory.gathered)
-        if not (memory.sharded and p.config.zero_stage == 3):
-            state = state + gathered
-        held = window(memory.saved) + p.workload.free_saved + cuts[i] + cuts[j]
-        share = 1.0 + memory.fragmentation.mid
-        room = self.capacity - state - share * self._transient
-        gain = _prefix(
-            np.array(
-                [
-                    s - k if layer else 0.0
-                    for s, k, layer in zip(memory.saved, memory.kept, p.workload.layers, strict=True)
-                ]
-            )
-        )
+        flying, share = memory.in_flight[stage][0], 1.0 + memory.fragmentation.mid
+        room = self.capacity - self._state - share * self._transient
         if self.fixed is None:
             short = held - room / (share * flying)  # to be freed per micro-batch
             target = gain[i] + np.maximum(0.0, short) * (1 - _CLOSE)
@@ -191,6 +198,7 @@ class Cutter:
 
         The first counts from the start of stage s, the second is that of the whole step.
         """
+        self._build()
         ends = np.full(self.num_units + 1, math.inf)
         ends[self.num_units] = 0.0
         runs, waits = [ends], [ends]
@@ -332,6 +340,7 @@ class Cutter:
 
     def shortage(self) -> Shortage:
         """How far the most even cut with the least memory (everything allowed computed again) is from fitting."""
+        self._build()
         chunks = self.pinned or tuple(
             (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
         )
@@ -347,6 +356,15 @@ class Cutter:
         if worst is None:
             raise ValueError("a pipeline has at least one stage")
         return worst
+
+
+def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
+    """The least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
+
+    All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so T_0 m (1 - ((m - 1) / m)^p) is the total.
+    """
+    ratio = 1.0 - 1.0 / num_micro_batches
+    return total_s / (1.0 - ratio**num_stages)
 
 
 def _sum(terms: Mapping[str, Quantity]) -> float:
