@@ -1,0 +1,22 @@
+"""Jobs of test_profiler.py that run on several processes."""
+
+from __future__ import annotations
+
+from autoplan.profiler.lattice import linear_task, pointwise_task
+from autoplan.profiler.run import measure_in_job
+
+
+def measure(rank: int, world: int, budget_s: float, general: bool) -> str:
+    """The profile that this rank got, as text."""
+    tasks = [linear_task(32, 64, 32, "float32"), pointwise_task("silu", 2048, "float32")]
+    return measure_in_job(tasks, budget_s, name="toy", progress=False, general=general).to_json()
+
+
+def measure_again(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Keys after measuring twice, the second time with what was known from the first."""
+    first = measure_in_job([linear_task(32, 64, 32, "float32")], 5.0, progress=False, general=False)
+    both = [linear_task(32, 64, 32, "float32"), linear_task(64, 64, 32, "float32")]
+    second = measure_in_job(both, 5.0, known=first, progress=False, general=False)
+    same = first.by_key[both[0].work.key] == second.by_key[both[0].work.key]
+    assert same, "what was known was measured again"
+    return sorted(first.by_key), sorted(second.by_key)

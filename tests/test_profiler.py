@@ -1,0 +1,210 @@
+"""Measuring: every operation of a model runs by itself as emitted, ranks agree, budgets hold, results are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import profiler_jobs
+import pytest
+import torch
+import torch.distributed as dist
+from harness import pool
+from models import gpt_loss, make_gpt, make_llama, token_batch
+
+from autoplan.capture.export import capture
+from autoplan.cost_models.compute import class_of
+from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.layout import Axis
+from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, Profile
+from autoplan.profiler.lattice import (
+    adamw_task,
+    attention_task,
+    embedding_task,
+    held_out,
+    lattice,
+    linear_task,
+    view_task,
+)
+from autoplan.profiler.links import layouts
+from autoplan.profiler.ops import Clock, Task, cache_bytes, compiled, make_input, measure_op
+from autoplan.profiler.run import cached_profile, machine_key, measure, resolve, store
+from autoplan.profiler.show import summary
+from autoplan.profiler.tasks import model_tasks
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.search.works import Works
+
+CPU = torch.device("cpu")
+ENV = {"b": 2, "s": 16}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A mesh of one process, as dropout wants."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with use_mesh(AxisMesh([("all", 1)])):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def gpt() -> ModelGraph:
+    tokens = token_batch(2, 16)
+    return capture(
+        make_gpt(dropout=0.1, num_layers=1), {"ids": tokens["input_ids"], "labels": tokens["labels"]}, gpt_loss
+    )
+
+
+def llama() -> ModelGraph:
+    return capture(make_llama(num_hidden_layers=1), token_batch(2, 16))
+
+
+def run(task: Task) -> list[torch.Tensor]:
+    inputs = [make_input(t, task, i, CPU) for i, t in enumerate(task.work.inputs)]
+    result = compiled(task, CPU)(*inputs)
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+@pytest.mark.parametrize("model", [gpt, llama])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_operations_of_a_model_give_what_their_work_says(model: object, degree: int, alone: None) -> None:
+    graph = model()  # type: ignore[operator]
+    axes = (Axis("tp", 2),) if degree == 2 else ()
+    tasks = model_tasks(Works(graph, axes, ENV))
+    nodes = {n.op for block in graph.blocks.values() for n in block.nodes}
+    assert {t.work.op for t in tasks} == nodes
+    for task in tasks:
+        outs = run(task)
+        found = [(tuple(o.shape), str(o.dtype).removeprefix("torch.")) for o in outs]
+        assert found == [(t.shape, t.dtype) for t in task.work.outputs], f"{task.work.key}: {task.text}"
+        if not task.work.has_backward:
+            continue
+        assert any(o.requires_grad for o in outs) == any(t.requires_grad for t in task.work.outputs), task.work.key
+    keys = [t.work.key for t in tasks]
+    assert len(set(keys)) == len(keys)
+
+
+def test_shards_are_measured_too() -> None:
+    graph = gpt()
+    shapes = {t.work.inputs[1].shape for t in model_tasks(Works(graph, (Axis("tp", 2),), ENV)) if t.work.op == "linear"}
+    assert {(128, 32), (64, 32), (32, 128), (32, 64)} <= shapes
+
+
+def test_inputs_lie_in_memory_as_in_the_model() -> None:
+    tasks = model_tasks(Works(gpt(), (), ENV))
+    (attention,) = (t for t in tasks if t.work.op == "attention")
+    q = make_input(attention.work.inputs[0], attention, 0, CPU)
+    assert not q.is_contiguous() and q.transpose(1, 2).is_contiguous()
+    # the kernel writes [b, s, h, d], so that its output is a view with the heads inside and joining them copies nothing
+    back = next(t for t in tasks if t.work.op == "transpose" and t.work.inputs[0].shape == (2, 4, 16, 8))
+    assert back.orders == {0: (0, 2, 1, 3)}
+    assert run(back)[0].is_contiguous()
+
+
+def test_measure_op(alone: None) -> None:
+    clock, cache = Clock(CPU), 1 << 16
+    for task in (
+        linear_task(8, 16, 8, "float32"),
+        attention_task(1, 2, 8, 4, "float32"),
+        view_task("reshape", "float32"),
+    ):
+        record = measure_op(task, clock, cache, limit_s=0.01)
+        assert record.work == task.work and record.backward_s is not None
+        for t in (record.forward_s, record.backward_s):
+            assert 0 < t.low <= t.median <= t.high and t.repeats >= 2
+    frozen = linear_task(8, 16, 8, "float32")
+    inputs = tuple(dataclasses.replace(t, requires_grad=False) for t in frozen.work.inputs)
+    frozen = dataclasses.replace(frozen, work=dataclasses.replace(frozen.work, inputs=inputs))
+    assert measure_op(frozen, clock, cache, limit_s=0.01).backward_s is None
+    assert measure_op(adamw_task(100, "float32"), clock, cache, limit_s=0.01).backward_s is None
+    assert measure_op(embedding_task(8, 32, 4, "float32"), clock, cache, limit_s=0.01).backward_s is not None
+
+
+def test_an_operation_that_fails_is_an_error(alone: None) -> None:
+    task = dataclasses.replace(linear_task(8, 16, 8, "float32"), text="F.linear(x1, x0.T)")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        measure_op(task, Clock(CPU), 1 << 16, limit_s=0.01)
+
+
+def test_lattice() -> None:
+    tasks = lattice("float32", 1e8, 1e7)
+    classes = {class_of(t.work.op) for t in tasks}
+    assert {"linear", "attention", "elementwise", "transcendental", "norm", "view", "embedding"} <= classes
+    assert {class_of(t.work.op) for t in tasks[: len(tasks) // 3]} >= {"linear", "attention", "elementwise"}
+    assert all(t.work.flops <= 1e8 and t.num_bytes <= 1e7 for t in tasks)
+    mine, others = {t.work.key for t in tasks}, [t.work.key for t in held_out("float32", 1e8, 1e7)]
+    assert len(mine) == len(tasks) and not mine & set(others)
+    assert {class_of(t.work.op) for t in held_out("float32", 1e8, 1e7)} >= classes - {"view"}
+
+
+def test_group_layouts() -> None:
+    assert layouts(2) == [(2, 1)]
+    assert layouts(4) == [(2, 1), (2, 2), (4, 1)]
+    assert set(layouts(6)) == {(2, 1), (2, 3), (3, 1), (3, 2), (6, 1)}
+
+
+def test_cache_bytes_is_plausible() -> None:
+    assert 1 << 17 <= cache_bytes(CPU) <= 1 << 32
+
+
+def test_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path))
+    key = machine_key(2, "cpu", 1)
+    assert key.startswith("cpu-") and key.endswith("-w2-t1") and cached_profile(key) is None
+    path = store(Profile(key, "cpu", 2, 1, overheads={"step_s": 1e-3}), key)
+    store(Profile(key, "cpu", 2, 1, overheads={"clip_s": 1e-4}), key)
+    kept = cached_profile(key)
+    assert kept is not None and kept.overheads == {"step_s": 1e-3, "clip_s": 1e-4}
+    assert Profile.load(key).name == key
+    path.write_text('{"schema": 1}')
+    assert cached_profile(key) is None and not path.exists()
+
+
+def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path))
+    monkeypatch.delenv("AUTOPLAN_PROFILE", raising=False)
+    assert resolve() == "measure"
+    monkeypatch.setenv("AUTOPLAN_PROFILE", "assumed")
+    assert resolve() is None
+    Profile("here", "cpu", 1, 1).save(tmp_path / "here.json")
+    monkeypatch.setenv("AUTOPLAN_PROFILE", str(tmp_path / "here.json"))
+    found = resolve()
+    assert isinstance(found, Profile) and found.name == "here"
+    monkeypatch.setenv("AUTOPLAN_PROFILE", "nowhere")
+    with pytest.raises(ProfileError, match="'nowhere' is not known"):
+        resolve()
+
+
+def test_number_of_processes() -> None:
+    with pytest.raises(ProfileError, match="at least 1 process, got 0"):
+        measure(processes=0)
+
+
+@pytest.mark.processes
+def test_ranks_measure_together() -> None:
+    texts = pool(2).run(profiler_jobs.measure, 6.0, True, timeout_s=120.0)
+    assert texts[0] == texts[1]
+    profile = Profile.from_json(texts[0])
+    assert profile.world_size == 2 and profile.num_threads == 1
+    assert linear_task(32, 64, 32, "float32").work.key in profile.by_key
+    missing = {kind for kind in COLLECTIVES if any(f"not measured: {kind} over 2" in note for note in profile.notes)}
+    assert profile.links and {r.kind for r in profile.links} | missing == set(COLLECTIVES)
+    assert all(name in OVERHEADS for name in profile.overheads)
+    assert any("not measured" in note for note in profile.notes)  # a few seconds are not enough, and it says so
+    summary(profile)
+
+
+@pytest.mark.processes
+def test_what_is_known_is_not_measured_again() -> None:
+    first, second = pool(2).run(profiler_jobs.measure_again)[0]
+    assert len(first) == 1 and len(second) == 2 and set(first) < set(second)
+
+
+@pytest.mark.processes
+def test_measure_spawns_and_ends_its_processes() -> None:
+    profile = measure("spawned", budget_s=1.0, tasks=[linear_task(8, 16, 8, "float32")], progress=False)
+    assert profile.name == "spawned" and profile.world_size == 1 and not profile.links
+    assert linear_task(8, 16, 8, "float32").work.key in profile.by_key
