@@ -385,7 +385,8 @@ class _Search:
         )
         message = (
             f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB on stage "
-            f"{shortage.stage}, a plan may use {shortage.available_bytes / 1e9:.1f} GB; the largest term is "
+            f"{shortage.stage}, a plan may use {shortage.available_bytes / 1e9:.1f} of a device's "
+            f"{r.cluster.device.memory_bytes / 1e9:.1f} GB; the largest term is "
             f"{shortage.term}. {change}"
         )
         return NothingFits(message, report)
