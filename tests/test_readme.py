@@ -24,5 +24,20 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5, done.stdout
-    assert "dp=2 tp=2 pp=1 zero=3" in done.stdout
-    assert (tmp_path / "program" / "stage0.py").exists()
+    assert "predicted: step" in done.stdout and "on 4 devices" in done.stdout
+    assert (tmp_path / "program" / "stage0.py").exists() and (tmp_path / "program" / "plan.json").exists()
+
+
+COMMANDS = re.findall(
+    r"^    (autoplan (?:plan|estimate|whatif|models|hw) .*|autoplan models)$", README.read_text(), flags=re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_run(line: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *line.split()], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) == 6
