@@ -27,8 +27,8 @@ from autoplan.cost_models.work import OpWork
 
 # -- what is assumed where nothing was measured ------------------------------------------------------------------------
 
-# Share of the peak that large kernels reach. Dense products: 70-80 % of the peak in cuBLAS on A100 and H100 (NVIDIA,
-# "Matrix Multiplication Background User's Guide"); attention: 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4),
+# Share of the peak that large kernels reach. Dense products: what the catalog says of the device (`achievable`), for one
+# made by hand 75 % (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication Background User's Guide"); attention: 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4),
 # less on newer devices; memory-bound kernels: about 80 % of the bandwidth.
 _PRODUCT_EFFICIENCY = 0.75
 _ATTENTION_EFFICIENCY = 0.5
@@ -102,7 +102,8 @@ def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity
     if work.op in VIEWS:
         return Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
-    best = _ATTENTION_EFFICIENCY if work.op == "attention" else _PRODUCT_EFFICIENCY
+    product = device.achievable.mid if device.peak_flops_by_dtype else _PRODUCT_EFFICIENCY
+    best = _ATTENTION_EFFICIENCY if work.op == "attention" else product
     # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
     half = device.peak_flops * _HALF_S if work.op == "attention" or work.op in _PRODUCTS else 0.0
     compute_s = (flops + half) / (best * device.peak_flops)
@@ -135,6 +136,8 @@ def _features(work: OpWork) -> tuple[float, ...]:
 
 
 def _dtype(work: OpWork) -> str:
+    if work.op in VIEWS:
+        return "any"  # nothing of it is touched
     floats = [t.dtype for t in (*work.inputs, *work.outputs) if "float" in t.dtype]
     return floats[0] if floats else work.inputs[0].dtype if work.inputs else work.outputs[0].dtype
 

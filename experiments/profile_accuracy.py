@@ -5,7 +5,8 @@
 Held-out: what the profile says of its own interpolation, on shapes that are in no grid. Layer: the time that one more
 layer adds to the forward and the backward of the emitted program (the slope between 2 and 6 layers, CPU time of the one
 thread), against the sum of its operations, each measured by itself (`measured`) or interpolated from the general shapes
-of the profile (`fitted`). It fails if a measured sum is off by more than `--tolerance`.
+of the profile (`fitted`; operations that no general shape stands for are listed and count as nothing). It fails if a
+measured sum is off by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def main(
     loaded, console, env = Profile.load(profile), make_console(), environment()
     console.print(held_out_table(loaded))
     table = Table(title=f"one Llama layer against the sum of its operations ({describe(env)})", title_justify="left")
-    for name in ("layer", "phase", "whole ms", "spread", "measured ms", "error", "fitted ms", "error "):
+    for name in ("layer", "phase", "whole ms", "spread", "measured ms", "error", "fitted ms", "error ", "not fitted"):
         table.add_column(name, justify="left" if name in ("layer", "phase") else "right")
     cases, wrong = [], []
     for size in SIZES:
@@ -166,6 +167,7 @@ def main(
             table.add_row(
                 str(size), phase, f"{whole * 1e3:.3f}", f"{case['spread'][phase]:.0%}", f"{measured * 1e3:.3f}",
                 f"{errors[0]:+.1%}", f"{fitted * 1e3:.3f}", f"{errors[1]:+.1%}",
+                ", ".join(sorted(set(case["not_fitted"][phase]))) or "-",
             )  # fmt: skip
             if abs(errors[0]) > tolerance:
                 wrong.append(f"{size} {phase}: {errors[0]:+.0%}")

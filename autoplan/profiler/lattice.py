@@ -78,6 +78,18 @@ def norm_task(op: str, rows: int, columns: int, dtype: str) -> Task:
     return Task(_work(op, (x, *extra), (x,), float(rows * columns)), text, frozenset(range(1, len(extra) + 1)))
 
 
+def cat_task(rows: int, columns: int, dtype: str) -> Task:
+    """Two halves joined along the last dim, as rotary embeddings do."""
+    t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 2 * columns), dtype, True)
+    return Task(_work("cat", (t, t), (out,), float(2 * rows * columns), dim=-1), "torch.cat([x0, x1], dim=-1)")
+
+
+def mean_task(rows: int, columns: int, dtype: str) -> Task:
+    """Mean over the last dim, as norms that are written out do."""
+    t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 1), dtype, True)
+    return Task(_work("mean", (t,), (out,), float(rows), dims="[-1]", keepdim=True), "x0.mean(-1, keepdim=True)")
+
+
 def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> Task:
     """Rows of a table."""
     table, ids = TensorWork((vocab, hidden), dtype, True), TensorWork((tokens,), "int64")
@@ -120,6 +132,7 @@ def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
     sizes = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
     small = [pointwise_task(op, n, dtype) for op in _POINTWISE for n in sizes]
     small += [norm_task(op, r, c, dtype) for op in ("layer_norm", "rms_norm", "softmax") for r, c in _ROWS]
+    small += [make(r, c, dtype) for make in (cat_task, mean_task) for r, c in _ROWS]
     small += [view_task(op, dtype) for op in _VIEWS]
     small += [
         embedding_task(t, v, h, dtype)
@@ -155,6 +168,7 @@ def held_out(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
         for op in ("layer_norm", "rms_norm", "softmax")
         for r, c in ((96, 192), (384, 768), (1536, 384))
     ]
+    tasks += [make(r, c, dtype) for make in (cat_task, mean_task) for r, c in ((96, 192), (384, 768), (1536, 384))]
     tasks += [embedding_task(t, v, h, dtype) for t, v, h in ((384, 3000, 192), (768, 12000, 320))]
     tasks += [loss_task(t, v, dtype) for t, v in ((192, 1500), (768, 6000), (384, 12000))]
     tasks += [adamw_task(n, dtype) for n in (3000, 100_000, 1_500_000)]
