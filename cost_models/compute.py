@@ -27,9 +27,10 @@ from autoplan.cost_models.work import OpWork
 
 # -- what is assumed where nothing was measured ------------------------------------------------------------------------
 
-# Share of the peak that large kernels reach. Dense products: what the catalog says of the device (`achievable`), for one
-# made by hand 75 % (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication Background User's Guide"); attention: 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4),
-# less on newer devices; memory-bound kernels: about 80 % of the bandwidth.
+# Share of the peak that large kernels reach. Dense products: what the catalog says of the device (`achievable`), for
+# one made by hand 75 % (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication Background User's Guide"); attention:
+# 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4), less on newer devices; memory-bound kernels: about 80 % of
+# the bandwidth.
 _PRODUCT_EFFICIENCY = 0.75
 _ATTENTION_EFFICIENCY = 0.5
 _MEMORY_EFFICIENCY = 0.8
