@@ -163,6 +163,9 @@ class Pricer:
         self.blocks = {name: self._block(block) for name, block in workload.blocks.items()}
         self.memory = MemoryModel(workload, config, self.precision, costs.cluster)
         self.num_units = len(workload.units)
+        # measured constants of a step of the runtime; clipping is not part of the step
+        self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
+        self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
         self.pinned_again = self._pinned_again()
         free = [self.blocks[name] for name in workload.free]
         self.free_forward = total([b.forward + b.forward_comm for b in free])
@@ -343,8 +346,7 @@ class Pricer:
         timeline = self._timeline(chunks, times, which, events=False)
         reductions, updates = self._after(chunks, which)
         ends = [end + r for end, r in zip(timeline.rank_end_s, reductions, strict=True)]
-        fixed = self.costs.overhead_s("step_s") + self.costs.overhead_s("optimizer_step_s")
-        return max(ends) + max(updates) + fixed, timeline
+        return max(ends) + max(updates) + self.fixed_s, timeline
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
@@ -415,7 +417,7 @@ class Pricer:
         out["dp_comm"] = zero + Quantity.spread(reductions[rank], 0.0, zero.tag)
         out["pp_comm"] = Quantity.spread(max(0.0, timeline.end_s - unsent.end_s), 0.0, step.tag)
         out["optimizer"] = Quantity.spread(max(updates), 0.0, step.tag)
-        fixed = self.costs.overhead_s("step_s") + self.costs.overhead_s("optimizer_step_s")
+        fixed = self.fixed_s
         if c.pp > 1:
             fixed += 2 * m * c.virtual_stages * self.costs.overhead_s("pipeline_action_s")
         out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)

@@ -81,8 +81,7 @@ class Cutter:
         self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
         self.once = _prefix(np.array(pricer.first) + np.array(pricer.last))
         self.again = _prefix(np.array(pricer.again))
-        fixed = pricer.costs.overhead_s("step_s") + pricer.costs.overhead_s("optimizer_step_s")
-        self.after_s = fixed + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self._built = False
 
     def quick_bound_s(self) -> float:
