@@ -1,50 +1,45 @@
-"""`make demo`: a small Llama trained by two plans on 4 local processes, checked against one process.
+"""`make demo`: plan a small Llama for this machine, train it, and hold the prediction against the clock.
 
-For each plan torchrun starts 4 processes of demo_worker.py, which parallelise Hugging Face's untouched LlamaForCausalLM
-and train it on the standard library's own sources, byte by byte. The losses of the first steps and all gradients of the
-first one must equal those of the same model in this process; the loss must fall. Any failure: a non-zero exit code.
+torchrun starts 2 processes of demo_worker.py. They measure this machine (once, for at most 40 seconds), let
+`parallelize` choose the plan of Hugging Face's untouched LlamaForCausalLM, and train it on the standard library's own
+sources, byte by byte. Losses of the first steps and all gradients of the first one must equal those of the same model
+in this process, and the loss must fall: else the exit code is 1. Step time and memory are compared with what was
+predicted, for the chosen plan and for pinned ones; a wrong prediction is shown and fails nothing.
+
+    python experiments/demo.py [--processes 2] [--steps 40] [--fresh]
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a demo of 4 processes, wherever it runs: CPU and gloo
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same demo wherever it runs: CPU and gloo
 
+import demo_report as report
 import torch
-from demo_worker import (
-    BATCH,
-    CHECKED_STEPS,
-    MICRO_BATCH,
-    NUM_PROCESSES,
-    NUM_STEPS,
-    PLANS,
-    DemoPlan,
-    global_batch,
-    make_model,
-    make_optimizer,
-)
-from rich.console import Console
+import typer
+from demo_worker import BATCH, CHECKED_STEPS, CHOSEN, MICRO_BATCH, global_batch, make_model, make_optimizer
+from measure import run_command
 from rich.syntax import Syntax
 from rich.table import Table
 
-from autoplan.runtime.spec import ProgramSpec
-
 HERE = Path(__file__).resolve().parent
 OUT = Path("demo_out")
-WORKER_TIMEOUT_S = 280
+PROFILE_BUDGET_S = "40"  # unless AUTOPLAN_PROFILE_BUDGET_S says otherwise
+WORKER_TIMEOUT_S = 420
 END_TIMEOUT_S = 40  # torchrun gives its workers 30 s to end by themselves before it kills them
 
 # float32 sums in another order (over ranks, shards and micro-batches) differ by about 1e-6 of the largest gradient;
@@ -53,12 +48,13 @@ END_TIMEOUT_S = 40  # torchrun gives its workers 30 s to end by themselves befor
 TOLERANCE = 1e-4
 # Untrained, the loss is ln 256 = 5.5.
 LEAST_FALL = 1.0
+LEAST_STEPS = 20
 
-console = Console(highlight=False)
+console = report.make_console()
 
 
 class DemoFailure(Exception):
-    """The demo ran and did not show what it should."""
+    """The demo could not run to its end."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Reference:
 
 
 def reference_run() -> Reference:
-    """Train the original model by ordinary eager PyTorch, with the same data and micro-batches as the plans."""
+    """Train the original model by ordinary eager PyTorch, with the same data as the plans."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     losses: list[float] = []
@@ -93,11 +89,11 @@ def reference_run() -> Reference:
 
 
 @contextlib.contextmanager
-def torchrun(plan: DemoPlan, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the workers of a plan; on the way out, for whatever reason, none is left running."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_PROCESSES)]
+def torchrun(processes: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the workers; on the way out, for whatever reason, none is left running."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     # A session of its own: Ctrl-C reaches this process only, and torchrun gets one clear signal from the lines below.
-    process = subprocess.Popen([*command, str(HERE / "demo_worker.py"), plan.name, str(folder)], start_new_session=True)
+    process = subprocess.Popen([*command, str(HERE / "demo_worker.py"), *arguments], start_new_session=True)
     try:
         yield process
     finally:
@@ -110,54 +106,66 @@ def torchrun(plan: DemoPlan, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
                 process.wait()
 
 
-def run(plan: DemoPlan, folder: Path) -> dict[str, Any]:
-    """Run one plan; what its rank 0 left."""
-    with torchrun(plan, folder) as process:
-        try:
-            code = process.wait(WORKER_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise DemoFailure(f"{plan.name} has not ended after {WORKER_TIMEOUT_S} s") from None
-    if code:
-        raise DemoFailure(f"the processes of {plan.name} failed (exit code {code}); the reason stands above")
-    result: dict[str, Any] = torch.load(folder / "result.pt")
-    return result
+def run(processes: int, steps: int, timeout_s: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Run the job; the gradients of every plan's first step. All else it leaves in OUT."""
+    with tempfile.TemporaryDirectory() as scratch:
+        with torchrun(processes, str(OUT), scratch, str(steps)) as process:
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise DemoFailure(f"the processes have not ended after {timeout_s:g} s") from None
+        if code:
+            raise DemoFailure(f"the processes failed (exit code {code}); the reason stands above")
+        gradients: dict[str, dict[str, torch.Tensor]] = torch.load(Path(scratch) / "gradients.pt")
+    return gradients
 
 
-def compare(result: dict[str, Any], reference: Reference) -> Table:
-    """Losses of the first steps and gradients of the first against one process; DemoFailure if they differ."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("against one process", "one process", "4 processes", "relative difference"):
-        table.add_column(title, justify="left" if title == "against one process" else "right")
-    found: list[float] = []
-    for step, (one, many) in enumerate(zip(reference.losses, result["losses"], strict=False), 1):
-        difference = abs(many - one) / abs(one)
-        found.append(difference)
-        table.add_row(f"loss of step {step}", f"{one:.6f}", f"{many:.6f}", f"{difference:.1e}")
-    theirs: dict[str, torch.Tensor] = result["gradients"]
-    if theirs.keys() != reference.gradients.keys():
-        odd = sorted(theirs.keys() ^ reference.gradients.keys())
+@dataclass(frozen=True)
+class Parity:
+    """One plan against one process: relative differences of the first losses, and of every gradient by name."""
+
+    losses: list[float]
+    gradients: dict[str, float]
+
+    @property
+    def worst_gradient(self) -> str:
+        """Its name."""
+        return max(self.gradients, key=lambda n: self.gradients[n])
+
+    @property
+    def largest(self) -> float:
+        """Of all."""
+        return max(*self.losses, *self.gradients.values())
+
+    @property
+    def holds(self) -> bool:
+        """Within TOLERANCE; a NaN is not."""
+        return all(difference <= TOLERANCE for difference in (*self.losses, *self.gradients.values()))
+
+
+def compare(losses: list[float], gradients: dict[str, torch.Tensor], reference: Reference) -> Parity:
+    """Losses of the first steps and gradients of the first against one process."""
+    if gradients.keys() != reference.gradients.keys():
+        odd = sorted(gradients.keys() ^ reference.gradients.keys())
         raise DemoFailure(f"the two programs have gradients of different parameters: {', '.join(odd)}")
-    differences = {
-        name: float((theirs[name] - mine).abs().max() / mine.abs().max()) for name, mine in reference.gradients.items()
-    }
-    name = max(differences, key=lambda n: differences[n])
-    found += differences.values()
-    table.add_row(f"{len(differences)} gradients of step 1", "", "", f"{differences[name]:.1e}")
-    table.caption = f"largest gradient difference in {name}; tolerance {TOLERANCE:g} (float32)"
-    table.caption_justify = "left"
-    if not all(difference <= TOLERANCE for difference in found):  # a NaN is not
-        console.print(table)
-        raise DemoFailure(f"the plan differs from one process by more than {TOLERANCE:g}")
+    return Parity(
+        [abs(many - one) / abs(one) for one, many in zip(reference.losses, losses, strict=False)],
+        {n: float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in reference.gradients.items()},
+    )
+
+
+def parity_table(plans: list[report.Plan], found: dict[str, Parity], reference: Reference) -> Table:
+    """A row per plan."""
+    losses = [f"loss of step {i}" for i in range(1, CHECKED_STEPS + 1)]
+    title = f"{len(reference.gradients)} gradients"
+    table = report.plain_table("relative difference", *losses, title, "largest in the gradient of", left=1)
+    table.columns[-1].justify = "left"
+    table.columns[-1].no_wrap = True
+    for p in plans:
+        mine = found[p.name]
+        cells = [f"{x:.1e}" for x in (*mine.losses, mine.gradients[mine.worst_gradient])]
+        table.add_row(p.label, *cells, mine.worst_gradient.removeprefix("model.").removesuffix(".weight"))
     return table
-
-
-def check_fall(losses: list[float]) -> str:
-    """How far the loss fell; DemoFailure if it did not."""
-    few = 5
-    first, last = losses[0], sum(losses[-few:]) / few
-    if not first - last >= LEAST_FALL:
-        raise DemoFailure(f"the loss did not fall by {LEAST_FALL}: {first:.3f} at first, {last:.3f} at the end")
-    return f"loss [bold]{first:.3f} -> {last:.3f}[/bold] nats per byte in {len(losses)} steps\n  {curve(losses)}"
 
 
 def curve(values: list[float]) -> str:
@@ -167,23 +175,27 @@ def curve(values: list[float]) -> str:
     return "".join(bars) if console.encoding.startswith("utf") else ""
 
 
-def sharded(spec: ProgramSpec) -> Table:
-    """How tensor parallelism splits the parameters, equal layers once. (ZeRO 3 splits the result again, over dp.)"""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("parameter", "whole", "on a rank", "how"):
-        table.add_column(title)
-    seen: set[str] = set()
-    for p in (p for stage in spec.stages for p in stage.params):
-        kind = re.sub(r"\d+", "*", p.name)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        local = list(p.shape)
-        for shard in p.shards:
-            local[shard.dim] //= spec.axis_size(shard.axis)
-        how = ", ".join(f"dim {shard.dim} over {shard.axis}" for shard in p.shards) or "replicated"
-        table.add_row(kind, *(" x ".join(map(str, shape)) for shape in (p.shape, local)), how)
-    return table
+def outcome(plans: list[report.Plan], found: dict[str, Parity]) -> report.Outcome:
+    """What the exit code depends on."""
+    few = 5
+    losses = plans[0].measured["losses"]
+    first, last = losses[0], sum(losses[-few:]) / few
+    out = report.Outcome(
+        f"loss {first:.3f} -> {last:.3f} nats per byte in {len(losses)} steps",
+        max(parity.largest for parity in found.values()),
+        TOLERANCE,
+    )
+    if not first - last >= LEAST_FALL:
+        out.failures.append(f"the loss did not fall by {LEAST_FALL}: {first:.3f} at first, {last:.3f} at the end")
+    for p in plans:
+        mine = found[p.name]
+        if not mine.holds:
+            out.failures.append(
+                f"{p.label} differs from one process by more than {TOLERANCE:g}: losses by "
+                f"{', '.join(f'{x:.1e}' for x in mine.losses)}, the gradient of {mine.worst_gradient} by "
+                f"{mine.gradients[mine.worst_gradient]:.1e}"
+            )
+    return out
 
 
 def excerpt(source: str) -> str:
@@ -203,52 +215,99 @@ def excerpt(source: str) -> str:
     return "\n".join([*lines[query - 1 : query + 3], middle, *lines[attended:end]])
 
 
-def show(plan: DemoPlan, folder: Path, result: dict[str, Any], reference: Reference) -> None:
-    """Check and print what a plan did."""
-    console.print("  " + check_fall(result["losses"]))
+def show_program(name: str, label: str) -> None:
+    """The attention as it runs."""
+    folder = OUT / name
+    files = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in (".py", ".json")))
     console.print()
-    console.print(compare(result, reference))
+    report.paragraph(console, f"{label}: {folder}/ ({files}); attention in stage0.py:", style="bold")
     console.print()
-    console.print(result["plan"], markup=False, soft_wrap=True)
-    console.print()
-    console.print(sharded(ProgramSpec.from_json((folder / "program.json").read_text())))
-    files = sorted(p.name for p in folder.glob("*") if p.suffix in (".py", ".json"))
-    console.print(f"\nthe emitted program: [bold]{folder}/[/bold] ({', '.join(files)}); in stage0.py:\n")
     text = Syntax("", "python", theme="ansi_dark", background_color="default")
     console.print(text.highlight(excerpt((folder / "stage0.py").read_text())), soft_wrap=True)
 
 
-def main() -> None:
-    """The whole demo."""
+def heading(text: str) -> None:
+    """Of a section."""
+    console.print()
+    console.rule(f"[bold]{text}", align="left")
+
+
+def show(reference: Reference, gradients: dict[str, dict[str, torch.Tensor]]) -> report.Outcome:
+    """Everything, the answer first."""
+    predicted = json.loads((OUT / "predicted.json").read_text())
+    measured = json.loads((OUT / "measured.json").read_text())
+    plans = report.plans_of(predicted, measured)
+    found = {p.name: compare(p.measured["losses"], gradients[p.name], reference) for p in plans}
+    told = outcome(plans, found)
+    heading("answer")
+    report.answer(console, plans, told)
+    heading("the plan, and why")
+    report.why(console, predicted)
+    heading("training, against one process")
+    console.print(f"  {told.falls}  {curve(plans[0].measured['losses'])}", soft_wrap=True)
+    console.print()
+    console.print(parity_table(plans, found, reference))
+    heading("predicted against measured")
+    report.comparison(console, plans, predicted, measured["machine"])
+    heading("the emitted program")
+    show_program(CHOSEN, plans[0].label)
+    split = next((p for p in plans[1:] if p.predicted["degrees"]["tp"] > 1), None)
+    if split is not None:
+        show_program(split.name, f"and pinned to tensor parallelism, {split.label}")
+    return told
+
+
+def prepare_folder(fresh: bool) -> None:
+    """Empty what an earlier run has left."""
+    names = [CHOSEN, *(f"pinned_{axis}" for axis in ("dp", "tp", "pp")), *(["cache"] if fresh else [])]
+    for name in names:
+        shutil.rmtree(OUT / name, ignore_errors=True)
+    for name in ("predicted.json", "measured.json", "profile.json"):
+        (OUT / name).unlink(missing_ok=True)
+    OUT.mkdir(exist_ok=True)
+    if fresh:
+        os.environ["AUTOPLAN_CACHE"] = str((OUT / "cache").resolve())
+
+
+def demo(processes: int, steps: int, fresh: bool, timeout_s: float) -> int:
+    """The whole demo; the exit code."""
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: through the `finally` of torchrun
-    console.rule("[bold]one process: Hugging Face Llama, eager", align="left")
+    prepare_folder(fresh)
+    os.environ.setdefault("AUTOPLAN_PROFILE_BUDGET_S", PROFILE_BUDGET_S)
     reference = reference_run()
     num = sum(g.numel() for g in reference.gradients.values())
     losses = ", ".join(f"{x:.3f}" for x in reference.losses)
-    console.print(f"  {num:,} parameters; {CHECKED_STEPS} steps: loss {losses}")
-    for plan in PLANS.values():
-        console.print()
-        console.rule(f"[bold]{plan.name}: {plan.what}", align="left")
-        folder = OUT / plan.name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        console.print(f"  starting {NUM_PROCESSES} processes; rank 0 captures and plans", style="dim")
-        result = run(plan, folder)
-        show(plan, folder, result, reference)
-    console.print()
+    console.print(f"one process: Hugging Face Llama, {num:,} parameters, {CHECKED_STEPS} eager steps: loss {losses}")
+    console.print(f"{processes} processes: measure this machine where it is not known, plan, train, compare")
+    gradients = run(processes, steps, timeout_s)
+    told = show(reference, gradients)
     seconds = time.monotonic() - started
-    console.print(
-        f"[green]Both plans trained for {NUM_STEPS} steps and equal the single process[/green] ({seconds:.0f} s)."
-    )
+    files = "plans and programs in their folders, predicted.json, measured.json, profile.json, */timeline.json (Chrome)"
+    console.print()
+    report.paragraph(console, f"written to {OUT}/: {files}; {seconds:.0f} s in all", 0)
+    if told.failures:
+        console.print(f"[red]demo failed:[/red] {told.failures[0]}", soft_wrap=True)
+    return 1 if told.failures else 0
+
+
+def main(
+    processes: Annotated[int, typer.Option(envvar="NUM_PROCESSES", min=1, help="local processes")] = 2,
+    steps: Annotated[int, typer.Option(min=LEAST_STEPS, help="training steps of the chosen plan")] = 40,
+    fresh: Annotated[bool, typer.Option(help="use an empty cache in demo_out/: measure this machine anew")] = False,
+    timeout_s: Annotated[float, typer.Option(help="give up after this long")] = WORKER_TIMEOUT_S,
+) -> None:
+    """Plan, train, and hold the prediction against the clock."""
+    try:
+        code = demo(processes, steps, fresh, timeout_s)
+    except DemoFailure as failure:
+        console.print(f"[red]demo failed:[/red] {failure}", soft_wrap=True)
+        code = 1
+    except KeyboardInterrupt:
+        console.print("[red]interrupted[/red]")
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DemoFailure as failure:
-        console.print(f"[red]demo failed:[/red] {failure}")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        console.print("[red]interrupted[/red]")
-        sys.exit(130)
+    run_command(main)

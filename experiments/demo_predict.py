@@ -1,0 +1,186 @@
+"""What the demo's rank 0 knows before the first step: the plans, why they were chosen, and what they should cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture.cache import cached
+from autoplan.capture.export import capture
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.profile import Profile, user_folder
+from autoplan.cost_models.quantity import Quantity
+from autoplan.plan import Plan, estimate_json
+from autoplan.planner import Planned, PlanRequest, search_plan
+from autoplan.profiler.run import cached_profile, machine_key, resolve
+from autoplan.report.label import plan_label
+
+TOP = 6
+
+
+def used_profile(world: int) -> Profile | None:
+    """The profile that `parallelize` uses in this job; None where only assumed figures are known."""
+    given = resolve()
+    return cached_profile(machine_key(world, "cpu")) if given == "measure" else given
+
+
+def write_json(path: Path, data: Any) -> None:
+    """In one go, or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
+        json.dump(data, handle, indent=1)
+        handle.write("\n")
+    Path(handle.name).replace(path)
+
+
+def timeline(plan: Plan) -> dict[str, Any]:
+    """The predicted step as Chrome trace events (chrome://tracing, ui.perfetto.dev): a row per pipeline rank.
+
+    Format: "Trace Event Format", Google 2016: complete events (`ph: X`), microseconds.
+    """
+    estimate = plan.estimate
+    events: list[dict[str, Any]] = []
+    if estimate is None:
+        return {"traceEvents": events}
+    ends: dict[int, float] = {}
+    for e in estimate.events:
+        events.append(_event(f"{e.kind.value}{e.micro_batch}", e.kind.name.lower(), e.rank, e.start_s, e.end_s))
+        ends[e.rank] = max(ends.get(e.rank, 0.0), e.end_s)
+    step = estimate.step_time_s.mid
+    for rank, end in sorted(ends.items()):
+        events.append(_event("reductions, optimizer, waiting", "rest", rank, end, max(end, step)))
+        name = {"name": f"pipeline rank {rank}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": name})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, category: str, rank: int, start_s: float, end_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": 0,
+        "tid": rank,
+        "ts": 1e6 * start_s,
+        "dur": 1e6 * (end_s - start_s),
+    }
+
+
+def _quantity(q: Quantity) -> dict[str, Any]:
+    return {"low": q.low, "mid": q.mid, "high": q.high, "tag": str(q.tag)}
+
+
+class Prediction:
+    """Collects what predicted.json holds.
+
+    Args:
+        profile: what the prices rest on.
+        before: what was known of this machine before `parallelize` was called.
+        seconds: that `parallelize` took.
+    """
+
+    def __init__(self, profile: Profile | None, before: Profile | None, seconds: float) -> None:
+        self.profile, self.before, self.seconds = profile, before, seconds
+        self.plans: dict[str, Any] = {}
+        self.refused: dict[str, str] = {}
+        self.why: dict[str, Any] = {}
+
+    def explain(self, plan: Plan, model: nn.Module, batch: Mapping[str, torch.Tensor], size: int) -> None:
+        """Search once more, for the runners-up and what the compute of the best plan rests on."""
+        assert plan.estimate is not None
+        graph = cached(model, batch, lambda: capture(model, batch))
+        cluster = Cluster.local(plan.num_devices).with_(memory_gb=plan.estimate.memory_capacity_bytes / 1e9)
+        seq_len = next(iter(batch.values())).shape[1]
+        request = PlanRequest(
+            graph, cluster, seq_len, size, precision="native", profile=self.profile, top=TOP, executed=True
+        )
+        found = search_plan(request)
+        costs = Costs(cluster, self.profile, request.mode)
+        self.why = {
+            "model": graph.name,
+            "num_params": graph.num_params,
+            "tokens_per_step": plan.estimate.tokens_per_step,
+            "top": [_row(p.config, p.estimate) for p in found.plans],
+            "agrees": found.plans[0].config == plan.config,
+            "compute_s_by_tag": _by_tag(found.plans[0], costs),
+        }
+
+    def add(self, name: str, pins: Mapping[str, Any], plan: Plan) -> None:
+        """One plan that will be run."""
+        assert plan.estimate is not None
+        overheads = {} if self.profile is None else self.profile.overheads
+        estimate = plan.estimate
+        optimizer = estimate.breakdown.get("optimizer")
+        update_s = (0.0 if optimizer is None else optimizer.mid) + overheads.get("optimizer_step_s", 0.0)
+        self.plans[name] = {
+            "pins": dict(pins),
+            **_row(plan.config, estimate),
+            "degrees": {axis: getattr(plan.config, axis) for axis in ("dp", "tp", "pp")},
+            "program_s": estimate.step_time_s.mid - update_s,
+            "optimizer_s": update_s,
+            "estimate": estimate_json(estimate),
+            "certificate": dict(plan.certificate),
+        }
+
+    def line(self, name: str) -> str:
+        """One plan in a line."""
+        plan = self.plans[name]
+        step, peak = plan["step_time_s"], plan["peak_memory_bytes"]
+        return f"{plan['label']}: predicted step {1e3 * step['mid']:.1f} ms, memory {peak['mid'] / 1e6:.1f} MB"
+
+    def data(self) -> dict[str, Any]:
+        """Everything."""
+        return {
+            "version": 1,
+            "profile": self._profile(),
+            "why": self.why,
+            "plans": self.plans,
+            "refused": self.refused,
+        }
+
+    def _profile(self) -> dict[str, Any]:
+        p = self.profile
+        if p is None:
+            return {"name": None, "new_ops": 0, "seconds": self.seconds}
+        mine = resolve() == "measure"
+        known = set() if self.before is None else set(self.before.by_key)
+        return {
+            "name": p.name,
+            "path": str(user_folder() / f"{p.name}.json") if mine else os.environ.get("AUTOPLAN_PROFILE", ""),
+            "date": p.date,
+            "num_ops": len(p.ops),
+            "new_ops": len(set(p.by_key) - known) if mine else 0,
+            "num_links": len(p.links),
+            "seconds": self.seconds,
+            "overheads": dict(p.overheads),
+            "held_out": {name: {"median": e.median, "p90": e.p90} for name, e in p.held_out.items()},
+            "notes": list(p.notes),
+        }
+
+
+def _row(config: Any, estimate: Estimate) -> dict[str, Any]:
+    return {
+        "label": plan_label(config, estimate),
+        "step_time_s": _quantity(estimate.step_time_s),
+        "peak_memory_bytes": _quantity(estimate.peak_memory_bytes),
+    }
+
+
+def _by_tag(planned: Planned, costs: Costs) -> dict[str, float]:
+    """Seconds of the operations of one micro-batch of the whole model, by where their price comes from."""
+    out: dict[str, float] = {}
+    work = planned.point.workload
+    for name in [block for unit in work.units for block in unit]:
+        for op in work.blocks[name].ops:
+            for q in (costs.forward_s(op), costs.backward_s(op)):
+                if q.mid:
+                    out[str(q.tag)] = out.get(str(q.tag), 0.0) + q.mid
+    return out
