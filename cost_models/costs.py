@@ -14,12 +14,13 @@ from autoplan.cost_models.collectives import group_collective_s
 from autoplan.cost_models.compute import op_s
 from autoplan.cost_models.config import Mode
 from autoplan.cost_models.profile import Profile
-from autoplan.cost_models.quantity import ZERO, Quantity
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 
 # bytes AdamW moves per element beside the state it keeps: reads gradient and parameter, writes the parameter
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
 _PRODUCTS = frozenset(("linear", "matmul", "attention", "experts"))
+_COPY_SPREAD = 0.15  # of the straight line through two measured sizes; assumed
 
 
 @lru_cache(maxsize=64)
@@ -71,6 +72,37 @@ class Costs:
         work = OpWork("optimizer_adamw", (tensor,), (), (), flops, moved)
         return self.forward_s(work)
 
+    def accumulate_s(self, num_elements: float, dtype: str) -> Quantity:
+        """Seconds of adding a gradient to the one that is there: both read, one written.
+
+        Megatron's fused kernels add while they write the gradient: it is read once more, that is all.
+        """
+        if num_elements < 1:
+            return ZERO
+        tensor = TensorWork((round(num_elements),), dtype)
+        moved = (1.0 if self.mode is Mode.FUSED else 3.0) * tensor.num_bytes
+        return self.forward_s(OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved))
+
+    def zero_copy_s(self, what: str, num_bytes: float, num_ranks: int) -> Quantity:
+        """Seconds that fully_shard copies around one gather or reduction (`what`) of a block of `num_bytes`.
+
+        It copies shards into one buffer and the gathered one into the parameters; gradients into one buffer
+        (torch.distributed.fsdp._fully_shard._fsdp_collectives). Measured where a profile has it. Megatron's
+        distributed optimizer works on buffers that lie in one piece, without copies.
+        """
+        fixed, per_byte = self.overhead_s(f"zero_{what}_s"), self.overhead_s(f"zero_{what}_byte_s")
+        if fixed or per_byte:
+            return Quantity.spread(fixed + per_byte * num_bytes, _COPY_SPREAD, Tag.MEASURED)
+        if self.mode is Mode.FUSED:
+            return ZERO
+        moved = 2.0 * num_bytes * (1 + 1 / num_ranks)
+        return self.forward_s(OpWork("clone", (TensorWork((round(moved / 4),), "float32"),), (), (), 0.0, moved))
+
     def overhead_s(self, name: str) -> float:
         """A measured constant of the runtime (`step_s`, `zero_block_forward_s`, ...); 0 where it was not measured."""
         return 0.0 if self.profile is None else self.profile.overheads.get(name, 0.0)
+
+    def fixed_s(self, name: str) -> Quantity:
+        """The same with its evidence."""
+        seconds = self.overhead_s(name)
+        return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO

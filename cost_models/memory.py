@@ -10,18 +10,25 @@ With P parameter bytes on a rank (after tp and ep), of which L is the largest bl
 | 3 | P / n | two blocks (one in use, one on its way) | G / n + one block's | O / n |
 
 (autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
-Activations are held for every micro-batch in flight, which the schedule's own actions count.
+Parameters of experts are sharded over their own replicas. Activations are held for every micro-batch in flight, which
+the schedule's own actions count. What counts is the fullest moment:
+
+| moment | micro-batches held | gradients |
+|---|---|---|
+| first backward | all that ran forward before it | only of the layers it has passed |
+| a later backward | all in flight | all |
+| reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.schedule import in_flight
+from autoplan.cost_models.schedule import actions, held_at_backwards, num_held, peak_activation_bytes
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
 from autoplan.cost_models.work import Workload
 
@@ -35,12 +42,51 @@ _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 _ACTIVATION_SPREAD = 0.05  # of the liveness walk (autoplan.search.activations), held against measured peaks
 
 
+FIRST, LATER, REDUCTION = "first backward", "backward", "reduction"
+
+
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by term of one pipeline rank, and the most micro-batches it holds at one time (over all its chunks)."""
+    """One pipeline rank at its fullest moment: bytes by term.
+
+    `in_flight`: the most micro-batches it holds at one time, over all its chunks.
+    """
 
     terms: dict[str, Quantity]
     in_flight: int
+    moment: str
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What differs between the moments of a step, in bytes."""
+
+    name: str
+    gradients: float
+    held: float
+    transient: float
+    buffers: float = 0.0
+
+    @property
+    def num_bytes(self) -> float:
+        """Sum."""
+        return self.gradients + self.held + self.transient + self.buffers
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Activations of one chunk, in bytes.
+
+    `one`: of a micro-batch. `running`: what is held of it, and the transient, while each of its units runs backward.
+    """
+
+    one: float
+    running: tuple[tuple[float, float], ...]
+
+    @property
+    def transient(self) -> float:
+        """The most beyond `one`."""
+        return max(held + transient for held, transient in self.running) - self.one
 
 
 class MemoryModel:
@@ -50,39 +96,44 @@ class MemoryModel:
         self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
         c = config
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
-        self.sharded = c.zero_stage > 0 and c.dp > 1
+        self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
         blocks = {name: self._states(name) for name in workload.blocks}
         self.stored, self.gathered, self.grads, self.states = (
             [sum(blocks[b][k] for b in unit) for unit in workload.units] for k in range(4)
         )
         self.largest = [max(blocks[b][1] for b in unit) for unit in workload.units]
         self.largest_grad = [max(blocks[b][4] for b in unit) for unit in workload.units]
+        self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
         saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
         self.saved, self.kept = saved, workload.unit_kept
         self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
-        self.in_flight = in_flight(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        # micro-batches held when gradients come into being, and the most afterwards
+        self.flights = tuple(held_at_backwards(row) for row in self.table)
         gpu = cluster.device_type != "cpu"
         groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
         self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
-        replicas = self.shares[False] > 1 and not self.sharded
-        self.buckets = _BUCKETS_BYTES if replicas else 0
+        self.buckets = _BUCKETS_BYTES if c.zero_stage == 0 and max(self.shares.values()) > 1 else 0
 
-    def _states(self, name: str) -> tuple[float, float, float, float, float]:
-        """Stored and gathered parameters, gradients, optimizer state, and the whole gradient, of one block."""
-        stored = gathered = grads = states = whole = 0.0
+    def _states(self, name: str) -> tuple[float, float, float, float, float, float]:
+        """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, and what the
+        first backward leaves of the gradients."""
+        stored = gathered = grads = states = whole = first = 0.0
+        c = self.config
         for p in self.workload.blocks[name].params:
             n, width = float(p.num_elements), dtype_bytes(p.dtype)
-            share = self.shares[p.expert] if self.sharded else 1
+            share = self.shares[p.expert] if c.zero_stage else 1
             stored += n * width / share
-            gathered += n * width if self.sharded else 0.0
+            gathered += n * width if share > 1 else 0.0
             if p.trainable:
                 grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
                 state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
-                whole += grad
-                grads += grad / share if self.config.zero_stage >= 2 else grad
+                whole += grad if share > 1 else 0.0
+                grads += grad / share if c.zero_stage >= 2 else grad
+                first += grad / share if c.zero_stage >= 2 or c.num_micro_batches == 1 else grad
                 states += state / share
-        return stored, gathered, grads, states, whole
+        return stored, gathered, grads, states, whole, first
 
     def stages(
         self, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
@@ -96,55 +147,74 @@ class MemoryModel:
         """
         return [self.rank(r, chunks, recompute, pinned) for r in range(self.config.pp)]
 
+    def _chunk(self, units: range, again: Set[int]) -> _Held:
+        w = self.workload
+        # the pipeline holds what was received and what was sent until the backward has passed
+        held = w.free_saved + (w.cut_bytes[units.start - 1] if units.start else 0.0)
+        held += w.cut_bytes[units.stop - 1] if units.stop < len(w.units) else 0.0
+        running = []
+        for u in units:
+            held += self.kept[u] if u in again else self.saved[u]
+            waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
+            # while a unit's backward runs, what later ones kept is gone already
+            running.append((held, (self.transient_again if u in again else self.transient)[u] + waiting))
+        return _Held(held, tuple(running))
+
     def rank(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
     ) -> RankMemory:
         """One pipeline rank, by term; arguments as for `stages`."""
-        pp, w = self.config.pp, self.workload
-        held, transient = 0.0, 0.0
-        mine = range(rank, len(chunks), pp)
-        units: list[int] = []
-        for position, k in enumerate(mine):
-            again = pinned or frozenset([u for u in chunks[k] if w.layers[u]][: recompute[k]])
-            first, last = chunks[k].start, chunks[k].stop
-            # the pipeline holds what was received and what was sent until the backward has passed
-            one = w.free_saved + (w.cut_bytes[first - 1] if first else 0.0)
-            one += w.cut_bytes[last - 1] if last < len(w.units) else 0.0
-            peak = 0.0
-            for u in chunks[k]:
-                repeated = u in again
-                one += self.kept[u] if repeated else self.saved[u]
-                waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= first and b < last)
-                # while a unit's backward runs, what later ones kept is gone already
-                peak = max(peak, one + (self.transient_again[u] if repeated else self.transient[u]) + waiting)
-            held += self.in_flight[rank][position] * one
-            transient = max(transient, peak - one)
-            units += chunks[k]
-        stored = sum(self.stored[u] for u in units)
-        gathered = sum(self.gathered[u] for u in units)
+        mine = range(rank, len(chunks), self.config.pp)
+        units = [u for k in mine for u in chunks[k]]
+        held = {
+            k: self._chunk(
+                chunks[k], pinned or frozenset([u for u in chunks[k] if self.workload.layers[u]][: recompute[k]])
+            )
+            for k in mine
+        }
+        first, later = self.flights[rank]
         grads = sum(self.grads[u] for u in units)
-        if self.sharded and self.config.zero_stage >= 2:
-            grads += max(self.largest_grad[u] for u in units)
-        if self.sharded and self.config.zero_stage == 3:
+        reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
+        if len(held) > 1:
+            sizes = [held[k].one if k in held else 0.0 for k in range(len(chunks))]
+            peak, most = peak_activation_bytes((self.table[rank],), sizes)[0], max(h.transient for h in held.values())
+            moments = [_Moment(LATER, grads + reducing, peak, most)]
+        else:
+            (only,) = held.values()
+            moments = self._first_backward(units, first, only)
+            if later:
+                moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
+        if self.buckets:
+            moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
+        fullest = max(moments, key=lambda m: m.num_bytes)
+        gathered = sum(self.gathered[u] for u in units)
+        if self.config.zero_stage == 3:
             gathered = min(gathered, 2 * max(self.largest[u] for u in units))
         exact = {
-            "parameters": stored,
+            "parameters": sum(self.stored[u] for u in units),
             "gathered parameters": gathered,
-            "gradients": grads,
+            "gradients": fullest.gradients,
             "optimizer": sum(self.states[u] for u in units),
+            "communication buffers": fullest.buffers,
         }
         terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
-        terms["activations"] = Quantity.spread(held, _ACTIVATION_SPREAD, Tag.FITTED)
-        terms["transient"] = Quantity.spread(transient, _ACTIVATION_SPREAD, Tag.FITTED)
-        if self.buckets:
-            terms["communication buffers"] = Quantity(
-                0.0, float(min(self.buckets, 2 * grads)), float(self.buckets), Tag.FITTED
-            )
+        terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
+        terms["transient"] = Quantity.spread(fullest.transient, _ACTIVATION_SPREAD, Tag.FITTED)
         if self.fixed:
             terms["context and communicators"] = Quantity.spread(self.fixed, 0.5, Tag.ASSUMED)
-            moving = held + transient
-            terms["fragmentation"] = self.fragmentation * moving
-        return RankMemory(terms, sum(self.in_flight[rank]))
+            terms["fragmentation"] = self.fragmentation * (fullest.held + fullest.transient)
+        return RankMemory(terms, num_held(self.table[rank]), fullest.name)
+
+    def _first_backward(self, units: Sequence[int], num_held: int, chunk: _Held) -> list[_Moment]:
+        """While each unit runs backward: later ones have left their gradients and given up their activations."""
+        out, gradients, reducing = [], 0.0, 0.0
+        for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
+            waiting = (num_held - 1) * chunk.one
+            out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient))
+            gradients += self.first_grads[u]
+            if self.config.zero_stage >= 2 or (self.config.zero_stage and self.config.num_micro_batches == 1):
+                reducing = max(reducing, self.largest_grad[u])
+        return out
 
 
 def _etp(config: ParallelConfig) -> int:

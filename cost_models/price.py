@@ -13,39 +13,21 @@ waits for them) and of what data parallelism exposes. What each of these costs i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.memory import MemoryModel
-from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
+from autoplan.cost_models.quantity import Quantity, Tag, total
 from autoplan.cost_models.schedule import ChunkTimes, Event, Timeline, Transfer, actions, simulate
-from autoplan.cost_models.units import dtype_bytes
-from autoplan.cost_models.work import BlockWork, Workload
+from autoplan.cost_models.work import Workload
 
 # torch.distributed.pipelining posts a receive when it needs it; both ends wait for the transfer
 TRANSFER = Transfer.RECEIVER
 _BUCKET_BYTES = 25 * 2**20  # of the gradient all-reduce of ZeRO 0 (autoplan.runtime.zero)
-
-
-@dataclass(frozen=True)
-class BlockCost:
-    """Seconds of one call of a block on one rank and micro-batch, by kind of work."""
-
-    forward: Quantity
-    backward: Quantity
-    forward_comm: Quantity
-    backward_comm: Quantity
-    selective: Quantity  # computing the attention core again
-    zero_forward: Quantity  # exposed gathers of ZeRO 3
-    zero_backward: Quantity  # exposed gathers and reductions in every backward (ZeRO 2 and 3)
-    zero_first: Quantity  # exposed gather in the first forward (ZeRO 1 and 2)
-    zero_last: Quantity  # exposed reduction in the last backward (ZeRO 1)
-    per_step: Quantity  # reductions that wait until the end of the step
-    optimizer: Quantity
-    reduced_bytes: float  # gradients that ZeRO 0 reduces at the end
 
 
 @dataclass(frozen=True)
@@ -58,7 +40,8 @@ class StageEstimate:
     forward_s: Quantity
     backward_s: Quantity
     in_flight: int
-    memory: Mapping[str, Quantity]  # bytes by term
+    memory: Mapping[str, Quantity]  # bytes by term, at the moment of the step when they are most
+    fullest: str = ""  # that moment
 
     @property
     def memory_bytes(self) -> Quantity:
@@ -91,50 +74,28 @@ class Estimate:
         return self.peak_memory_bytes.mid <= self.memory_capacity_bytes
 
 
-@dataclass(frozen=True)
-class OpTimes:
-    """Seconds of the operations of one call of a block, forward and backward, and of those of selective recompute."""
+class _Table:
+    """Seconds of every unit in one scenario, by kind of work: what a chunk adds up."""
 
-    forward: Quantity
-    backward: Quantity
-    selective: Quantity
+    def __init__(self, workload: Workload, blocks: Mapping[str, BlockCost], which: str) -> None:
+        def mid(q: Quantity) -> float:
+            seconds: float = getattr(q, which)
+            return seconds
 
-
-def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
-    """By block. They do not depend on dp, pp, ZeRO or the number of micro-batches: found once for many Pricers."""
-    return {
-        name: OpTimes(
-            total([costs.forward_s(op) for op in block.ops]),
-            total([costs.backward_s(op) for op in block.ops]),
-            total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
-        )
-        for name, block in workload.blocks.items()
-    }
-
-
-def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
-    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
-
-    Args:
-        axes: the sub-axes that tp is made of, major to minor.
-    """
-    tp, cp, dp = config.tp, config.cp, config.dp
-    etp = config.tp if config.etp is None else config.etp
-    out = {
-        "tp": Group(tp, 1),
-        "cp": Group(cp, tp),
-        "dp": Group(dp, tp * cp),
-        "pp": Group(config.pp, tp * cp * dp),
-        "replicas": Group(dp * cp, tp),
-        "etp": Group(etp, 1),
-        "ep": Group(config.ep, etp),
-        "expert_replicas": Group(max(1, dp * cp * tp // (config.ep * etp)), config.ep * etp),
-    }
-    stride = 1
-    for name, size in reversed(axes):
-        out[name] = Group(size, stride)
-        stride *= size
-    return out
+        units = [[blocks[name] for name in unit] for unit in workload.units]
+        layers = [
+            [b for b, layer in zip(u, marked, strict=True) if layer]
+            for u, marked in zip(units, workload.is_layer, strict=True)
+        ]
+        self.forward = [sum(mid(b.forward_s) for b in u) for u in units]
+        self.backward = [sum(mid(b.backward_s) for b in u) for u in units]
+        self.weight = [sum(mid(b.weight + b.accumulate) for b in u) for u in units]
+        self.again = [sum(mid(b.again_s) for b in u) for u in layers]
+        self.selective = [sum(mid(b.selective) for b in u) for u in units]
+        self.first = [sum(mid(b.zero_first) for b in u) for u in units]
+        self.last = [sum(mid(b.zero_last) for b in u) for u in units]
+        self.per_step = [sum(mid(b.per_step) for b in u) for u in units]
+        self.optimizer = [sum(mid(b.optimizer) for b in u) for u in units]
 
 
 class Pricer:
@@ -154,96 +115,62 @@ class Pricer:
         precision: Precision | None = None,
         times: Mapping[str, OpTimes] | None = None,
     ) -> None:
-        self.times = op_times(workload, costs) if times is None else times
+        times = op_times(workload, costs) if times is None else times
         self.workload, self.config, self.costs = workload, config, costs
         self.precision = precision or precision_of("native")
-        self.groups = mesh_groups(config, workload.axes)
-        self.hop = Group(2, self.groups["pp"].stride) if config.pp > 1 else Group(1)
-        self.device = costs.cluster.device
-        self.blocks = {name: self._block(block) for name, block in workload.blocks.items()}
+        prices = BlockPricer(workload, config, costs, self.precision)
+        self.groups, self.device = prices.groups, costs.cluster.device
+        self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
         self.memory = MemoryModel(workload, config, self.precision, costs.cluster)
         self.num_units = len(workload.units)
         # measured constants of a step of the runtime; clipping is not part of the step
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
         self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
+        self.action_s = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
         self.pinned_again = self._pinned_again()
-        free = [self.blocks[name] for name in workload.free]
-        self.free_forward = total([b.forward + b.forward_comm for b in free])
-        names = [[self.blocks[b] for b in unit] for unit in workload.units]
-        self.forward = [sum(b.forward.mid + b.forward_comm.mid + b.zero_forward.mid for b in u) for u in names]
-        self.backward = [sum(b.backward.mid + b.backward_comm.mid + b.zero_backward.mid for b in u) for u in names]
-        self.again = [sum(b.forward.mid + b.forward_comm.mid for b in self.layer_blocks(u)) for u in range(len(names))]
-        self.first = [sum(b.zero_first.mid for b in u) for u in names]
-        self.last = [sum(b.zero_last.mid for b in u) for u in names]
-        self.optimizer = [sum(b.optimizer.mid for b in u) for u in names]
-        self.send = [self._send(size) for size in workload.cut_bytes]
+        self.free_forward = total([self.blocks[name].again_s for name in workload.free])
+        self._tables = {"mid": _Table(workload, self.blocks, "mid")}
+        mid = self._tables["mid"]
+        self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
+        self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
+        units = [[self.blocks[name] for name in unit] for unit in workload.units]
+        groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
+        self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
+        self._hop_groups = self._hop_groups_of()
+        self._sends: dict[tuple[Group, str], list[float]] = {}
+        self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
 
-    # -- one block --------------------------------------------------------------------------------------------------
+    def _table(self, which: str) -> _Table:
+        if which not in self._tables:
+            self._tables[which] = _Table(self.workload, self.blocks, which)
+        return self._tables[which]
 
-    def _block(self, block: BlockWork) -> BlockCost:
-        costs = self.costs
-        forward, backward = self.times[block.name].forward, self.times[block.name].backward
-        comm = {("forward", "micro_batch"): ZERO, ("backward", "micro_batch"): ZERO, ("backward", "step"): ZERO}
-        for c in block.comms:
-            comm[c.phase, c.per] += costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis])
-        gather, reduce = self._zero_s(block)
-        zero = self.config.zero_stage if self.groups["dp"].size > 1 and any(p.trainable for p in block.params) else 0
-        hides = self.device.overlap_fraction
-        over = {p: Quantity.spread(costs.overhead_s(f"zero_block_{p}_s"), 0.0, Tag.MEASURED) for p in _PHASES}
-        hidden_gather = gather.less(forward * hides)
-        hidden_reduce = reduce.less(backward * hides)
-        both = (gather + reduce).less(backward * hides)
-        reduced = 0.0
-        if zero == 0 and self.groups["replicas"].size > 1:
-            reduced = sum(p.num_elements * self._grad_bytes(p.dtype) for p in block.params if p.trainable)
-        return BlockCost(
-            forward=forward,
-            backward=backward,
-            forward_comm=comm["forward", "micro_batch"],
-            backward_comm=comm["backward", "micro_batch"],
-            selective=self.times[block.name].selective,
-            zero_forward=(hidden_gather if zero == 3 else ZERO) + (over["forward"] if zero else ZERO),
-            zero_backward=(both if zero == 3 else hidden_reduce if zero == 2 else ZERO)
-            + (over["backward"] if zero else ZERO),
-            zero_first=hidden_gather if zero in (1, 2) else ZERO,
-            zero_last=hidden_reduce if zero == 1 else ZERO,
-            per_step=comm["backward", "step"],
-            optimizer=self._optimizer(block),
-            reduced_bytes=reduced,
-        )
+    # -- sends ------------------------------------------------------------------------------------------------------
 
-    def _grad_bytes(self, dtype: str) -> float:
-        return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
+    def _hop_groups_of(self) -> list[Group]:
+        """A pair of ranks with the links between pipeline ranks r and r + 1 (and from the last to the first).
 
-    def _state_bytes(self, dtype: str) -> float:
-        return 2.0 * dtype_bytes(dtype) if self.precision.state_bytes is None else self.precision.state_bytes
-
-    def _zero_s(self, block: BlockWork) -> tuple[Quantity, Quantity]:
-        """Gathering the block's parameters over its replicas, and reducing and scattering their gradients."""
-        gather, reduce = [], []
-        for expert, name in ((False, "replicas"), (True, "expert_replicas")):
-            mine = [p for p in block.params if p.expert is expert]
-            size = sum(p.num_elements * dtype_bytes(p.dtype) for p in mine)
-            grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine if p.trainable)
-            gather.append(self.costs.collective_s("all_gather", size, self.groups[name]))
-            reduce.append(self.costs.collective_s("reduce_scatter", grads, self.groups[name]))
-        return total(gather), total(reduce)
-
-    def _optimizer(self, block: BlockWork) -> Quantity:
+        Ranks of one unit of a level (a node) may be neighbours in it or not, whatever the stride.
+        """
+        pp, stride = self.config.pp, self.groups["pp"].stride
+        if pp == 1:
+            return []
         out = []
-        for expert, name in ((False, "replicas"), (True, "expert_replicas")):
-            share = self.groups[name].size if self.config.zero_stage and self.groups["dp"].size > 1 else 1
-            by_dtype: dict[str, float] = {}
-            for p in block.params:
-                if p.trainable and p.expert is expert:
-                    by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / share
-            out += [self.costs.optimizer_s(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
-        tensors = sum(p.trainable for p in block.params)
-        out.append(Quantity.spread(tensors * self.costs.overhead_s("optimizer_tensor_s"), 0.0, Tag.MEASURED))
-        return total(out)
+        for r in range(pp):
+            here, there = r * stride, (r + 1) % pp * stride
+            apart = stride
+            for level in self.costs.cluster.levels[:-1]:
+                if here // level.size != there // level.size:
+                    apart = max(apart, level.size)
+            out.append(Group(2, apart))
+        return out
 
-    def _send(self, num_bytes: float) -> float:
-        return self.costs.collective_s("send_recv", num_bytes, self.hop).mid
+    def _send_s(self, group: Group, which: str) -> list[float]:
+        """Seconds of sending what crosses behind each unit."""
+        if (group, which) not in self._sends:
+            costs, sizes = self.costs, self.workload.cut_bytes
+            self._sends[group, which] = [getattr(costs.collective_s("send_recv", n, group), which) for n in sizes]
+        return self._sends[group, which]
 
     # -- one plan ---------------------------------------------------------------------------------------------------
 
@@ -260,30 +187,21 @@ class Pricer:
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""
-        out = []
-        action = self.costs.overhead_s("pipeline_action_s") if self.config.pp > 1 else 0.0
-        free = getattr(self.free_forward, which)
+        out, table = [], self._table(which)
+        fixed = getattr(self.free_forward, which) + self.action_s
         for units, again in zip(self._ranges(chunks), recompute, strict=True):
-            if which == "mid":
-                forward, backward = sum(self.forward[u] for u in units), sum(self.backward[u] for u in units)
-                first, last = sum(self.first[u] for u in units), sum(self.last[u] for u in units)
-                repeated = sum(self.again[u] for u in self.recomputed(units, again))
-            else:
-                blocks = [self.blocks[b] for u in units for b in self.workload.units[u]]
-                forward = sum(getattr(b.forward + b.forward_comm + b.zero_forward, which) for b in blocks)
-                backward = sum(getattr(b.backward + b.backward_comm + b.zero_backward, which) for b in blocks)
-                first, last = (
-                    sum(getattr(b.zero_first, which) for b in blocks),
-                    sum(getattr(b.zero_last, which) for b in blocks),
-                )
-                repeated = sum(
-                    getattr(b.forward + b.forward_comm, which)
-                    for u in self.recomputed(units, again)
-                    for b in self.layer_blocks(u)
-                )
+            repeated = sum(table.again[u] for u in self.recomputed(units, again))
             if self.config.recompute == "selective":
-                repeated += sum(getattr(self.blocks[b].selective, which) for u in units for b in self.workload.units[u])
-            out.append(ChunkTimes(forward + free + action, backward + repeated + action, 0.0, first, last))
+                repeated += sum(table.selective[u] for u in units)
+            out.append(
+                ChunkTimes(
+                    sum(table.forward[u] for u in units) + fixed,
+                    sum(table.backward[u] for u in units) + repeated + self.action_s,
+                    sum(table.weight[u] for u in units),
+                    sum(table.first[u] for u in units),
+                    sum(table.last[u] for u in units),
+                )
+            )
         return out
 
     def layer_blocks(self, unit: int) -> list[BlockCost]:
@@ -311,11 +229,7 @@ class Pricer:
         c = self.config
         table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         cuts = [r.stop - 1 for r in self._ranges(chunks)[:-1]]
-        if which == "mid":
-            lag = [self.send[u] if sends else 0.0 for u in cuts]
-        else:
-            sizes = [self.workload.cut_bytes[u] for u in cuts]
-            lag = [getattr(self.costs.collective_s("send_recv", n, self.hop), which) for n in sizes]
+        lag = [self._send_s(self._hop_groups[k % c.pp], which)[u] if sends else 0.0 for k, u in enumerate(cuts)]
         return simulate(table, times, lag, lag, transfer=TRANSFER, events=events)
 
     def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
@@ -323,42 +237,45 @@ class Pricer:
         ranges = self._ranges(chunks)
         return [[u for r in ranges[rank :: self.config.pp] for u in r] for rank in range(self.config.pp)]
 
-    def _after(self, chunks: Sequence[int], which: str) -> tuple[list[float], list[float]]:
-        """Per rank: reductions after its last backward, and the optimizer."""
-        reductions, updates = [], []
-        for units in self._rank_units(chunks):
-            blocks = [self.blocks[b] for u in units for b in self.workload.units[u]]
-            size = sum(b.reduced_bytes for b in blocks)
-            seconds = sum(getattr(b.per_step, which) for b in blocks)
+    def _blocks_of(self, units: Sequence[int]) -> list[BlockCost]:
+        return [self.blocks[b] for u in units for b in self.workload.units[u]]
+
+    def _buckets(self, units: Sequence[int]) -> Iterator[tuple[str, float, int]]:
+        """Group, size of a bucket and their number of what a rank reduces after its last backward."""
+        for group, sizes in self._reduced.items():
+            size = sum(sizes[u] for u in units)
             if size:
-                buckets = math.ceil(size / _BUCKET_BYTES)
-                one = self.costs.collective_s("all_reduce", size / buckets, self.groups["replicas"])
-                seconds += buckets * getattr(one, which)
-            reductions.append(seconds)
-            if which == "mid":
-                updates.append(sum(self.optimizer[u] for u in units))
-            else:
-                updates.append(sum(getattr(b.optimizer, which) for b in blocks))
-        return reductions, updates
+                count = math.ceil(size / _BUCKET_BYTES)
+                yield group, size / count, count
+
+    def _reductions_s(self, units: Sequence[int], which: str) -> float:
+        """Seconds of that, and of what else a rank reduces once per step."""
+        table = self._table(which)
+        return sum(table.per_step[u] for u in units) + sum(
+            count * float(getattr(self.costs.collective_s("all_reduce", size, self.groups[group]), which))
+            for group, size, count in self._buckets(units)
+        )
 
     def _step(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> tuple[float, Timeline]:
         times = self.chunk_times(chunks, recompute, which)
-        timeline = self._timeline(chunks, times, which, events=False)
-        reductions, updates = self._after(chunks, which)
-        ends = [end + r for end, r in zip(timeline.rank_end_s, reductions, strict=True)]
+        timeline = self._timeline(chunks, times, which)
+        ends, updates, optimizer = [], [], self._table(which).optimizer
+        for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
+            ends.append(end + self._reductions_s(units, which))
+            updates.append(sum(optimizer[u] for u in units))
         return max(ends) + max(updates) + self.fixed_s, timeline
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
         low, mid, high = (self._step(chunks, recompute, which)[0] for which in ("low", "mid", "high"))
-        blocks = [self.blocks[b] for unit in self.workload.units for b in unit]
-        tags = [b.forward.tag for b in blocks] + [b.forward_comm.tag for b in blocks if b.forward_comm.high]
-        step = Quantity(min(low, mid), mid, max(mid, high), max(tags))
+        times = self.chunk_times(chunks, recompute, "mid")
+        breakdown = self._breakdown(chunks, recompute, times, mid)
+        tag = max(q.tag for q in breakdown.values() if q.high)
+        step = Quantity(min(low, mid), mid, max(mid, high), tag)
         c, w = self.config, self.workload
         tokens = w.tokens * c.num_micro_batches * c.dp
         flops = w.model_flops * c.num_micro_batches * c.dp
         peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
-        times = self.chunk_times(chunks, recompute, "mid")
         timeline = self._timeline(chunks, times, "mid", events=True)
         stages = []
         ranges = self._ranges(chunks)
@@ -371,16 +288,17 @@ class Pricer:
                 StageEstimate(
                     index=rank,
                     num_layers=len(units),
-                    num_recomputed=sum(recompute[k] for k in mine),
+                    num_recomputed=sum(len(self.recomputed(ranges[k], recompute[k])) for k in mine),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
                     in_flight=held[rank].in_flight,
                     memory=held[rank].terms,
+                    fullest=held[rank].moment,
                 )
             )
         return Estimate(
             step_time_s=step,
-            breakdown=self._breakdown(chunks, recompute, times, step),
+            breakdown=breakdown,
             stages=tuple(stages),
             tokens_per_step=tokens,
             tokens_per_s=tokens / mid,
@@ -391,42 +309,43 @@ class Pricer:
         )
 
     def _breakdown(
-        self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step: Quantity
+        self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
     ) -> dict[str, Quantity]:
         """Where the step goes, on the rank that computes longest. What no other term explains is the bubble."""
-        c = self.config
+        c, m = self.config, self.config.num_micro_batches
         timeline = self._timeline(chunks, times, "mid", sends=True)
         unsent = self._timeline(chunks, times, "mid", sends=False)
-        reductions, updates = self._after(chunks, "mid")
+        rank_units = self._rank_units(chunks)
         rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
-        units = self._rank_units(chunks)[rank]
-        blocks = [self.blocks[b] for u in units for b in self.workload.units[u]]
-        m = c.num_micro_batches
-        ranges = self._ranges(chunks)
+        blocks, ranges = self._blocks_of(rank_units[rank]), self._ranges(chunks)
         again = [u for k in range(rank, len(chunks), c.pp) for u in self.recomputed(ranges[k], recompute[k])]
         out: dict[str, Quantity] = {}
-        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward) * m
-        repeated = [b for u in again for b in self.layer_blocks(u)]
-        out["recompute"] = total([b.forward + b.forward_comm for b in repeated]) * m
+        own_chunks = len(range(rank, len(chunks), c.pp))
+        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * own_chunks) * m
+        out["recompute"] = total([b.again_s for u in again for b in self.layer_blocks(u)]) * m
         if c.recompute == "selective":
             out["recompute"] += total([b.selective for b in blocks]) * m
-        inside = total([b.forward_comm + b.backward_comm for b in blocks]) * m
-        out["tp_comm"] = inside
+        for family in ("tp", "cp", "ep"):
+            out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
-        zero += total([b.zero_first + b.zero_last for b in blocks])
-        out["dp_comm"] = zero + Quantity.spread(reductions[rank], 0.0, zero.tag)
-        out["pp_comm"] = Quantity.spread(max(0.0, timeline.end_s - unsent.end_s), 0.0, step.tag)
-        out["optimizer"] = Quantity.spread(max(updates), 0.0, step.tag)
-        fixed = self.fixed_s
-        if c.pp > 1:
-            fixed += 2 * m * c.virtual_stages * self.costs.overhead_s("pipeline_action_s")
+        reductions = [
+            self.costs.collective_s("all_reduce", size, self.groups[group]) * count
+            for group, size, count in self._buckets(rank_units[rank])
+        ]
+        once = [b.zero_first + b.zero_last + b.per_step for b in blocks]
+        out["dp_comm"] = zero + total(once) + total(reductions)
+        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
+        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
+        sends = [self.costs.collective_s("send_recv", n, self._hop_groups[k % c.pp]) for k, n in enumerate(cuts)]
+        out["pp_comm"] = Quantity.spread(sent, 0.0, total(sends).tag)
+        out["accumulate"] = total([b.accumulate for b in blocks]) * m
+        updates = [total([b.optimizer for b in self._blocks_of(units)]) for units in rank_units]
+        out["optimizer"] = max(updates, key=lambda q: q.mid)
+        fixed = self.fixed_s + 2 * m * own_chunks * self.action_s
         out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
-        rest = step.mid - sum(q.mid for q in out.values())
-        out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, step.tag)
+        rest = step_s - sum(q.mid for q in out.values())
+        out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))
         return {k: q for k, q in out.items() if q.mid > 0 or k in ("compute", "bubble")}
-
-
-_PHASES = ("forward", "backward")
 
 
 def _main_dtype(workload: Workload) -> str:

@@ -29,15 +29,19 @@ from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DEVICE_TYPES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 OVERHEADS = (
     "step_s",  # fixed cost of ParallelModel.step: a model of next to no work, one micro-batch
     "micro_batch_s",  # fixed cost of one more micro-batch in the step
-    "zero_block_forward_s",  # hooks of fully_shard around one block, beside its collectives
+    "zero_block_forward_s",  # hooks of fully_shard around one block that has nothing to gather or reduce
     "zero_block_backward_s",
+    "zero_gather_s",  # gathering one block, beside the collective: copies, buffers
+    "zero_gather_byte_s",  # and per byte gathered
+    "zero_reduce_s",  # reducing and scattering the gradients of one block, the same
+    "zero_reduce_byte_s",
     "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, beside its sends
     "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
     "optimizer_tensor_s",  # and of one more tensor in it, beside its elements

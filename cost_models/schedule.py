@@ -211,26 +211,26 @@ def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_sta
     return ActionLists(tuple(order(r, num_stages, num_micro_batches, virtual_stages)) for r in range(num_stages))
 
 
-@lru_cache(maxsize=1024)
-def in_flight(
-    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1
-) -> tuple[tuple[int, ...], ...]:
-    """Per rank and chunk of it, in model order: the most micro-batches whose activations are held at one time.
+def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
+    """Micro-batches a rank holds, over all its chunks: the most until its first backward ends, and the most afterwards.
 
-    They are held from the forward to the end of the backward (of the weight gradient, where that is split off).
+    The second is 0 if that backward is the only one.
     """
-    out = []
-    for row in actions(schedule, num_stages, num_micro_batches, virtual_stages):
-        held: Counter[int] = Counter()
-        most: Counter[int] = Counter()
-        for kind, chunk, _ in row:
-            if kind is F:
-                held[chunk] += 1
-                most[chunk] = max(most[chunk], held[chunk])
-            elif kind is not I:
-                held[chunk] -= 1
-        out.append(tuple(most[chunk] for chunk in sorted(most)))
-    return tuple(out)
+    held, most = 0, [0, 0]
+    begun = False
+    for kind, _, _ in row:
+        if kind is F:
+            held += 1
+        most[begun] = max(most[begun], held)
+        if kind is not F:
+            begun = True
+            held -= kind is not I
+    return most[0], most[1]
+
+
+def num_held(row: Sequence[Action]) -> int:
+    """The most micro-batches a rank holds at one time, over all its chunks."""
+    return max(held_at_backwards(row))
 
 
 def peak_activation_bytes(table: Iterable[Sequence[Action]], chunk_bytes: Sequence[float]) -> tuple[float, ...]:

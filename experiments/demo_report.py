@@ -25,6 +25,7 @@ TERMS = {
     "tp_comm": "tp_comm (inside blocks)",
     "dp_comm": "dp_comm (exposed)",
     "pp_comm": "pp_comm (exposed)",
+    "accumulate": "accumulate (gradients)",
     "overhead": "overhead (fixed costs)",
     "optimizer": "optimizer",
     "bubble": "bubble (stages that wait)",

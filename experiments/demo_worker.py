@@ -127,10 +127,10 @@ class Running:
         rows = slice(self.pm.data_rank * part, (self.pm.data_rank + 1) * part)
         return {name: tensor[rows] for name, tensor in global_batch(self.num_steps).items()}
 
-    def step(self, times: Times | None = None) -> None:
+    def step(self, times: Times | None = None, batch: dict[str, torch.Tensor] | None = None) -> None:
         """One step, timed without the making of its batch."""
         assert self.pm.optimizer is not None
-        batch = self.batch()
+        batch = self.batch() if batch is None else batch
         dist.barrier()
         busy, began, cpu_began = _busy_s(), time.perf_counter(), time.process_time()
         loss = self.pm.step(batch)
@@ -157,8 +157,9 @@ class Running:
 
     def counted_step(self) -> None:
         """One step whose live tensors are counted, which slows it."""
+        batch = self.batch()  # not inside: a slice of the corpus counts as the whole corpus
         with StorageCounter(self._existing()) as live:
-            self.step()
+            self.step(batch=batch)
         self.live_bytes = live.peak_bytes
 
     def _existing(self) -> Iterator[torch.Tensor]:

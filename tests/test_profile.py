@@ -117,7 +117,7 @@ def test_text_form_round_trip(tmp_path: Path) -> None:
         (["overheads", "step_s"], -1.0, r"overheads.step_s must be a number of at least 0"),
         (["held_out", "linear forward", "p90"], None, r"held_out.linear forward.p90 must be a number"),
         (["device_type"], "tpu", r"device_type must be one of cpu, cuda, got \"tpu\""),
-        (["schema"], 7, r"schema must be 1, the version this autoplan reads, got 7"),
+        (["schema"], 7, r"schema must be 2, the version this autoplan reads, got 7"),
         (["world_size"], 0, r"world_size must be a whole number of at least 1"),
         (["notes"], [3], r"notes\[0\] must be a text"),
         (["software", "torch"], 2, r"software.torch must be a text"),

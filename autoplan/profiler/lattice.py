@@ -113,6 +113,13 @@ def adamw_task(elements: int, dtype: str) -> Task:
     return Task(work, "")
 
 
+def accumulate_task(elements: int, dtype: str) -> Task:
+    """A gradient added to the one that is there, as `Costs.accumulate_s` counts it."""
+    t = TensorWork((elements,), dtype)
+    work = OpWork("grad_accumulate", (t,), (), (), float(elements), 3.0 * t.num_bytes)
+    return Task(work, "")
+
+
 def _cheap(task: Task, max_flops: float, max_bytes: float) -> bool:
     return task.work.flops <= max_flops and task.num_bytes <= max_bytes
 
@@ -142,7 +149,7 @@ def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
         loss_task(t, v, dtype)
         for t, v in ((128, 512), (256, 2048), (512, 4096), (1024, 4096), (512, 16000), (1024, 16000), (512, 32000))
     ]
-    small += [adamw_task(n, dtype) for n in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
+    small += [make(1 << k, dtype) for make in (adamw_task, accumulate_task) for k in (8, 12, 16, 20, 22)]
     return [t for t in _interleave(small, linear, attention) if _cheap(t, max_flops, max_bytes)]
 
 
@@ -171,7 +178,7 @@ def held_out(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
     tasks += [make(r, c, dtype) for make in (cat_task, mean_task) for r, c in ((96, 192), (384, 768), (1536, 384))]
     tasks += [embedding_task(t, v, h, dtype) for t, v, h in ((384, 3000, 192), (768, 12000, 320))]
     tasks += [loss_task(t, v, dtype) for t, v in ((192, 1500), (768, 6000), (384, 12000))]
-    tasks += [adamw_task(n, dtype) for n in (3000, 100_000, 1_500_000)]
+    tasks += [make(n, dtype) for make in (adamw_task, accumulate_task) for n in (3000, 100_000, 1_500_000)]
     return [t for t in tasks if _cheap(t, max_flops, max_bytes)]
 
 

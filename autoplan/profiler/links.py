@@ -1,26 +1,35 @@
 """Time of every collective the runtime uses, over every group layout of the world, through the runtime's functions.
 
-Wall time of a short run of calls between barriers, divided by their number; the slowest rank counts. The bytes are
-those of CommWork: the gathered or reduced tensor on one rank, for all_to_all the local one.
+Wall time of a short run of calls between barriers, divided by their number; the slowest rank counts. On CPUs the ranks
+compute before every call, as they do in a step, and that time is taken off: threads of gloo that have to be woken and
+caches that hold something else make a collective in a step two to four times as long as one in a tight loop. The bytes
+are those of CommWork: the gathered or reduced tensor on one rank, for all_to_all the local one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from autoplan.cost_models.profile import COLLECTIVES, ErrorStats, LinkRecord, Profile
+from autoplan.cost_models.profile import COLLECTIVES, ErrorStats, LinkRecord, Profile, Timing
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import timing
 from autoplan.runtime.convert import I, all_gather, all_reduce, all_to_all, reduce_scatter
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
-SIZES = tuple(1 << k for k in (6, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28))
+SIZES = tuple(1 << k for k in (6, 10, 12, 13, 14, 16, 18, 19, 20, 22, 24, 26, 28))
+COARSE_SIZES = tuple(1 << k for k in (6, 22, 16, 19, 24, 13))  # measured first, in this order
 HELD_OUT_SIZES = (3 << 12, 3 << 16, 3 << 20)
-_WANTED_S = 0.01  # of measuring per sample
+_WANTED_S = 0.006  # of measuring per sample
 _MAX_CALLS = 20
+_WORK_S = 0.002  # of computing before every call, on CPUs
+_WORKED_CALLS = 4
+_LONG_S = 0.04  # calls of this length are measured alone
+_LEAST_S = 1e-6
 
 
 def layouts(world: int) -> list[tuple[int, int]]:
@@ -69,20 +78,89 @@ def _neighbours(tensor: torch.Tensor, mesh: AxisMesh, group: dist.ProcessGroup) 
     return both
 
 
-def _measure(kind: str, num_bytes: int, mesh: AxisMesh, job: Job) -> list[float]:
-    """Samples of the slowest rank; every rank gets the same."""
+def _computation(job: Job) -> Callable[[], object]:
+    """About `_WORK_S` of products and element-wise operations on one CPU thread."""
+    x, weight = torch.randn(128, 256), torch.randn(256, 704)
+
+    def one() -> torch.Tensor:
+        return torch.nn.functional.silu(x @ weight) @ weight.t()
+
+    one()
+    seconds = min(job.slowest([job.wall(one) for _ in range(5)]))
+    count = max(1, round(_WORK_S / seconds))
+
+    def work() -> None:
+        for _ in range(count):
+            one()
+
+    return work
+
+
+def _measure(
+    kind: str, num_bytes: int, mesh: AxisMesh, job: Job, between: Callable[[], object] | None = None
+) -> list[float]:
+    """Samples of the slowest rank; every rank gets the same.
+
+    Args:
+        between: what the ranks compute before every call, and what is then taken off.
+    """
     run = _call(kind, num_bytes, mesh, job.device)
     run()  # the first call over a group connects it
     (once,) = job.slowest([job.wall(run)])
-    calls = max(1, min(_MAX_CALLS, int(_WANTED_S / max(once, 1e-7))))
-    repeats = 25 if once < 0.01 else 9 if once < 0.2 else 3
+    repeats = 15 if once < 0.01 else 7 if once < 0.2 else 3
+    trips = 2 if kind == "send_recv" else 1
+    if between is None or once > _LONG_S:
+        calls = max(1, min(_MAX_CALLS, int(_WANTED_S / max(once, 1e-7))))
 
-    def many() -> None:
-        for _ in range(calls):
+        def many() -> None:
+            for _ in range(calls):
+                run()
+
+        return job.slowest([job.wall(many) / calls / trips for _ in range(repeats)])
+
+    def alone() -> None:
+        for _ in range(_WORKED_CALLS):
+            between()
+
+    def both() -> None:
+        for _ in range(_WORKED_CALLS):
+            between()
             run()
 
-    trips = 2 if kind == "send_recv" else 1
-    return job.slowest([job.wall(many) / calls / trips for _ in range(repeats)])
+    pairs = [(job.wall(both), job.wall(alone)) for _ in range(repeats)]
+    together, work = job.slowest([b for b, _ in pairs]), job.slowest([a for _, a in pairs])
+    usual = statistics.median(work)
+    return [max(_LEAST_S, (b - usual) / _WORKED_CALLS / trips) for b in together]
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One thing to measure."""
+
+    kind: str
+    size: int
+    stride: int
+    num_bytes: int
+
+    @property
+    def curve(self) -> tuple[str, int, int]:
+        """Points of one curve are interpolated between."""
+        return self.kind, self.size, self.stride
+
+
+def _points(world: int, max_bytes: int, sizes: Sequence[int], known: Profile | None) -> list[_Point]:
+    """What is not known yet: first the whole range of every curve coarsely, then what lies between."""
+    have = set() if known is None else {(r.kind, r.group_size, r.stride, r.num_bytes) for r in known.links}
+    rest = [b for b in sizes if b not in COARSE_SIZES]
+    order = [b for b in COARSE_SIZES if b in sizes] + rest + list(HELD_OUT_SIZES)
+    return [
+        _Point(kind, size, stride, num_bytes)
+        for num_bytes in order
+        if num_bytes <= max_bytes
+        for size, stride in layouts(world)
+        for kind in COLLECTIVES
+        if (kind, size, stride, num_bytes) not in have
+    ]
 
 
 def measure_links(
@@ -90,43 +168,51 @@ def measure_links(
 ) -> tuple[list[LinkRecord], dict[str, ErrorStats], list[str]]:
     """Curves of all collectives over all group layouts, their error on held-out sizes, and what was left out.
 
-    A collective over all ranks of the job.
+    Every curve is measured over its whole range first and between these sizes as long as there is time. A collective
+    over all ranks of the job.
     """
-    records: list[LinkRecord] = []
-    errors: dict[str, ErrorStats] = {}
-    left_out: list[str] = []
-    have = set() if known is None else {(r.kind, r.group_size, r.stride) for r in known.links}
-    wanted = [
-        (kind, size, stride)
-        for size, stride in layouts(job.world)
-        for kind in COLLECTIVES
-        if (kind, size, stride) not in have
-    ]
-    wrong: dict[str, list[float]] = {}
-    for done, (kind, size, stride) in enumerate(wanted):
-        part = job.until(1.0 / (len(wanted) - done))
-        axes = [("outer", job.world // (size * stride)), ("group", size), ("inner", stride)]
-        mesh = AxisMesh(axes, device_type=job.device.type)
-        curve: list[LinkRecord] = []
-        held: list[tuple[int, float]] = []
+    points = _points(job.world, max_bytes, sizes, known)
+    meshes = {
+        (size, stride): AxisMesh(
+            [("outer", job.world // (size * stride)), ("group", size), ("inner", stride)], device_type=job.device.type
+        )
+        for size, stride in dict.fromkeys((p.size, p.stride) for p in points)
+    }
+    between = _computation(job) if points and job.device.type == "cpu" else None
+    found: dict[_Point, Timing] = {}
+    for p in points:
+        if not job.goes_on():
+            break
+        mesh = meshes[p.size, p.stride]
         with use_mesh(mesh), torch.no_grad():
-            for num_bytes in sorted((*sizes, *HELD_OUT_SIZES)):
-                if num_bytes > max_bytes or not part.goes_on():
-                    left_out.append(f"{kind} over {size} ranks (stride {stride}) from {num_bytes} bytes up")
-                    break
-                found = timing(_measure(kind, num_bytes, mesh, job))
-                if num_bytes in HELD_OUT_SIZES:
-                    held.append((num_bytes, found.median))
-                else:
-                    curve.append(LinkRecord(kind, size, stride, num_bytes, found))
-                job.bar.advance(f"{kind} {num_bytes} bytes")
-        records += curve
-        if curve:
-            line = Profile("curve", "cpu", job.world, 1, links=tuple(curve))
-            for num_bytes, seconds in held:
-                predicted = line.collective_s(kind, num_bytes, size, stride)
-                if predicted is not None:
-                    wrong.setdefault(kind, []).append(abs(predicted.mid / seconds - 1))
-    for kind, found_errors in wrong.items():
-        errors[kind] = ErrorStats.of(found_errors)
-    return records, errors, left_out
+            found[p] = timing(_measure(p.kind, p.num_bytes, mesh, job, between))
+        job.bar.advance(f"{p.kind} {p.num_bytes} bytes")
+    records = {p: LinkRecord(p.kind, p.size, p.stride, p.num_bytes, t) for p, t in found.items()}
+    return list(records.values()), _held_out_errors(records, known, job), _left_out(points, found)
+
+
+def _held_out_errors(records: dict[_Point, LinkRecord], known: Profile | None, job: Job) -> dict[str, ErrorStats]:
+    """Of the curves through all other sizes, by collective."""
+    others = [r for p, r in records.items() if p.num_bytes not in HELD_OUT_SIZES]
+    if known is not None:
+        others += [r for r in known.links if r.num_bytes not in HELD_OUT_SIZES]
+    line = Profile("curves", job.device.type, job.world, 1, links=tuple(others))
+    wrong: dict[str, list[float]] = {}
+    for p, record in records.items():
+        if p.num_bytes in HELD_OUT_SIZES:
+            predicted = line.collective_s(p.kind, p.num_bytes, p.size, p.stride)
+            if predicted is not None:
+                wrong.setdefault(p.kind, []).append(abs(predicted.mid / record.time_s.median - 1))
+    return {kind: ErrorStats.of(errors) for kind, errors in wrong.items()}
+
+
+def _left_out(points: Sequence[_Point], found: Mapping[_Point, Timing]) -> list[str]:
+    """By curve, which sizes there was no time for."""
+    missing: dict[tuple[str, int, int], list[int]] = {}
+    for p in points:
+        if p not in found:
+            missing.setdefault(p.curve, []).append(p.num_bytes)
+    return [
+        f"{kind} over {size} ranks (stride {stride}) of {', '.join(map(str, sorted(sizes)))} bytes"
+        for (kind, size, stride), sizes in missing.items()
+    ]

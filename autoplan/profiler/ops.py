@@ -35,6 +35,7 @@ from autoplan.runtime import program
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
 _TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and at most
 _MAX_CHAIN = 32
+_MANY = 512  # of parameters whose gradients are added to
 _DEFAULT_CACHE_BYTES = 32 * MIB
 
 
@@ -250,6 +251,8 @@ def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) 
     """Forward and backward time of one operation. Whatever the operation raises is raised."""
     if task.work.op == "optimizer_adamw":
         return _measure_adamw(task, clock, cache, limit_s)
+    if task.work.op == "grad_accumulate":
+        return _measure_accumulate(task, clock, cache, limit_s)
     chain = _Chain(task, clock.device, cache)
     enabled = gc.isenabled()
     gc.disable()  # a collection in the middle of a chain is not the op's
@@ -284,3 +287,27 @@ def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRe
         task.work,
         timing(_samples(lambda: clock.measure(optimizer.step)[0], length, limit_s)),
     )
+
+
+def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRecord:
+    """What one more micro-batch's gradient costs autograd: its backward less that of the first, which is taken over."""
+    (t,) = task.work.inputs
+    length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together are beyond the cache
+    params = [make_input(t, task, 0, clock.device).requires_grad_() for _ in range(length)]
+
+    def backward(accumulates: bool) -> float:
+        for p in params:
+            if not accumulates:
+                p.grad = None
+        # scaled, so that every gradient is a tensor of its own, as a product makes one
+        outs = [p * 1.0 for p in params]
+        gradients = [torch.ones_like(o) for o in outs]
+        return clock.measure(lambda: torch.autograd.backward(outs, gradients))[0]
+
+    backward(False)
+    pairs = [(backward(True), backward(False)) for _ in range(_MIN_REPEATS)]
+    begin = time.perf_counter()
+    while len(pairs) < 5 * _MIN_REPEATS and time.perf_counter() - begin < limit_s:
+        pairs.append((backward(True), backward(False)))
+    first = statistics.median(f for _, f in pairs)
+    return OpRecord(task.work, timing([max(a - first, 1e-9) / length for a, _ in pairs]))

@@ -34,10 +34,10 @@ from autoplan.runtime.program import *  # noqa: F403
 class Layer(Block):
     def __init__(self, *, recompute: bool = False, site: int = 0) -> None:
         super().__init__(recompute=recompute, site=site)
-        self.weight = parameter((%(width)d,), torch.float32, True)
+        self.weight = parameter((%(size)d,), torch.float32, True)
 
     def compute(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * self.weight[:%(width)d]
 
 
 class Stage(nn.Module):
@@ -56,8 +56,10 @@ class Stage(nn.Module):
 '''
 
 
-def _program(num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int) -> tuple[ProgramSpec, dict[str, str]]:
-    """Layers divided evenly over the stages."""
+def _program(
+    num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int
+) -> tuple[ProgramSpec, dict[str, str]]:
+    """Layers divided evenly over the stages, each with one parameter of `size` elements."""
     pp = dict(axes)["pp"]
     each = num_layers // pp
     shape = (((1, 1, ("b",)),), ((_WIDTH, 1, ()),))
@@ -65,7 +67,7 @@ def _program(num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int
     for index in range(pp):
         first, last = index * each, (index + 1) * each
         params = tuple(
-            ParamSpec(f"layer{i}", "weight", f"layer{i}.weight", (_WIDTH,), ((_WIDTH,),), "float32", True, (), (), ())
+            ParamSpec(f"layer{i}", "weight", f"layer{i}.weight", (size,), ((size,),), "float32", True, (), (), ())
             for i in range(first, last)
         )
         values = {name: CarriedSpec(name, shape, "float32", ()) for name in ("before", "after")}
@@ -83,6 +85,7 @@ def _program(num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int
         )
         sources[name] = _HEAD % {
             "width": _WIDTH,
+            "size": size,
             "first": first,
             "last": last,
             "carried": "before: Tensor, " if index else "",
@@ -102,8 +105,8 @@ class _Runs:
         self.job, self.links = job, links
         self._dispatch: dict[str, float] = {}
 
-    def model(self, num_layers: int, dp: int, pp: int, zero_stage: int) -> ParallelModel:
-        spec, sources = _program(num_layers, (("pp", pp), ("dp", dp)), zero_stage)
+    def model(self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = _WIDTH) -> ParallelModel:
+        spec, sources = _program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size)
         parameters = {p.name: torch.ones(p.shape) for stage in spec.stages for p in stage.params}
         return ParallelModel(spec, sources, parameters, {}, device=self.job.device)
 
@@ -229,46 +232,80 @@ def _optimizer(runs: _Runs) -> dict[str, float]:
 
 
 def _zero(runs: _Runs) -> dict[str, float]:
-    """Hooks of fully_shard per block and micro-batch, under ZeRO 3, beside the collectives and the block itself."""
-    job, world = runs.job, runs.job.world
-    if world == 1:
+    """What fully_shard spends per block beside the collectives and the block itself.
+
+    Under ZeRO 1 the first forward of a step gathers and the last backward reduces; a micro-batch in between does
+    neither and shows the hooks alone. Blocks of two sizes give the part per byte.
+    """
+    if runs.job.world == 1:
         return {}
-    found: dict[tuple[int, int, str], float] = {}
-    for zero in (0, 3):
-        for layers in (2, 10):
-            pm = runs.model(layers, world, 1, zero)
-            pm.step(_batch(job, 1))
-            times = {"forward": [], "backward": []}  # type: dict[str, list[float]]
+    plain, small, large = (_phases(runs, zero, size) for zero, size in ((0, _WIDTH), (1, _WIDTH), (1, _LARGE)))
+    plain_large = _phases(runs, 0, _LARGE)
+    out: dict[str, float] = {}
+    more_bytes = 4 * (_LARGE - _WIDTH)
+    for phase, what, synced, hooks in (
+        ("forward", "gather", "first forward", "other forward"),
+        ("backward", "reduce", "last backward", "other backward"),
+    ):
+        hook_s = max(0.0, small[hooks] - plain[hooks])
+        one = max(0.0, small[synced] - plain[synced] - hook_s)
+        many = max(one, large[synced] - plain_large[synced] - hook_s)
+        out[f"zero_block_{phase}_s"] = hook_s
+        out[f"zero_{what}_byte_s"] = (many - one) / more_bytes
+        out[f"zero_{what}_s"] = max(0.0, one - 4 * _WIDTH * out[f"zero_{what}_byte_s"])
+    return out
 
-            def run(pm: ParallelModel = pm, times: dict[str, list[float]] = times) -> None:
-                inputs = {
-                    "x": torch.ones(1, _WIDTH, device=job.device),
-                    "loss_denominator": torch.ones((), device=job.device),
-                    "rng": torch.zeros(3, dtype=torch.int64, device=job.device),
-                }
-                with use_mesh(pm.mesh):
-                    job.barrier()
-                    start = runs.now()
-                    loss = pm.stage(**inputs)
-                    job.synchronize()
-                    middle = runs.now()
-                    pm._sync.before_backward(0, is_last=True)
-                    loss.backward()
-                    job.synchronize()
-                    times["backward"].append(runs.now() - middle)
-                    times["forward"].append(middle - start)
-                    if pm.spec.zero_stage:  # stage 0 reduces at the end of the step, which is no part of the backward
-                        pm._sync.finish_step()
 
-            for _ in range(_REPEATS + 3):
-                run()
-            for phase, samples in times.items():
-                spent = statistics.median(job.slowest(samples[3 : 3 + _REPEATS]))
-                found[zero, layers, phase] = spent - runs.collectives_s(pm, run, phase)
-    out = {}
-    for phase in ("forward", "backward"):
-        more = [(found[zero, 10, phase] - found[zero, 2, phase]) / 8 for zero in (0, 3)]
-        out[f"zero_block_{phase}_s"] = max(0.0, more[1] - more[0])
+def _phases(runs: _Runs, zero: int, size: int) -> dict[str, float]:
+    """Seconds of one more block, without its collectives, in the passes of a step of two micro-batches."""
+    found: dict[int, dict[str, float]] = {}
+    few, many = 2, 6
+    for layers in (few, many):
+        pm = runs.model(layers, runs.job.world, 1, zero, size)
+        samples: dict[str, list[float]] = {}
+        for _ in range(_REPEATS + 3):
+            for name, seconds in _passes(runs, pm).items():
+                samples.setdefault(name, []).append(seconds)
+        with record_collectives(pm.mesh) as records:
+            _passes(runs, pm)
+        # the collectives of ZeRO 0 come after the backward
+        spent = {p: sum(runs.collective_s(r.kind) for r in records if zero and r.phase == p) for p in _SYNCED}
+        found[layers] = {
+            name: statistics.median(runs.job.slowest(taken[3:])) - spent.get(_PHASE_OF.get(name, ""), 0.0)
+            for name, taken in samples.items()
+        }
+    return {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
+
+
+_LARGE = 1 << 20  # elements
+_SYNCED = ("forward", "backward")
+_PHASE_OF = {"first forward": "forward", "last backward": "backward"}
+
+
+def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
+    """Seconds of every pass of two micro-batches, by name."""
+    job, out = runs.job, {}
+    for micro_batch, (forward, backward) in enumerate(
+        (("first forward", "other backward"), ("other forward", "last backward"))
+    ):
+        inputs = {
+            "x": torch.ones(1, _WIDTH, device=job.device),
+            "loss_denominator": torch.ones((), device=job.device),
+            "rng": torch.zeros(3, dtype=torch.int64, device=job.device),
+        }
+        with use_mesh(pm.mesh):
+            job.barrier()
+            start = runs.now()
+            loss = pm.stage(**inputs)
+            job.synchronize()
+            middle = runs.now()
+            pm._sync.before_backward(micro_batch, is_last=micro_batch == 1)
+            loss.backward()
+            job.synchronize()
+            out[forward], out[backward] = middle - start, runs.now() - middle
+    pm._sync.finish_step()
+    for p in pm.stage.parameters():
+        p.grad = None
     return out
 
 

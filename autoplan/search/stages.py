@@ -108,10 +108,10 @@ class Cutter:
             return out
 
         cuts = np.array([0.0, *pricer.workload.cut_bytes, 0.0])
-        state = window(memory.stored) + window(memory.grads) + window(memory.states) + memory.fixed
+        state = window(memory.stored) + window(memory.states) + memory.fixed
         if not (memory.sharded and pricer.config.zero_stage == 3):
             state = state + window(memory.gathered)
-        self._state = state
+        self._state, self._grads = state, window(memory.grads)
         self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
@@ -137,7 +137,7 @@ class Cutter:
 
     def _window(self, stage: int) -> tuple[Array, Array]:
         """T[i, j] and E[i, j] of stage `stage` holding units i .. j - 1; T is inf if that cannot fit."""
-        n, p, memory = self.num_units, self.pricer, self.pricer.memory
+        n, memory = self.num_units, self.pricer.memory
         i, j, held, gain = self._i, self._j, self._held, self._gain
         legal = self._legal & (i >= stage) & (j <= n - (self.pp - 1 - stage))
         if self.pinned is not None:
@@ -147,33 +147,49 @@ class Cutter:
             legal &= i == 0
         if stage == self.pp - 1:
             legal &= j == n
-        flying, share = memory.in_flight[stage][0], 1.0 + memory.fragmentation.mid
+        # what a micro-batch may hold: gradients come into being in the first backward, later ones find them there
+        first, later = memory.flights[stage]
+        share = 1.0 + memory.fragmentation.mid
         room = self.capacity - self._state - share * self._transient
+        most = room / (share * first)
+        if later:
+            most = np.minimum(most, (room - self._grads) / (share * later))
+        if memory.buckets:
+            sent = np.minimum(float(memory.buckets), self._grads)
+            legal &= self._state + self._grads + sent <= self.capacity * (1 + _CLOSE)
         if self.fixed is None:
-            short = held - room / (share * flying)  # to be freed per micro-batch
+            short = held - most  # to be freed per micro-batch
             target = gain[i] + np.maximum(0.0, short) * (1 - _CLOSE)
             reach = np.maximum(np.searchsorted(gain, target), i)  # first units up to here are computed again
             legal &= reach <= j
             self._reach.append(reach)
             again = self.again[np.minimum(reach, n)] - self.again[i]
         elif self.fixed == "full":
-            legal &= (held - (gain[j] - gain[i])) * share * flying <= room * (1 + _CLOSE)
+            legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.capacity
             again = self.again[j] - self.again[i]
         else:
             keep = held - self._freed()[j] + self._freed()[i]
-            legal &= keep * share * flying <= room * (1 + _CLOSE)
+            legal &= keep <= most + _CLOSE * self.capacity
             again = self._repeated()[j] - self._repeated()[i]
-        sends = np.array([0.0, *p.send, 0.0])
-        each = self.time[j] - self.time[i] + again + self.stage_s + sends[i] + sends[j]
+        each = self.time[j] - self.time[i] + again + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
         return np.where(legal, each, math.inf), self.once[j] - self.once[i]
+
+    def _received(self, stage: int) -> Array:
+        """Seconds of a receive from the stage before, by the first unit of this one."""
+        return np.array([0.0, *(self.pricer.hops[stage - 1] if stage else [0.0] * (self.num_units - 1)), 0.0])
+
+    def _sent(self, stage: int) -> Array:
+        """Seconds of a receive from the stage after (of a gradient), by the first unit of that one."""
+        last = stage == self.pp - 1
+        return np.array([0.0, *([0.0] * (self.num_units - 1) if last else self.pricer.hops[stage]), 0.0])
 
     def _waiting(self, stage: int) -> Array:
         """D[i, j] of stage `stage`, see the module."""
-        p, warm = self.pricer, min(self.m, self.pp - stage)
+        warm = min(self.m, self.pp - stage)
         if self.m < self.pp:
             warm = self.m  # the order of GPipe
         i, j = self._i, self._j
-        received = np.array([0.0, *p.send, 0.0])[i]
+        received = self._received(stage)[i]
         action = self.stage_s  # forward's share of it at most
         forward = self._forward[j] - self._forward[i] + received + action
         least = self._least_sum if math.isfinite(self._least_sum) else 0.0

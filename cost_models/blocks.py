@@ -1,0 +1,226 @@
+"""What one call of a block costs on one rank, by kind of work; the parts that `price` adds up over units and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoplan.cost_models.cluster import Group
+from autoplan.cost_models.config import ParallelConfig, Precision
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.quantity import ZERO, Quantity, total
+from autoplan.cost_models.units import dtype_bytes
+from autoplan.cost_models.work import BlockWork, Workload
+
+# Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
+REPLICAS = {False: "replicas", True: "expert_replicas"}
+_WEIGHTED = frozenset(("linear", "experts"))  # their second input is a weight: its gradient may wait (split backward)
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds of the operations of one call of a block.
+
+    `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again.
+    """
+
+    forward: Quantity
+    backward: Quantity
+    weight: Quantity
+    selective: Quantity
+
+
+def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
+    """By block. They do not depend on dp, pp, ZeRO or the number of micro-batches: found once for many Pricers."""
+    out = {}
+    for name, block in workload.blocks.items():
+        backward = [costs.backward_s(op) for op in block.ops]
+        weight = [
+            q * (1.0 / sum(t.requires_grad for t in op.inputs[:2]))
+            for op, q in zip(block.ops, backward, strict=True)
+            if op.op in _WEIGHTED and op.inputs[1].requires_grad
+        ]
+        out[name] = OpTimes(
+            total([costs.forward_s(op) for op in block.ops]),
+            total(backward),
+            total(weight),
+            total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
+        )
+    return out
+
+
+def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
+    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
+
+    Args:
+        axes: the sub-axes that tp is made of, major to minor.
+    """
+    tp, cp, dp = config.tp, config.cp, config.dp
+    etp = config.tp if config.etp is None else config.etp
+    out = {
+        "tp": Group(tp, 1),
+        "cp": Group(cp, tp),
+        "dp": Group(dp, tp * cp),
+        "pp": Group(config.pp, tp * cp * dp),
+        "replicas": Group(dp * cp, tp),
+        "etp": Group(etp, 1),
+        "ep": Group(config.ep, etp),
+        "expert_replicas": Group(max(1, dp * cp * tp // (config.ep * etp)), config.ep * etp),
+    }
+    stride = 1
+    for name, size in reversed(axes):
+        out[name] = Group(size, stride)
+        stride *= size
+    return out
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Seconds of one call of a block on one rank and micro-batch, by kind of work.
+
+    `comm`: collectives inside the block by (family of their axis: tp, cp or ep; phase); `reduced_bytes`: gradients that
+    ZeRO 0 reduces at the end of the step, by group.
+    """
+
+    forward: Quantity
+    backward: Quantity
+    weight: Quantity  # the part of `backward` that may wait
+    comm: Mapping[tuple[str, str], Quantity]
+    accumulate: Quantity  # adding a gradient to what earlier micro-batches left, spread over all of them
+    selective: Quantity  # computing the attention core again
+    zero_forward: Quantity  # exposed gathers of ZeRO 3
+    zero_backward: Quantity  # exposed gathers and reductions in every backward (ZeRO 2 and 3)
+    zero_first: Quantity  # exposed gather in the first forward (ZeRO 1 and 2)
+    zero_last: Quantity  # exposed reduction in the last backward (ZeRO 1)
+    per_step: Quantity  # reductions that wait until the end of the step
+    optimizer: Quantity
+    reduced_bytes: Mapping[str, float]
+
+    def comm_s(self, phase: str) -> Quantity:
+        """All collectives inside the block in one phase."""
+        return total([q for (_, when), q in self.comm.items() if when == phase])
+
+    @property
+    def forward_s(self) -> Quantity:
+        """A forward with everything that is in every forward."""
+        return self.forward + self.comm_s("forward") + self.zero_forward
+
+    @property
+    def backward_s(self) -> Quantity:
+        """A backward with everything that is in every backward."""
+        return self.backward + self.comm_s("backward") + self.zero_backward + self.accumulate
+
+    @property
+    def again_s(self) -> Quantity:
+        """Its forward once more, parameters at hand."""
+        return self.forward + self.comm_s("forward")
+
+
+class BlockPricer:
+    """Prices of the blocks of one workload at given degrees."""
+
+    def __init__(self, workload: Workload, config: ParallelConfig, costs: Costs, precision: Precision) -> None:
+        self.config, self.costs, self.precision = config, costs, precision
+        self.groups = mesh_groups(config, workload.axes)
+        self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep"}
+        self.hides = costs.cluster.device.overlap_fraction
+
+    def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
+        """Of one call."""
+        comm: dict[tuple[str, str], Quantity] = {}
+        per_step = ZERO
+        for c in block.comms:
+            seconds = self.costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis])
+            if c.per == "step":
+                per_step += seconds
+            else:
+                key = self.families.get(c.axis, "tp"), c.phase
+                comm[key] = comm.get(key, ZERO) + seconds
+        gather, reduce, sharded = self._zero(block)
+        stage = self.config.zero_stage
+        hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
+        hidden_gather = gather.less(times.forward * self.hides)
+        hidden_reduce = reduce.less(times.backward * self.hides)
+        both = (gather + reduce).less(times.backward * self.hides)
+        return BlockCost(
+            forward=times.forward,
+            backward=times.backward,
+            weight=times.weight,
+            comm=comm,
+            accumulate=self._accumulate(block),
+            selective=times.selective,
+            zero_forward=(hidden_gather if stage == 3 else ZERO) + hooks["forward"],
+            zero_backward=(both if stage == 3 else hidden_reduce if stage == 2 else ZERO) + hooks["backward"],
+            zero_first=hidden_gather if stage in (1, 2) else ZERO,
+            zero_last=hidden_reduce if stage == 1 else ZERO,
+            per_step=per_step,
+            optimizer=self._optimizer(block),
+            reduced_bytes=self._reduced(block),
+        )
+
+    def _grad_bytes(self, dtype: str) -> float:
+        return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
+
+    def _grad_dtype(self, dtype: str) -> str:
+        return dtype if self._grad_bytes(dtype) == dtype_bytes(dtype) else "float32"
+
+    def _state_bytes(self, dtype: str) -> float:
+        return 2.0 * dtype_bytes(dtype) if self.precision.state_bytes is None else self.precision.state_bytes
+
+    def _share(self, expert: bool) -> int:
+        """Ranks that ZeRO shards a parameter over; 1: it does not."""
+        return self.groups[REPLICAS[expert]].size if self.config.zero_stage else 1
+
+    def _zero(self, block: BlockWork) -> tuple[Quantity, Quantity, bool]:
+        """Gathering the block's parameters over their replicas, reducing and scattering their gradients, and whether
+        there is anything to gather."""
+        gather, reduce = [], []
+        for expert, name in REPLICAS.items():
+            mine = [p for p in block.params if p.expert is expert]
+            ranks = self._share(expert)
+            if ranks == 1 or not mine:
+                continue
+            size = sum(p.num_elements * dtype_bytes(p.dtype) for p in mine)
+            grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine if p.trainable)
+            gather.append(self.costs.collective_s("all_gather", size, self.groups[name]))
+            gather.append(self.costs.zero_copy_s("gather", size, ranks))
+            if grads:
+                reduce.append(self.costs.collective_s("reduce_scatter", grads, self.groups[name]))
+                reduce.append(self.costs.zero_copy_s("reduce", grads, ranks))
+        return total(gather), total(reduce), bool(gather)
+
+    def _reduced(self, block: BlockWork) -> dict[str, float]:
+        out = {}
+        for expert, name in REPLICAS.items():
+            if self.config.zero_stage == 0 and self.groups[name].size > 1:
+                mine = [p for p in block.params if p.trainable and p.expert is expert]
+                out[name] = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine)
+        return {name: size for name, size in out.items() if size}
+
+    def _accumulate(self, block: BlockWork) -> Quantity:
+        """Every micro-batch but the first adds to gradients that are there: whole ones, or shards if every backward
+        reduces (ZeRO 2 and 3)."""
+        m = self.config.num_micro_batches
+        if m == 1:
+            return ZERO
+        out = []
+        for p in block.params:
+            if p.trainable:
+                share = self._share(p.expert) if self.config.zero_stage >= 2 else 1
+                out.append(self.costs.accumulate_s(p.num_elements / share, self._grad_dtype(p.dtype)))
+        return total(out) * ((m - 1) / m)
+
+    def _optimizer(self, block: BlockWork) -> Quantity:
+        out = []
+        for expert in REPLICAS:
+            by_dtype: dict[str, float] = {}
+            for p in block.params:
+                if p.trainable and p.expert is expert:
+                    by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self._share(expert)
+            out += [self.costs.optimizer_s(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
+        tensors = sum(p.trainable for p in block.params)
+        out.append(self.costs.fixed_s("optimizer_tensor_s") * tensors)
+        return total(out)
+
+
+_PHASES = ("forward", "backward")

@@ -1,0 +1,195 @@
+"""Peak memory at the moments of a step, and what blocks and hops cost at degrees that one rank cannot show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autoplan.cost_models.blocks import BlockPricer, mesh_groups, op_times
+from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.memory import FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.schedule import actions, held_at_backwards
+from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
+
+SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
+GRADS = 4.0 * PARAMS
+
+
+def layer(name: str = "layer", expert: bool = False) -> BlockWork:
+    x, w = TensorWork((8, 8), "float32", True), TensorWork((PARAMS // 4, 4), "float32", True)
+    op = OpWork("linear", (x, w), (x,), (), 1e6, 1e3)
+    return BlockWork(name, (op,), (), (ParamWork(f"{name}.weight", PARAMS, "float32", True, expert),))
+
+
+def workload(num_layers: int = 4, **kw: Any) -> Workload:
+    n = num_layers
+    zeros, block = (0.0,) * n, kw.pop("block", layer())
+    values: dict[str, Any] = {
+        "model": "made up", "axes": (), "blocks": {block.name: block}, "units": ((block.name,),) * n,
+        "unit_calls": tuple((f"layer{i}",) for i in range(n)), "layers": (True,) * n, "is_layer": ((True,),) * n,
+        "free": (), "cut_bytes": (SENT,) * (n - 1), "unit_saved": (SAVED,) * n, "unit_selective": (SAVED,) * n,
+        "unit_kept": (10.0,) * n, "unit_transient": (TRANSIENT,) * n, "unit_transient_again": zeros, "tied": (),
+        "free_saved": 0.0, "tokens": 8.0, "model_flops": 1e6, "micro_batch_size": 1, "seq_len": 8,
+    }  # fmt: skip
+    return Workload(**{**values, **kw})
+
+
+def cluster(devices: int, per_node: int = 0) -> Cluster:
+    device = Device("made up", 1e12, 1e11, 1 << 40, "made up")
+    if per_node:
+        return Cluster.parse(f"{devices // per_node}x{per_node}xh100-sxm5-80gb")
+    return Cluster(1, devices, device, Link(1e-6, 1e10, "made up"), "cpu")
+
+
+def memory(config: ParallelConfig, work: Workload | None = None) -> MemoryModel:
+    return MemoryModel(work or workload(), config, precision_of("native"), cluster(config.num_devices))
+
+
+def ranges(*counts: int) -> list[range]:
+    out, at = [], 0
+    for count in counts:
+        out.append(range(at, at + count))
+        at += count
+    return out
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_only_backward_has_no_gradients_yet() -> None:
+    found = memory(ParallelConfig()).rank(0, ranges(4), [0])
+    assert found.moment == FIRST
+    assert {k: q.mid for k, q in found.terms.items()} == {
+        "parameters": 4 * GRADS, "optimizer": 8 * GRADS, "activations": 4 * SAVED, "transient": TRANSIENT
+    }  # fmt: skip
+
+
+def test_later_backwards_find_all_gradients() -> None:
+    found = memory(ParallelConfig(num_micro_batches=2)).rank(0, ranges(4), [0])
+    assert found.moment == LATER
+    assert found.terms["gradients"].mid == 4 * GRADS and found.terms["activations"].mid == 4 * SAVED
+
+
+def test_gradients_grow_while_activations_shrink() -> None:
+    """Of a model whose last layer keeps next to nothing: the peak is before its first layers run backward."""
+    work = workload(unit_saved=(SAVED, SAVED, 1.0, 1.0), unit_transient=(TRANSIENT, TRANSIENT, 0.0, 0.0))
+    found = memory(ParallelConfig(), work).rank(0, ranges(4), [0])
+    assert found.terms["gradients"].mid == 2 * GRADS and found.terms["activations"].mid == 2 * SAVED
+
+
+def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
+    found = memory(ParallelConfig(dp=2, zero_stage=0), workload(unit_saved=(1.0,) * 4)).rank(0, ranges(4), [0])
+    assert found.moment == REDUCTION
+    assert found.terms["communication buffers"].mid == 4 * GRADS == found.terms["gradients"].mid
+    assert found.terms["activations"].mid == 0.0
+
+
+@pytest.mark.parametrize(("m", "first", "later"), [(1, [1, 1], [0, 0]), (2, [2, 1], [1, 1]), (4, [2, 1], [2, 1])])
+def test_micro_batches_held(m: int, first: list[int], later: list[int]) -> None:
+    table = actions("1F1B", 2, m)
+    assert [held_at_backwards(row) for row in table] == list(zip(first, later, strict=True))
+
+
+def test_chunks_of_one_rank_are_not_full_at_the_same_time() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="Interleaved1F1B", virtual_stages=2)
+    found = memory(config).rank(0, ranges(1, 1, 1, 1), [0] * 4)
+    held = max(sum(1 if a.kind.value == "F" else -1 for a in actions("Interleaved1F1B", 2, 8, 2)[0][: i + 1])
+               for i in range(32))  # fmt: skip
+    assert found.in_flight == held
+    assert found.terms["activations"].mid <= held * (SAVED + 2 * SENT)
+
+
+# -- experts, context parallelism --------------------------------------------------------------------------------------
+
+
+def test_zero_shards_over_context_parallel_ranks_too() -> None:
+    config = ParallelConfig(cp=4, zero_stage=3, num_micro_batches=2)
+    assert memory(config).rank(0, ranges(4), [0]).terms["parameters"].mid == GRADS
+
+
+def test_experts_without_replicas_are_neither_gathered_nor_reduced() -> None:
+    work = workload(block=layer(expert=True))
+    for zero in (0, 1, 3):
+        config = ParallelConfig(dp=4, ep=4, zero_stage=zero, num_micro_batches=2)
+        terms = memory(config, work).rank(0, ranges(4), [0]).terms
+        assert terms["parameters"].mid == 4 * GRADS and "gathered parameters" not in terms
+        pricer = Pricer(work, config, Costs(cluster(4), None, Mode.COMPILED))
+        assert "dp_comm" not in pricer.estimate([4], [0]).breakdown
+
+
+def test_experts_are_reduced_over_their_own_replicas() -> None:
+    work = workload(block=layer(expert=True))
+    block = work.blocks["layer"]
+    for dp, ep, group in ((4, 2, {"expert_replicas": GRADS}), (4, 4, {})):
+        config = ParallelConfig(dp=dp, ep=ep, zero_stage=0)
+        costs = Costs(cluster(4), None, Mode.COMPILED)
+        prices = BlockPricer(work, config, costs, precision_of("native"))
+        assert prices.cost(block, op_times(work, costs)["layer"]).reduced_bytes == group
+    assert mesh_groups(ParallelConfig(dp=4, ep=2), ())["expert_replicas"].size == 2
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_micro_batch_but_the_first_adds_to_gradients() -> None:
+    def accumulated(m: int, zero: int = 0) -> float:
+        pricer = Pricer(
+            workload(), ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=m), Costs(cluster(2), None, Mode.EAGER)
+        )
+        breakdown = pricer.estimate([4], [0]).breakdown
+        return breakdown["accumulate"].mid if "accumulate" in breakdown else 0.0
+
+    assert accumulated(1) == 0.0
+    assert accumulated(5) == pytest.approx(4 * accumulated(2))
+    assert accumulated(5, zero=1) == accumulated(5) > accumulated(5, zero=2) == accumulated(5, zero=3)
+
+
+def test_measured_copies_of_fully_shard() -> None:
+    """The first forward of ZeRO 1 gathers; under ZeRO 3 all passes do, and all backwards reduce."""
+    overheads = {"zero_gather_s": 1.0, "zero_gather_byte_s": 0.5, "zero_reduce_s": 100.0, "zero_block_forward_s": 7.0}
+    profile = Profile("made up", "cpu", 2, 1, overheads=overheads)
+    work, costs = workload(1), Costs(cluster(2), profile, Mode.EAGER)
+    plain = Pricer(work, ParallelConfig(dp=2, zero_stage=0, num_micro_batches=3), costs).blocks["layer"]
+    gather, reduce = 1.0 + 0.5 * GRADS, 100.0
+    for zero, want in {
+        1: (7.0, 0.0, gather, reduce),
+        2: (7.0, reduce, gather, 0.0),
+        3: (7.0 + gather, gather + reduce, 0.0, 0.0),
+    }.items():
+        block = Pricer(work, ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=3), costs).blocks["layer"]
+        got = (block.zero_forward, block.zero_backward, block.zero_first, block.zero_last)
+        assert [q.mid for q in got] == pytest.approx(want, rel=1e-3), zero
+    assert plain.zero_forward.mid == plain.zero_first.mid == 0.0
+
+
+def test_hops_between_nodes_cost_more() -> None:
+    work = replace(workload(16), cut_bytes=(16e6,) * 15)
+    pricer = Pricer(work, ParallelConfig(tp=4, pp=4), Costs(cluster(16, 8), None, Mode.EAGER))
+    inside, between, inside_too, back = (hop[0] for hop in pricer.hops)
+    assert inside == inside_too < between / 3 and back == between
+
+
+def test_split_backwards_fill_the_bubble() -> None:
+    def bubble(schedule: str) -> float:
+        config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
+        pricer = Pricer(workload(), config, Costs(cluster(4), None, Mode.COMPILED))
+        return pricer.estimate([1] * 4, [0] * 4).breakdown["bubble"].mid
+
+    assert bubble("ZB-H1") < 0.7 * bubble("1F1B")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_the_breakdown_adds_up(zero: int, pp: int) -> None:
+    config = ParallelConfig(pp=pp, dp=2, zero_stage=zero, num_micro_batches=4)
+    estimate = Pricer(workload(), config, Costs(cluster(2 * pp), None, Mode.EAGER)).estimate(
+        {1: [4], 2: [1, 3], 4: [1] * 4}[pp], [0] * pp
+    )
+    assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
+    assert estimate.step_time_s.tag == max(q.tag for q in estimate.breakdown.values())
