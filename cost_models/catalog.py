@@ -37,7 +37,7 @@ _REPORTED_BYTES: dict[str, int] = {
 # Else assumed: vendors sell GiB as GB; HBM shows about 1.5 % less, GDDR with ECC a sixteenth less.
 _USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
 
-# Assumed costs of a program on an accelerator: a kernel launch from PyTorch's eager mode, and how much of a collective
+# Assumed costs of a program on an accelerator: one op in PyTorch's eager mode, and how much of a collective
 # hides behind independent compute (it also takes processors and memory bandwidth from it).
 LAUNCH_S = 5e-6
 OVERLAP_FRACTION = 0.8
@@ -54,7 +54,7 @@ _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
 _HOST_LATENCY_S = 2.5e-6
 NETWORK_LATENCY_S = 12.5e-6
 
-_DTYPES: dict[str, str] = {
+_COLUMNS: dict[str, str] = {
     "bfloat16": "peak_tflops_bf16_dense",
     "float16": "peak_tflops_fp16_dense",
     "tf32": "peak_tflops_tf32_dense",
@@ -63,6 +63,7 @@ _DTYPES: dict[str, str] = {
     "float4": "peak_tflops_fp4_dense",
     "int8": "peak_tops_int8_dense",
 }
+DTYPES = tuple(_COLUMNS)  # that have a peak
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _as_of(source: str) -> str:
 
 def _entry(row: Mapping[str, str]) -> Entry:
     ranks = RANKS_PER_ROW.get(row["id"], 1)
-    peaks = {d: v * TERA / ranks for d, column in _DTYPES.items() if (v := _number(row, column)) is not None}
+    peaks = {d: v * TERA / ranks for d, column in _COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
     mamf = _number(row, "mamf_tflops_bf16_measured")
     device = Device(

@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoplan.cost_models import catalog
 from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.hardware import Device, Group, Level, Link, Price
+from autoplan.cost_models.hardware import COUNT, GB_S, GBIT_S, MEMORY_GB, USD, Device, Group, Level, Link, Price, Range
 from autoplan.cost_models.units import GB, GIB, MICRO, TERA
 
 __all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
@@ -36,13 +36,22 @@ OVERRIDES: dict[str, str] = {
     "memory_gb": "usable GB (1e9 bytes) per device",
     "price": "US dollars per device and hour",
 }
+_RANGES: dict[str, Range] = {
+    "nodes": COUNT,
+    "devices_per_node": COUNT,
+    "nic": GBIT_S,
+    "scaleup": GB_S,
+    "memory_gb": MEMORY_GB,
+    "price": USD,
+}
 
 
 @dataclass(frozen=True)
 class Cluster:
     """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`.
 
-    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer).
+    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer). `given`: which
+    figures are not the catalog's but the user's, by the names of OVERRIDES; they stay when the device is another.
     """
 
     num_nodes: int
@@ -52,23 +61,25 @@ class Cluster:
     device_type: str
     outer: tuple[Level, ...] = ()
     price: Price | None = None
+    given: tuple[tuple[str, float], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for what, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
+            COUNT.check(count, what)
         if self.device_type not in ("cpu", "cuda"):
             raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
         if self.outer and not isinstance(self.link, Level):
             raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
         for level in (self.link, *self.outer):
-            if not level.bytes_per_s > 0 or level.latency_s < 0:
+            peer = level.p2p_bytes_per_s if isinstance(level, Level) else None
+            speeds = (level.bytes_per_s, level.bytes_per_s if peer is None else peer)
+            if not (all(0 < s < math.inf for s in speeds) and 0 <= level.latency_s < math.inf):
                 raise PinError(
                     f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
-                    f"latency of at least 0, got {level.bytes_per_s} bytes/s and {level.latency_s} s"
+                    f"latency of at least 0, got {min(speeds)} bytes/s and {level.latency_s} s"
                 )
-        if self.device.memory_bytes <= 0 or self.device.peak_flops <= 0 or self.device.memory_bytes_per_s <= 0:
-            raise PinError(f"device {self.device.name} needs positive memory, bandwidth and FLOP/s")
 
     @property
     def num_devices(self) -> int:
@@ -111,14 +122,14 @@ class Cluster:
         price: float | None = None,
     ) -> Cluster:
         """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
-        given = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "price": price}
+        figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "price": price}
+        given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be a number above 0")
-            if value == 0 and name != "price":
-                raise PinError(f"{name}=0: {OVERRIDES[name]} must be above 0")
+            known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not known or value < 0 or (value == 0 and name != "price"):
+                least = "at least" if name == "price" else "above"
+                raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
+            _RANGES[name].check(value, name)
         device, link, outer = self.device, self.link, self.outer
         if memory_gb is not None:
             device = replace(device, memory_bytes=int(memory_gb * GB))
@@ -145,7 +156,23 @@ class Cluster:
             self.device_type,
             outer,
             self.price if price is None else Price(float(price), "given", "given"),
+            tuple(sorted({**dict(self.given), **given}.items())),
         )
+
+    def with_device(self, device_id: str) -> Cluster:
+        """The same nodes with another device of the catalog, its links and price; what was `given` stays.
+
+        The given network belongs to the nodes and is kept whole. PinError names the nearest ids.
+        """
+        if device_id == self.device.name:
+            return self
+        given = dict(self.given)
+        new = Cluster.of_catalog(self.num_nodes, self.devices_per_node, device_id)
+        new = new.with_(**given)  # type: ignore[arg-type]
+        if "nic" not in given:
+            return new
+        outer = tuple(level for level in new.outer if level.name != "network")
+        return replace(new, outer=(*outer, *(level for level in self.outer if level.name == "network")))
 
     @staticmethod
     def local(num_processes: int, device_type: str = "cpu") -> Cluster:

@@ -30,10 +30,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autoplan.cost_models import hardware
+from autoplan.cost_models.catalog import DTYPES
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collectives import FABRICS
 from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.hardware import Device, Level, Price
+from autoplan.cost_models.hardware import Device, Level, Price, Range
 from autoplan.cost_models.units import GB, MICRO, TERA
 
 _TOP = (
@@ -46,20 +48,21 @@ _TOP = (
     "price_usd_per_device_hour",
     "device_type",
 )
-# key of the file -> (field of Device, factor)
-_DEVICE: dict[str, tuple[str, float]] = {
-    "memory_gb": ("memory_bytes", GB),
-    "memory_gb_s": ("memory_bytes_per_s", GB),
-    "achievable_fraction": ("achievable_fraction", 1),
-    "power_w": ("power_w", 1),
-    "launch_us": ("launch_s", MICRO),
-    "overlap_fraction": ("overlap_fraction", 1),
+_Table = Mapping[str, tuple[str, float, Range]]
+# key of the file -> (field of Device, factor, what it may be)
+_DEVICE: _Table = {
+    "memory_gb": ("memory_bytes", GB, hardware.MEMORY_GB),
+    "memory_gb_s": ("memory_bytes_per_s", GB, hardware.GB_S),
+    "achievable_fraction": ("achievable_fraction", 1, hardware.ACHIEVABLE),
+    "power_w": ("power_w", 1, hardware.WATTS),
+    "launch_us": ("launch_s", MICRO, hardware.MICROSECONDS),
+    "overlap_fraction": ("overlap_fraction", 1, hardware.SHARE),
 }
-_LEVEL: dict[str, tuple[str, float]] = {
-    "gb_s": ("bytes_per_s", GB),
-    "latency_us": ("latency_s", MICRO),
-    "p2p_gb_s": ("p2p_bytes_per_s", GB),
-    "size": ("size", 1),
+_LEVEL: _Table = {
+    "gb_s": ("bytes_per_s", GB, hardware.GB_S),
+    "latency_us": ("latency_s", MICRO, hardware.MICROSECONDS),
+    "p2p_gb_s": ("p2p_bytes_per_s", GB, hardware.GB_S),
+    "size": ("size", 1, hardware.COUNT),
 }
 
 
@@ -82,21 +85,30 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
     for key in ("nodes", "devices_per_node", "device"):
         if key not in top:
             raise PinError(f"{where}: {key} is missing; needed are nodes, devices_per_node and device")
-    nodes, per_node = _integer(top, "nodes", where), _integer(top, "devices_per_node", where)
-    usd = _number(top, "price_usd_per_device_hour", where) if "price_usd_per_device_hour" in top else None
-    price = None if usd is None else Price(usd, where, "given")
-    nic = _number(top, "nic_gbit_s", where) if "nic_gbit_s" in top else None
+    nodes, per_node = (int(_number(top, key, where, hardware.COUNT)) for key in ("nodes", "devices_per_node"))
+    given: dict[str, float] = {}
+    price = nic = None
+    if "price_usd_per_device_hour" in top:
+        given["price"] = _number(top, "price_usd_per_device_hour", where, hardware.USD)
+        price = Price(given["price"], where, "given")
+    if "nic_gbit_s" in top:
+        nic = given["nic"] = _number(top, "nic_gbit_s", where, hardware.GBIT_S)
     if isinstance(top["device"], str):
         cluster = Cluster.of_catalog(nodes, per_node, top["device"], nic, price)
         if "device_overrides" in top:
             fields = _device_fields(top["device_overrides"], f"{where}, device_overrides", cluster.device)
             cluster = replace(cluster, device=replace(cluster.device, **fields))
-        return _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
+        cluster, levels_given = _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
+        return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
     if "device_overrides" in top:
         raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
     device = _device(top["device"], f"{where}, device")
     levels = _levels(top.get("levels"), nic, f"{where}, levels")
-    return Cluster(nodes, per_node, device, levels[0], top.get("device_type", "cuda"), tuple(levels[1:]), price)
+    networks = [level for level in levels[1:] if level.name == "network"]
+    if networks:
+        given["nic"] = networks[-1].bytes_per_s * 8 / GB
+    kind, kept = top.get("device_type", "cuda"), tuple(sorted(given.items()))
+    return Cluster(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
 
 
 def _mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
@@ -108,25 +120,15 @@ def _mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, A
     return data
 
 
-def _number(data: Mapping[str, Any], key: str, where: str) -> float:
-    value = data[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise PinError(f"{where}: {key}={value!r} must be a number of at least 0")
-    return float(value)
+def _number(data: Mapping[str, Any], key: str, where: str, legal: Range) -> float:
+    return float(legal.check(data[key], f"{where}: {key}"))
 
 
-def _integer(data: Mapping[str, Any], key: str, where: str) -> int:
-    value = data[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PinError(f"{where}: {key}={value!r} must be a whole number of at least 1")
-    return value
-
-
-def _fields(data: Mapping[str, Any], table: Mapping[str, tuple[str, float]], where: str) -> dict[str, Any]:
+def _fields(data: Mapping[str, Any], table: _Table, where: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for key, (name, factor) in table.items():
+    for key, (name, factor, legal) in table.items():
         if key in data:
-            out[name] = _number(data, key, where) * factor
+            out[name] = _number(data, key, where, legal) * factor
     for whole in ("memory_bytes", "size"):
         if whole in out:
             out[whole] = int(out[whole])
@@ -142,14 +144,17 @@ def _device_fields(data: object, where: str, base: Device | None) -> dict[str, A
     if "peak_tflops" in given:
         peaks = given["peak_tflops"]
         if isinstance(peaks, Mapping):
-            table = {str(k): _number(peaks, k, f"{where}, peak_tflops") * TERA for k in peaks}
+            at = f"{where}, peak_tflops"
+            peaks = _mapping(peaks, at, DTYPES)
+            table = {k: _number(peaks, k, at, hardware.TFLOPS) * TERA for k in peaks}
             table = {**(base.peak_flops_by_dtype if base is not None else {}), **table}
             train = next((d for d in ("bfloat16", "float16", "float32") if d in table), None)
             if train is None:
                 raise PinError(f"{where}: peak_tflops needs one of bfloat16, float16, float32; got {', '.join(table)}")
             out["peak_flops_by_dtype"], out["peak_flops"] = table, table[train]
         else:
-            out["peak_flops"], out["peak_flops_by_dtype"] = _number(given, "peak_tflops", where) * TERA, {}
+            out["peak_flops"] = _number(given, "peak_tflops", where, hardware.TFLOPS) * TERA
+            out["peak_flops_by_dtype"] = {}
     return out
 
 
@@ -170,11 +175,15 @@ def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str,
     if "fabric" in out and out["fabric"] not in FABRICS:
         raise PinError(f"{where}: unknown fabric {out['fabric']!r}; known: {', '.join(FABRICS)}")
     if "within_node" in given:
-        out["within_node"] = bool(given["within_node"])
+        out["within_node"] = given["within_node"]
+        if not isinstance(out["within_node"], bool):
+            raise PinError(f"{where}: within_node={out['within_node']!r} must be true or false")
     return out
 
 
-def _override_levels(cluster: Cluster, data: object, where: str) -> Cluster:
+def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluster, dict[str, float]]:
+    """The cluster, and which of its figures the file gives, as `Cluster.given`."""
+    figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
     names = [level.name for level in levels if isinstance(level, Level)]
     given = _mapping(data, where, tuple(names))
@@ -182,8 +191,12 @@ def _override_levels(cluster: Cluster, data: object, where: str) -> Cluster:
         if name in given:
             fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))
             levels[i] = replace(levels[i], **{"source": "given", **fields})
+            if name == "network":
+                figures["nic"] = levels[i].bytes_per_s * 8 / GB
+            elif name == "scale-up" and "bytes_per_s" in fields:
+                figures["scaleup"] = levels[i].bytes_per_s / GB
     outer = tuple(level for level in levels[1:] if isinstance(level, Level))
-    return replace(cluster, link=levels[0], outer=outer)
+    return replace(cluster, link=levels[0], outer=outer), figures
 
 
 def _levels(data: object, nic: float | None, where: str) -> list[Level]:

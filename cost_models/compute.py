@@ -27,8 +27,8 @@ from autoplan.cost_models.work import OpWork
 
 # -- what is assumed where nothing was measured ------------------------------------------------------------------------
 
-# Share of the peak that large kernels reach. Dense products: what the catalog says of the device (`achievable`), for
-# one made by hand 75 % (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication Background User's Guide"); attention:
+# Share of the peak that large kernels reach. Dense products: what is said of the device (`achievable`), else, for one
+# made by hand, 75 % (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication Background User's Guide"); attention:
 # 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4), less on newer devices; memory-bound kernels: about 80 % of
 # the bandwidth.
 _PRODUCT_EFFICIENCY = 0.75
@@ -36,8 +36,10 @@ _ATTENTION_EFFICIENCY = 0.5
 _MEMORY_EFFICIENCY = 0.8
 # A kernel reaches half of that when it would take this long at the peak: what filling and draining the device costs.
 _HALF_S = 10e-6
-# Python, dispatch and launch of one op in eager mode, forward or backward. A graph launch pays it once for all ops.
-_LAUNCH_S: dict[Mode, float] = {Mode.EAGER: 6e-6, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
+# Python, dispatch and launch of one op in eager mode, forward or backward, where the device does not say (`launch_s`).
+_DEFAULT_LAUNCH_S = 6e-6
+# How much of it an op pays: a graph launch pays it once for all ops.
+_LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
 # Share of the traffic of an element-wise op that is left when it is fused into its producer: its input stays in
 # registers, its output is still written where a backward needs it.
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
@@ -99,11 +101,12 @@ def phase_bytes(work: OpWork, phase: str) -> float:
 
 def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity:
     """Time from the device's figures alone: the larger of arithmetic and traffic, and the launch."""
-    launch = _LAUNCH_S[mode]
+    launch = _LAUNCH_SHARE[mode] * (_DEFAULT_LAUNCH_S if device.launch_s is None else device.launch_s)
     if work.op in VIEWS:
         return Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
-    product = device.achievable.mid if device.peak_flops_by_dtype else _PRODUCT_EFFICIENCY
+    said = device.achievable_fraction is not None or device.peak_flops_by_dtype
+    product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
     best = _ATTENTION_EFFICIENCY if work.op == "attention" else product
     # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
     half = device.peak_flops * _HALF_S if work.op == "attention" or work.op in _PRODUCTS else 0.0

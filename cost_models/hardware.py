@@ -6,6 +6,7 @@ dense. One device is one rank of the program (a GCD of MI250X, a logical NeuronC
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,43 @@ from autoplan.cost_models.quantity import Quantity, Tag
 # devices of the catalog that were measured (MAMF of stas00/ml-engineering, compute/accelerator/README.md).
 _ASSUMED_ACHIEVABLE = Quantity(0.5, 0.7, 0.88, Tag.ASSUMED)
 _ACHIEVABLE_SPREAD = 0.05  # of a published MAMF figure: other shapes, clocks and software
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a figure may be: a finite number from `least` to `most`, in `unit`; whole numbers only if `whole`.
+
+    The bounds are far beyond any hardware: they catch slips of units, and what would overflow.
+    """
+
+    least: float
+    most: float
+    unit: str = ""
+    whole: bool = False
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        return f"{kind} from {self.least:g} to {self.most:g}{' ' * bool(self.unit)}{self.unit}"
+
+    def check(self, value: object, what: str) -> float:
+        """`value` as a number. PinError: `what`=value and the range."""
+        known = int if self.whole else int | float
+        if isinstance(value, bool) or not isinstance(value, known) or not self.least <= value <= self.most:
+            raise PinError(f"{what}={value!r} must be {self}")
+        return value
+
+
+_LEAST = 1e-9  # of what must be above 0
+COUNT = Range(1, 10**6, whole=True)  # of nodes, or of devices in one
+GBIT_S = Range(_LEAST, 1e6, "Gbit/s")
+GB_S = Range(_LEAST, 1e6, "GB/s")
+MEMORY_GB = Range(_LEAST, 1e6, "GB")
+TFLOPS = Range(_LEAST, 1e7, "TFLOP/s")
+MICROSECONDS = Range(0, 1e7, "us")
+WATTS = Range(0, 1e6, "W")
+USD = Range(0, 1e6, "US dollars")
+ACHIEVABLE = Range(0.01, 1)
+SHARE = Range(0, 1)
 
 
 @dataclass(frozen=True)
@@ -33,9 +71,20 @@ class Device:
     peak_flops_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
     achievable_fraction: float | None = None  # measured best bfloat16 matmul / peak; None: not measured
     power_w: float | None = None
-    launch_s: float = 0.0  # of one kernel in eager mode, assumed
+    launch_s: float | None = None  # of one op in eager mode; None: what `cost_models.compute` assumes
     overlap_fraction: float = 0.0  # of a collective that can hide behind compute, assumed
     unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
+
+    def __post_init__(self) -> None:
+        for name in ("peak_flops", "memory_bytes_per_s", "memory_bytes"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise PinError(f"device {self.name}: {name}={value!r} must be a finite number above 0")
+        if self.achievable_fraction is not None:
+            ACHIEVABLE.check(self.achievable_fraction, f"device {self.name}: achievable_fraction")
+        SHARE.check(self.overlap_fraction, f"device {self.name}: overlap_fraction")
+        if self.launch_s is not None and not 0 <= self.launch_s < math.inf:
+            raise PinError(f"device {self.name}: launch_s={self.launch_s!r} must be a finite number of at least 0")
 
     def flops(self, dtype: str) -> float:
         """Dense peak FLOP/s of matrix products in `dtype` (bfloat16, float16, float32, tf32, float8, float4, int8).

@@ -1,5 +1,6 @@
 """Clusters: reading them, their levels, the hardware catalog, what-ifs, YAML files."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 
 from autoplan.cost_models import catalog
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
+from autoplan.cost_models.compute import roofline_s
+from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.units import GB, MIB, TERA
+from autoplan.cost_models.work import OpWork, TensorWork
 
 
 def shape(cluster: Cluster) -> list[tuple[str, int]]:
@@ -94,6 +98,10 @@ def test_the_network_and_the_price_belong_to_the_instance() -> None:
         ("2x8xh100-sxm5-80gb@nik=2", "unknown override 'nik'; known: nodes, devices_per_node, nic"),
         ("2x8xh100-sxm5-80gb@nic=fast", "nic=fast needs a number"),
         ("2x8xh100-sxm5-80gb@nic=0", "must be above 0"),
+        ("2x8xh100-sxm5-80gb@nic=nan", "nic=nan: Gbit/s .* must be above 0"),
+        ("2x8xh100-sxm5-80gb@price=inf", "price=inf: US dollars .* must be at least 0, and finite"),
+        ("2x8xh100-sxm5-80gb@memory_gb=1e308", r"memory_gb=1e\+308 must be a number from 1e-09 to 1e\+06 GB"),
+        ("2x8xh100-sxm5-80gb@nodes=99999999", "num_nodes=99999999 must be a whole number from 1"),
         ("local:0", "at least 1"),
         ("nowhere.yaml", "nowhere.yaml does not exist"),
         ("", "is not known"),
@@ -123,6 +131,28 @@ def test_a_cluster_made_by_hand() -> None:
         Cluster(2, 4, device, link, "tpu")
     with pytest.raises(PinError, match="stride of at least 1"):
         Group(2, 0)
+    for wrong in ({"memory_bytes": 0}, {"peak_flops": math.nan}, {"achievable_fraction": 0.0}, {"launch_s": math.inf}):
+        with pytest.raises(PinError, match=f"device d: {next(iter(wrong))}="):
+            replace(device, **wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_a_device_is_what_it_costs() -> None:
+    """Launch and achievable share of a cluster file or of one made by hand, not the constants behind them."""
+    device = Device("d", 1e14, 1e12, 2**30, "made up")
+    view = OpWork("reshape", (), (), (), 0.0, 0.0)
+    tensors = tuple(TensorWork((8192, 8192), "bfloat16") for _ in range(3))
+    product = OpWork("linear", tensors[:2], tensors[2:], (), 2 * 8192.0**3, 3 * 2 * 8192.0**2)
+
+    def seconds(work: OpWork, mode: Mode = Mode.EAGER, **said: float) -> float:
+        return roofline_s(work, "forward", replace(device, **said), mode).mid  # type: ignore[arg-type]
+
+    assert seconds(view, launch_s=3e-6) == 3e-6 and seconds(view, launch_s=0.0) == 0.0
+    assert seconds(view) == 6e-6 and seconds(view, Mode.COMPILED, launch_s=3e-6) == 0.0  # where nothing is said
+    half, full = (seconds(product, launch_s=0.0, achievable_fraction=f) for f in (0.4, 0.8))
+    assert half == pytest.approx(2 * full)
+    assert seconds(product, launch_s=0.0) == pytest.approx(full * 0.8 / 0.75)
+    catalog_s = roofline_s(view, "forward", catalog.device("h100-sxm5-80gb"), Mode.EAGER).mid
+    assert catalog_s == catalog.device("h100-sxm5-80gb").launch_s
 
 
 def test_what_if() -> None:
@@ -139,6 +169,22 @@ def test_what_if() -> None:
     assert mesh.p2p_bytes_per_s == 128 * GB
     with pytest.raises(PinError, match="memory_gb=-1"):
         base.with_(memory_gb=-1)
+
+
+def test_another_device_keeps_what_was_given(tmp_path: Path) -> None:
+    more = Cluster.parse("2x8xh100-sxm5-80gb@nic=50,scaleup=100,memory_gb=60,price=9")
+    assert more.with_device("h100-sxm5-80gb") == more
+    other = more.with_device("h200-sxm-141gb")
+    assert other == Cluster.parse("2x8xh200-sxm-141gb@nic=50,scaleup=100,memory_gb=60,price=9")
+    plain = Cluster.parse("2x8xh100-sxm5-80gb").with_(nodes=3)
+    assert plain.with_device("h200-sxm-141gb") == Cluster.parse("3x8xh200-sxm-141gb")
+    path = tmp_path / "c.yaml"
+    path.write_text(YAML)
+    filed = Cluster.parse(str(path)).with_device("h200-sxm-141gb")
+    assert [level.bytes_per_s for level in filed.levels] == [300 * GB, 25 * GB]
+    assert filed.levels[1].latency_s == pytest.approx(30e-6)  # the network is that of the nodes
+    assert filed.price is not None and filed.price.usd_per_device_hour == 2.5
+    assert filed.device == catalog.device("h200-sxm-141gb")  # overrides of a device are its own
 
 
 YAML = """
@@ -192,6 +238,22 @@ def test_a_cluster_file(tmp_path: Path) -> None:
         (OWN.replace("memory_gb: 10, ", ""), "memory_gb is missing"),
         (OWN.replace("latency_us: 1", "fabric: magic"), "unknown fabric 'magic'; known: plain, nvlink"),
         (OWN.split("levels")[0], "needs a list of levels"),
+        (YAML.replace("79", ".nan"), r"c.yaml, device_overrides: memory_gb=nan must be a number from 1e-09 to .* GB"),
+        (YAML.replace("79", ".inf"), "memory_gb=inf must be a number from"),
+        (YAML.replace("79", "1.0e+300"), r"memory_gb=1e\+300 must be a number from"),
+        (YAML.replace("launch_us: 3", "launch_us: .inf"), "launch_us=inf must be a number from 0"),
+        (YAML.replace("launch_us: 3", "achievable_fraction: 0"), "achievable_fraction=0 must be a number from 0.01"),
+        (YAML.replace("launch_us: 3", "overlap_fraction: 7"), "overlap_fraction=7 must be a number from 0 to 1"),
+        (YAML.replace("launch_us: 3", "memory_gb_s: .nan"), "memory_gb_s=nan must be .* GB/s"),
+        (YAML.replace("900}", ".nan}"), "peak_tflops: bfloat16=nan must be"),
+        (YAML.replace("{bfloat16", "{bf16"), "peak_tflops: unknown key 'bf16'; known: bfloat16, float16"),
+        (YAML.replace("gb_s: 300", "gb_s: 0"), "levels, scale-up: gb_s=0 must be"),
+        (YAML.replace("latency_us: 30", "latency_us: .nan"), "levels, network: latency_us=nan must be"),
+        (YAML.replace("nic_gbit_s: 200", "nic_gbit_s: 0"), "nic_gbit_s=0 must be a number from 1e-09"),
+        (YAML.replace("hour: 2.5", "hour: .nan"), "price_usd_per_device_hour=nan must be"),
+        (YAML.replace("nodes: 4", "nodes: 10000000"), "nodes=10000000 must be a whole number from 1"),
+        (OWN.replace("size: 2", "size: 2.5"), "size=2.5 must be a whole number"),
+        (OWN.replace("within_node: true", "within_node: 1"), "within_node=1 must be true or false"),
     ],
 )
 def test_a_wrong_cluster_file_names_the_key(tmp_path: Path, text: str, message: str) -> None:
