@@ -12,18 +12,13 @@ from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
+from autoplan.search.expert_parallel import ExpertDegrees, dispatch_comms, local_products, rerouted, rerouted_comms
 from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
 from autoplan.search.works import Works
 
-
-@dataclass(frozen=True)
-class ExpertDegrees:
-    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp."""
-
-    ep: int = 1
-    etp: int = 1
+__all__ = ["ExpertDegrees", "workload"]
 
 
 def workload(graph: ModelGraph, selection: Selection, works: Works, experts: ExpertDegrees | None = None) -> Workload:
@@ -31,8 +26,12 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
 
     Args:
         works: sizes on the sub-axes that the selection was solved for.
-        experts: None: experts are laid out as the selection says.
+        experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
+
+    Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
     """
+    if experts is not None and not experts.dispatches(math.prod(a.size for a in works.axes)):
+        experts = None
     lowered = {n: BlockLowering(graph, b, selection, works.axes).run() for n, b in graph.blocks.items()}
     held = {
         n: activations(low, graph.factors, works.axes, works.env, dtypes=works.remapped, device_type=works.device_type)
@@ -47,16 +46,7 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
     free_calls = graph.free_calls()
     free_names = [c.name for c in graph.calls if c.name in free_calls]
     memory = [_unit_memory([calls[n] for n in unit], held, blocks, layers) for unit in units]
-    per_call = {
-        b: sum(
-            works.number(flops(n, blk.values, rule_for(n, blk.values)))
-            * (works.context if n.op == "attention" else 1)
-            * (3.0 if any(blk.values[o].requires_grad for o in n.outputs) else 1.0)
-            for n in blk.nodes
-            if n.op in _COUNTED
-        )
-        for b, blk in graph.blocks.items()
-    }
+    per_call = {n: sum(_model_flops(blk, node, works) for node in blk.nodes) for n, blk in graph.blocks.items()}
     return Workload(
         model=graph.name,
         axes=tuple((a.name, a.size) for a in works.axes),
@@ -84,9 +74,23 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
     )
 
 
-# Model flops as the field counts them: matrix products and attention (a causal one at half), backward twice the forward
-# (Chowdhery et al., PaLM, 2022, appendix B). What a kernel computes again is not counted.
 _COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
+
+
+def _model_flops(block: Block, node: Node, works: Works) -> float:
+    """Model flops of one node as the field counts them, forward and backward, of one context-parallel rank's tokens.
+
+    6 N + 12 L H Q S per token (Chowdhery et al., PaLM, 2022, appendix B; Megatron-LM counts alike): matrix products
+    and attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward. N is
+    the parameters that are multiplied: a table that is only looked up is not, experts are those of a token. What is
+    computed again is not counted.
+    """
+    if node.op not in _COUNTED:
+        return 0.0
+    forward = works.number(flops(node, block.values, rule_for(node, block.values)))
+    if node.op == "attention":
+        forward *= works.context * (2.0 if node.attrs.get("causal") else 1.0)
+    return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
 
 
 @dataclass(frozen=True)
@@ -174,8 +178,14 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     ops: list[OpWork] = []
     comms: list[CommWork] = []
     position: dict[int, int] = {}  # statement -> op
+    instead = rerouted(lowered) if experts is not None else {}
     for k, statement in enumerate(lowered.statements):
         if isinstance(statement, Convert):
+            if k in instead:
+                axis = _axis_name([works.axes[i].name for i in statement.step.axes])
+                comms += rerouted_comms(statement, instead[k], axis, works, block.name)
+                if instead[k] == (None, None):
+                    continue
             if statement.step.kind in COPIES:
                 size = works.num_bytes(block.name, statement.value, statement.layout)
                 if statement.step.kind.name == "ALL_GATHER":
@@ -185,18 +195,23 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
             continue
         work = works.op_work(block, statement.node, statement.strategy, statement.bias is not None)
         if statement.node.op == "experts" and experts is not None:
-            comms += _expert_comms(block, statement.node, works, experts)
-            work = _expert_work(work, works, experts)
+            comms += dispatch_comms(block, statement.node, works, experts)
+            work = local_products(work, block, statement.node, works, experts)
         if statement.node.op == "attention" and works.context > 1:
             comms += _context_comms(work)
         position[k] = len(ops)
         ops.append(work)
     ratio = {v.name: works.width(v) / DTYPE_BYTES[v.dtype] for v in block.values.values()}
-    for c in collectives(lowered, works.graph.factors, works.axes):
-        scale = ratio.get(c.what, 1.0)
-        axis = c.axes[0] if len(c.axes) == 1 else "tp"
-        comms.append(CommWork(c.what, c.kind, works.number(c.bytes) * scale, axis, c.phase, c.per))
     params = tuple(_param(lowered, i, works, experts) for i in range(len(lowered.params)))
+    # gradients of dispatched experts are reduced over their own replicas
+    away = {p.name for p in params if p.expert and experts is not None}
+    kept = replace(lowered, statements=tuple(s for k, s in enumerate(lowered.statements) if k not in instead))
+    for c in collectives(kept, works.graph.factors, works.axes):
+        if c.per == "micro_batch" or c.what not in away:
+            scale = ratio.get(c.what, 1.0)
+            comms.append(
+                CommWork(c.what, c.kind, works.number(c.bytes) * scale, _axis_name(c.axes), c.phase, c.per)
+            )
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
@@ -204,6 +219,10 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         params=params,
         selective_ops=frozenset(position[k] for k in held.selective_ops if k in position),
     )
+
+
+def _axis_name(axes: Sequence[str]) -> str:
+    return axes[0] if len(axes) == 1 else "tp"
 
 
 def _span(axes: tuple[Axis, ...], indices: tuple[int, ...]) -> int:
@@ -233,32 +252,4 @@ def _context_comms(work: OpWork) -> list[CommWork]:
         if tensor.requires_grad:
             out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "backward"))
             out.append(CommWork(name, "reduce_scatter", float(tensor.num_bytes), "cp", "backward"))
-    return out
-
-
-def _expert_work(work: OpWork, works: Works, experts: ExpertDegrees) -> OpWork:
-    """The same tokens on fewer experts: those of this rank, each split over etp instead of tp."""
-    inputs = list(work.inputs)
-    for k in (3, 4):
-        shape = (max(1, inputs[k].shape[0] // experts.ep), *inputs[k].shape[1:])
-        inputs[k] = replace(inputs[k], shape=shape)
-    moved = float(sum(t.num_bytes for t in (*inputs, *work.outputs)))
-    return replace(work, inputs=tuple(inputs), moved_bytes=moved)
-
-
-def _expert_comms(block: Block, node: Node, works: Works, experts: ExpertDegrees) -> list[CommWork]:
-    """Tokens travel to their experts and back, forward and backward (dispatch and combine)."""
-    if experts.ep == 1:
-        return []
-    hidden = block.values[node.tensor_inputs[0]]
-    tokens = works.number(hidden.num_elements) * works.width(hidden) / _span(works.axes, tuple(range(len(works.axes))))
-    num_bytes = tokens * float(node.attrs["top_k"])
-    out = []
-    for what, phase in (
-        ("dispatch", "forward"),
-        ("combine", "forward"),
-        ("combine", "backward"),
-        ("dispatch", "backward"),
-    ):
-        out.append(CommWork(what, "all_to_all", num_bytes, "ep", phase))
     return out

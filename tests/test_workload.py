@@ -1,0 +1,146 @@
+"""Workloads: model flops as published, and what dispatched experts send and compute."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import pytest
+
+from autoplan.catalog import load_model
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.layout import I, R
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
+from autoplan.search.expert_parallel import ExpertDegrees
+from autoplan.search.intra import solve
+from autoplan.search.pins import make_mesh
+from autoplan.search.problem import Choice, IntraSettings, Option, Selection, build_problem
+from autoplan.search.workload import workload
+from autoplan.search.works import Works
+
+SEQ_LEN = 4096
+
+
+def keep_all(choice: Choice, option: Option) -> bool:
+    return True
+
+
+@lru_cache(maxsize=8)
+def solved(
+    model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[Choice, Option], bool] = keep_all
+) -> tuple[ModelGraph, Selection, Works]:
+    graph = load_model(model)
+    _, axes = make_mesh(graph, ParallelConfig(tp=tp))
+    env, precision = {"b": 1, "s": seq_len // cp}, precision_of("bf16")
+    cluster = Cluster.parse("2x8xh100-sxm5-80gb")
+    settings = IntraSettings(axes, cluster, env, 4, 1.02, None, Mode.EAGER, precision, cp)
+    works = Works(graph, axes, env, context=cp, precision=precision, device_type="cuda")
+    return graph, solve(build_problem(graph, settings).filtered(keep)).selection, works
+
+
+def work_of(model: str, tp: int, experts: ExpertDegrees | None = None, seq_len: int = SEQ_LEN, cp: int = 1) -> Workload:
+    return workload(*solved(model, tp, seq_len, cp), experts)
+
+
+def layer(work: Workload) -> BlockWork:
+    (found,) = [b for b in work.blocks.values() if any(o.op == "experts" for o in b.ops)]
+    return found
+
+
+def products(block: BlockWork) -> OpWork:
+    (found,) = [o for o in block.ops if o.op == "experts"]
+    return found
+
+
+def sent(comms: Sequence[CommWork], axis: str) -> dict[tuple[str, str, str], float]:
+    return {(c.what, c.kind, c.phase): c.num_bytes for c in comms if c.axis == axis and c.per == "micro_batch"}
+
+
+def test_model_flops_are_those_of_palm() -> None:
+    """6 N per token of what is multiplied, and 12 L H Q S for attention: nothing is halved for a causal mask."""
+    graph = load_model("llama-3.1-8b")
+    seq_len, num_layers, heads, head_dim, vocab, hidden = 8192, 32, 32, 128, 128256, 4096
+    multiplied = graph.num_params - vocab * hidden  # the embedding is looked up
+    expected = seq_len * (6 * multiplied + 12 * num_layers * heads * head_dim * seq_len)
+    work = work_of("llama-3.1-8b", 1, seq_len=seq_len)
+    assert work.model_flops == pytest.approx(expected, rel=0.01)
+    # two context-parallel ranks share the same work, and the time model keeps the half that a causal kernel computes
+    assert work_of("llama-3.1-8b", 1, seq_len=seq_len, cp=2).model_flops == pytest.approx(work.model_flops, rel=1e-9)
+    attention = next(o for b in work.blocks.values() for o in b.ops if o.op == "attention")
+    assert attention.flops == pytest.approx(2 * heads * seq_len**2 * head_dim)
+
+
+HIDDEN, INNER, TOP, NUM_EXPERTS, TP = 4096, 14336, 2, 8, 8
+WHOLE = SEQ_LEN * HIDDEN * 2.0  # bytes of the hidden states of a micro-batch
+ROWS = SEQ_LEN * TOP / TP  # that one rank dispatches
+DISPATCHED = ROWS * HIDDEN * 2.0
+
+
+def test_experts_over_ep_do_not_pay_for_tp_too() -> None:
+    """Mixtral at tp 8, sequence parallel: the gather before and the scatter after the experts make room for ep's."""
+    plain = layer(work_of("mixtral-8x7b", TP))
+    apart = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(8, 1)))
+    attention = {("mul_1", "all_gather", "forward"): WHOLE, ("mul_1", "reduce_scatter", "backward"): WHOLE}
+    attention |= {("o_proj", "reduce_scatter", "forward"): WHOLE, ("o_proj", "all_gather", "backward"): WHOLE}
+    assert sent(apart.comms, "tp") == attention and len(sent(plain.comms, "tp")) == 8
+    rows = {(w, "all_to_all", p): DISPATCHED for w in ("dispatch", "combine") for p in ("forward", "backward")}
+    assert sent(apart.comms, "ep") == rows and not sent(apart.comms, "etp")
+    assert {c.axis for c in apart.comms} == {"tp", "ep"}
+    # as many copies less as conversions are gone
+    assert sum(o.op == "clone" for o in plain.ops) == sum(o.op == "clone" for o in apart.ops) + 2
+
+
+def test_what_is_left_of_other_conversions_around_experts() -> None:
+    """Split over the hidden size: all-to-alls to and from tokens. Whole on every rank: a gather of what comes back."""
+    hidden_split = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(8, 1), seq_len=SEQ_LEN - 1))  # 8 does not divide it
+    local = (SEQ_LEN - 1) * HIDDEN * 2.0 / TP
+    found = sent(hidden_split.comms, "tp")
+    turned = {(v, "all_to_all", p): local for v in ("reshape_4", "reshape_5") for p in ("forward", "backward")}
+    assert {k: v for k, v in found.items() if k[0].startswith("reshape")} == turned
+
+    def whole(choice: Choice, option: Option) -> bool:
+        stream = ("hidden", "to_2", "add_2", "to_4", "add_3")
+        return all(t in (R, I) for (_, v), layout in option.provides for t in layout if v in stream)
+
+    graph, selection, works = solved("mixtral-8x7b", TP, keep=whole)
+    plain, apart = (layer(workload(graph, selection, works, e)) for e in (None, ExpertDegrees(8, 1)))
+    before, after = sent(plain.comms, "tp"), sent(apart.comms, "tp")
+    assert before["reshape_5", "all_reduce", "forward"] == WHOLE
+    left = {("reshape_5", "all_gather", "forward"): WHOLE, ("reshape_5", "reduce_scatter", "backward"): WHOLE}
+    assert after == {k: v for k, v in before.items() if not k[0].startswith("reshape")} | left
+
+
+def test_products_are_those_of_the_local_experts() -> None:
+    total = SEQ_LEN * TOP * 6 * HIDDEN * INNER
+    for degrees in (ExpertDegrees(8, 1), ExpertDegrees(2, 4), ExpertDegrees(1, 2), ExpertDegrees(4, 8)):
+        block = layer(work_of("mixtral-8x7b", TP, degrees))
+        work, ep, etp = products(block), degrees.ep, degrees.etp
+        assert work.flops == pytest.approx(total / TP)
+        assert work.inputs[3].shape == (NUM_EXPERTS // ep, 2 * INNER // etp, HIDDEN)
+        assert work.inputs[4].shape == (NUM_EXPERTS // ep, HIDDEN, INNER // etp)
+        weights = NUM_EXPERTS * 3 * INNER * HIDDEN // (ep * etp)
+        assert sum(p.num_elements for p in block.params if p.expert) == weights
+        rows = 2 * (2.0 * ROWS * etp * HIDDEN)  # read and written, 2 bytes each
+        assert work.moved_bytes == pytest.approx(2 * weights + rows, rel=0.01)
+        gathered = {("dispatch", "all_gather", "forward"): DISPATCHED * etp}
+        gathered |= {("combine", "reduce_scatter", "forward"): DISPATCHED * etp}
+        gathered |= {("combine", "all_gather", "backward"): DISPATCHED * etp}
+        gathered |= {("dispatch", "reduce_scatter", "backward"): DISPATCHED * etp}
+        assert sent(block.comms, "etp") == (gathered if etp > 1 else {})
+        assert bool(sent(block.comms, "ep")) == (ep > 1)
+
+
+def test_experts_where_tensor_parallelism_is_are_as_the_layout_says() -> None:
+    assert layer(work_of("mixtral-8x7b", TP, ExpertDegrees(1, TP))) == layer(work_of("mixtral-8x7b", TP))
+
+
+def test_shared_experts_still_need_their_tokens() -> None:
+    """DeepSeek at tp 8: what the shared expert reads and returns is gathered and scattered as before."""
+    plain, apart = (layer(work_of("deepseek-v3", TP, e)) for e in (None, ExpertDegrees(8, 1)))
+    before, after = sent(plain.comms, "tp"), sent(apart.comms, "tp")
+    assert set(after) <= set(before) and sum(k[1] == "reduce_scatter" for k in after) >= 2
+
+
+def test_context_and_tensor_parallel_axes_are_told_apart() -> None:
+    work = work_of("llama-3.1-8b", 2, seq_len=8192, cp=2)
+    assert {c.axis for b in work.blocks.values() for c in b.comms} == {"tp", "cp"}
