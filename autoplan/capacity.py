@@ -2,7 +2,8 @@
 
     whatif("llama-3.1-8b", "8x8xh100-sxm5-80gb", 8192, 1024, vary={"nodes": [8, 16, 32], "nic": [100, 400]})
 
-Every point is planned anew: the best plan for 100 Gbit/s is not the best for 1600.
+Every point is planned anew: the best plan for 100 Gbit/s is not the best for 1600. A row says how its search ended and
+how far its plan may be from the best. Ctrl-C ends a sweep after the point at hand, whose row says so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoplan.cost_models.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Quantity
-from autoplan.planner import Planned, PlanRequest, search_plan
+from autoplan.planner import Certificate, Planned, PlanRequest, search_plan
 from autoplan.report.label import plan_label
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _DAY_S = 86400.0
 
 # What can be varied, and what it is. A pin of the search (tp, zero_stage, ...) can be varied too.
 TASK = {
-    "device": "catalog id of the device, in the same nodes",
+    "device": "catalog id of the device, in the same nodes with what was given for them",
     "cluster": "a whole cluster",
     "seq_len": "tokens per sequence",
     "global_batch_size": "sequences per step",
@@ -38,6 +39,9 @@ TASK = {
 }
 PINS = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "recompute")
 VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
+INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
+# Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
+_MOST = {"seq_len": 10**9, "global_batch_size": 10**7}
 TEXTS = ("device", "cluster", "precision", "mode", "recompute")  # the others are numbers
 WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p != "recompute"))
 
@@ -68,8 +72,14 @@ class Point:
     varied: Mapping[str, object]
     request: PlanRequest | None
     planned: Planned | None
-    status: str  # "ok", "does not fit", "illegal"
+    status: str  # "ok", "does not fit", "illegal", "stopped" (no plan in time), "interrupted" (no plan before Ctrl-C)
     reason: str = ""
+    certificate: Certificate | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """True if Ctrl-C ended the sweep here."""
+        return self.status == INTERRUPTED or (self.certificate is not None and self.certificate.status == INTERRUPTED)
 
 
 def check_varied(vary: Mapping[str, Sequence[object]]) -> None:
@@ -81,6 +91,13 @@ def check_varied(vary: Mapping[str, Sequence[object]]) -> None:
             raise PinError(f"vary {name}={values!r}: give a list of at least one value")
 
 
+def check_task(seq_len: object, global_batch_size: object) -> None:
+    """PinError for what is no count, or too large for any task."""
+    for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
+            raise PinError(f"{name}={value!r} must be a whole number from 1 to {_MOST[name]:,}")
+
+
 def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     """The request at one point."""
     cluster = base.cluster
@@ -88,24 +105,60 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
         given = varied["cluster"]
         cluster = given if isinstance(given, Cluster) else Cluster.parse(str(given))
     if "device" in varied:
-        cluster = Cluster.of_catalog(cluster.num_nodes, cluster.devices_per_node, str(varied["device"]))
+        cluster = cluster.with_device(str(varied["device"]))
     overrides = {name: varied[name] for name in OVERRIDES if name in varied}
     if overrides:
         cluster = cluster.with_(**overrides)
     _ = cluster.levels  # PinError where it has no network
+    if base.profile is not None:
+        _check_profile(base.profile, base.cluster, cluster)
     mode = varied.get("mode", base.mode)
     if mode not in tuple(Mode):
         raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    seq_len, batch = (varied.get(name, getattr(base, name)) for name in ("seq_len", "global_batch_size"))
+    check_task(seq_len, batch)
     return replace(
         base,
         cluster=cluster,
-        seq_len=varied.get("seq_len", base.seq_len),
-        global_batch_size=varied.get("global_batch_size", base.global_batch_size),
+        seq_len=seq_len,
+        global_batch_size=batch,
         precision=varied.get("precision", base.precision),
         mode=Mode(mode),
         pins={**base.pins, **{name: varied[name] for name in PINS if name in varied}},
         top=1,
     )
+
+
+def _reached(cluster: Cluster, reach: int) -> tuple[tuple[object, ...], ...] | None:
+    """Figures of the levels that a group crosses whose last rank is `reach` beyond its first; None: of no cluster."""
+    out: list[tuple[object, ...]] = []
+    for level in cluster.levels:
+        out.append((level.name, level.latency_s, level.bytes_per_s, level.p2p_bytes_per_s))
+        if reach < level.size:
+            return tuple(out)
+    return None
+
+
+def _check_profile(profile: Profile, base: Cluster, cluster: Cluster) -> None:
+    """PinError where measured times would silently stand for another device or other links than those of `base`."""
+    figures = [replace(c.device, memory_bytes=1) for c in (base, cluster)]
+    if figures[0] != figures[1] or base.device_type != cluster.device_type:
+        raise PinError(
+            f"profile {profile.name} holds times of {base.device.name}, this point has {cluster.device.name}: they "
+            "would not change; leave out the profile, or do not vary the device"
+        )
+    try:
+        before = base.with_(nodes=cluster.num_nodes)
+        _ = before.levels
+    except PinError:
+        return  # no network there to have been measured
+    for reach in sorted({(link.group_size - 1) * link.stride for link in profile.links}):
+        old, new = _reached(before, reach), _reached(cluster, reach)
+        if old is not None and new is not None and old != new:
+            raise PinError(
+                f"profile {profile.name} holds times of collectives of {base} over links that are different at this "
+                "point: they would not change; leave out the profile, or do not vary its links"
+            )
 
 
 def points(
@@ -114,6 +167,8 @@ def points(
     search: Callable[[PlanRequest], Any] = search_plan,
 ) -> Iterator[Point]:
     """The best plan at every point of the product of `vary`, in its order. PinError for what cannot be varied.
+
+    Ctrl-C during a search ends them with the point at hand (`Point.interrupted`).
 
     Args:
         search: what plans one request, as `autoplan.planner.search_plan`.
@@ -139,11 +194,16 @@ def points(
         if key not in known:
             known[key] = _point(request, search)
         yield replace(known[key], varied=varied, request=request)
+        if known[key].interrupted:
+            return
 
 
 def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
     try:
-        return Point({}, request, search(request).plans[0], "ok")
+        result = search(request)
+        return Point({}, request, result.plans[0], "ok", certificate=result.certificate)
+    except KeyboardInterrupt:
+        return Point({}, request, None, INTERRUPTED, "interrupted before a plan was found")
     except InfeasibleError as error:
         return Point({}, request, None, "does not fit", str(error))
     except AutoplanError as error:
@@ -154,6 +214,8 @@ def row(point: Point, tokens: float | None = None) -> dict[str, object]:
     """A point as one flat row; None where there is no plan."""
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
+    out["search_status"] = point.certificate.status if point.certificate is not None else None
+    out["gap"] = point.certificate.gap if point.certificate is not None else None
     out["num_devices"] = point.request.cluster.num_devices if point.request is not None else None
     estimate = point.planned.estimate if point.planned is not None else None
     step = estimate.step_time_s if estimate is not None else None
@@ -201,8 +263,10 @@ def whatif(
         profile: measured times, or their name or path.
         time_limit_s: of one point.
 
-    Returns: columns of what is varied, then status, reason, num_devices, step_time_s (and low, high), tokens_per_s,
-        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd,] plan.
+    Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
+        `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
+        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd,] plan. After Ctrl-C: the rows
+        so far, the last with `interrupted` as its search_status, or as its status if it has no plan.
 
     Raises: AutoplanError for a model, cluster or name that is not known.
     """

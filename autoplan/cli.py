@@ -6,6 +6,7 @@ Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -118,6 +119,7 @@ def _request(
     runnable: bool = False,
 ) -> PlanRequest:
     """Everything is read and checked before the model is loaded, which may take long."""
+    from autoplan.capacity import check_task
     from autoplan.catalog import load_model
     from autoplan.cost_models.cluster import Cluster
     from autoplan.cost_models.config import Mode, precision_of
@@ -127,12 +129,15 @@ def _request(
     from autoplan.report.arguments import read_pins
     from autoplan.report.numbers import read_count
 
+    if not math.isfinite(time_limit):
+        raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
     where = Cluster.parse(cluster)
     if mode not in tuple(Mode):
         raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
     precision_of(precision)
     tokens = read_count(seq_len, "--seq-len")
     batch = read_count(global_batch_size, "--global-batch-size")
+    check_task(tokens, batch)
     fixed = read_pins(pins or ())
     measured = Profile.load(profile) if profile is not None else None
     if measured is not None and measured.device_type != where.device_type:
@@ -256,7 +261,9 @@ def estimate(
 
     total = _read_tokens(tokens)
     request = _request(model, cluster, seq_len, global_batch_size, precision=precision, mode=mode, profile=profile)
-    for name, value in (("tp", tp), ("pp", pp), ("cp", cp), ("micro_batch_size", micro_batch_size)):
+    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp}
+    degrees |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages}
+    for name, value in degrees.items():
         _at_least_one(name, value)
     dp = _data_parallel(request, dp, tp * pp * cp)
     config = ParallelConfig(
@@ -402,7 +409,7 @@ def whatif(
         time_limit=time_limit,
     )
     found: list[Point] = []
-    interrupted = False
+    interrupted = False  # between two searches; in one of them, the last point says so
     with _waiting("planning", as_json) as status:
         count = _product(values)
         try:
@@ -411,11 +418,13 @@ def whatif(
                 status.update(f"planning: {len(found)} of {count} points")
         except KeyboardInterrupt:
             interrupted = True
+    interrupted = interrupted or (bool(found) and found[-1].interrupted)
     rows = [row(point, total) for point in found]
     if csv is not None:
         _write_csv(csv, rows)
     states = {point.status for point in found}
     outcome = "ok" if "ok" in states else "infeasible" if "does not fit" in states else "illegal"
+    outcome = "interrupted" if interrupted else outcome
     if as_json:
         _print_json({"schema": 1, "status": outcome, "command": "whatif", "vary": values, "rows": rows})
     else:

@@ -17,13 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import autoplan
-from autoplan.capacity import Point, points, whatif, whole_run
+from autoplan.capacity import Point, points, row, whatif, whole_run
 from autoplan.catalog import load_model, names
 from autoplan.cli import app
 from autoplan.cost_models.catalog import entries
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError, PinError
+from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.planner import PlanRequest, estimate_config, search_plan
 from autoplan.report import numbers
@@ -144,6 +145,13 @@ BAD = [
     (("whatif", *TASK, "--vary", "color=1"), "cannot vary 'color'; what can be varied: nodes"),
     (("whatif", *TASK, "--vary", "nodes=8..2"), "write 2..8"),
     (("whatif", *TASK, "--vary", "nodes=1", "--vary", "nodes=2"), "given twice"),
+    (("plan", *TASK[:6], "1e12"), "global_batch_size=1000000000000 must be a whole number from 1 to 10,000,000"),
+    (("plan", *TASK, "--time-limit", "inf"), "--time-limit inf must be a finite number"),
+    (("plan", "gpt2", "--cluster", "1x4xh100-sxm5-80gb@memory_gb=1e308", *TASK[3:]), "from 1e-09 to 1e+06 GB"),
+    (("estimate", *TASK, "--etp", "0"), "etp=0: must be"),
+    (("estimate", *TASK, "--ep=-1"), "ep=-1: must be"),
+    (("estimate", *TASK, "--virtual-stages", "0"), "virtual_stages=0: must be"),
+    (("whatif", *TASK, "--vary", "seq_len=1e12"), "seq_len=1000000000000 must be a whole number"),
     (("hw", "show", "h100"), "nearest: h100-sxm5-80gb"),
 ]
 
@@ -223,6 +231,69 @@ def test_whatif_without_any_plan_says_so() -> None:
     assert result.exit_code == 2 and "no point is legal" in result.stderr and "[1] pin tp=3" in result.stdout
 
 
+COMPLETE = SimpleNamespace(status="complete", gap=0.0)
+
+
+def test_whatif_keeps_what_was_given_when_the_device_varies() -> None:
+    base = PlanRequest(load_model("gpt2"), Cluster.parse("2x8xh100-sxm5-80gb@nic=50,price=9"), 1024, 64)
+    found = list(points(base, {"device": ["h100-sxm5-80gb", "h200-sxm-141gb"], "price": [9, 1]}, fake_search))
+    clusters = [p.request.cluster for p in found if p.request is not None]
+    assert [c.device.name for c in clusters] == ["h100-sxm5-80gb"] * 2 + ["h200-sxm-141gb"] * 2
+    assert all(c.levels[-1].bytes_per_s == 50 / 8 * 1e9 for c in clusters)
+    assert [c.price.usd_per_device_hour for c in clusters if c.price is not None] == [9, 1, 9, 1]
+    plain = replace(base, cluster=Cluster.parse("2x8xh100-sxm5-80gb"))
+    (other,) = points(plain, {"device": ["h200-sxm-141gb"]}, fake_search)
+    assert other.request is not None and other.request.cluster == Cluster.parse("2x8xh200-sxm-141gb")
+
+
+def fake_search(request: PlanRequest) -> Any:
+    return SimpleNamespace(plans=[None], certificate=COMPLETE)
+
+
+def test_whatif_never_lets_a_profile_stand_for_other_hardware() -> None:
+    links = tuple(LinkRecord("all_reduce", n, 1, 1024, Timing(1e-3, 1e-3, 1e-3, 3)) for n in (4, 16))
+    profile = Profile("mine", "cuda", 16, 1, links=links)
+    base = PlanRequest(load_model("gpt2"), Cluster.parse("2x8xh100-sxm5-80gb"), 1024, 64, profile=profile)
+
+    def reasons(vary: dict[str, Sequence[object]], of: Profile = profile) -> list[str]:
+        return [p.reason for p in points(replace(base, profile=of), vary, fake_search)]
+
+    same, other = reasons({"device": ["h100-sxm5-80gb", "h200-sxm-141gb"]})
+    assert not same and "profile mine holds times of h100-sxm5-80gb, this point has h200-sxm-141gb" in other
+    same, other = reasons({"nic": [400, 100]})
+    assert not same and "collectives" in other and "links that are different" in other
+    assert "links that are different" in reasons({"devices_per_node": [2]})[0]  # 4 ranks were in one node
+    # what was measured inside a node says nothing of the network, and memory, price and nodes leave times as they are
+    inside = replace(profile, links=links[:1])
+    assert reasons({"nic": [100]}, inside) == reasons({"nic": [100]}, replace(profile, links=())) == [""]
+    assert "different" in reasons({"scaleup": [100]}, inside)[0]
+    assert reasons({"memory_gb": [40], "nodes": [2, 4], "price": [1]}) == ["", ""]
+
+
+def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 16)
+    real = search_plan(base)
+    for status, gap in (("stopped by time limit", 0.2), ("interrupted", 1.0)):
+        result = replace(real, certificate=replace(real.certificate, status=status, gap=gap))
+        found = list(points(base, {"memory_gb": [80, 70]}, lambda r, result=result: result))  # type: ignore[misc]
+        assert all((row(p)["search_status"], row(p)["gap"]) == (status, gap) for p in found)
+        assert (len(found), found[-1].interrupted) == ((1, True) if status == "interrupted" else (2, False))
+
+    def stopped(request: PlanRequest) -> Any:
+        if request.cluster.device.memory_bytes < 75e9:
+            raise KeyboardInterrupt
+        return real
+
+    monkeypatch.setattr("autoplan.capacity.points", lambda base, vary: points(base, vary, stopped))
+    result = CliRunner().invoke(app, ["whatif", *TASK, "--vary", "memory_gb=80,70,60", "--json"], env=PLAIN)
+    assert result.exit_code == 130 and "interrupted after 2 of 3 points" in result.stderr
+    data = json.loads(result.stdout)
+    assert data["status"] == "interrupted" and [r["status"] for r in data["rows"]] == ["ok", "interrupted"]
+    assert [r["search_status"] for r in data["rows"]] == ["complete", None]
+    frame = whatif("gpt2", TASK[2], 1024, 16, vary={"memory_gb": [80, 70, 60]})
+    assert list(frame["status"]) == ["ok", "interrupted"]
+
+
 def test_whatif_plans_each_hardware_once() -> None:
     """A price changes no plan; everything else is planned anew, with exactly what was varied."""
     seen: list[PlanRequest] = []
@@ -231,7 +302,7 @@ def test_whatif_plans_each_hardware_once() -> None:
         seen.append(request)
         if request.cluster.num_nodes == 4:
             raise InfeasibleError("too big")
-        return SimpleNamespace(plans=[SimpleNamespace(nodes=request.cluster.num_nodes)])
+        return SimpleNamespace(plans=[SimpleNamespace(nodes=request.cluster.num_nodes)], certificate=COMPLETE)
 
     base = PlanRequest(load_model("gpt2"), Cluster.parse("2x8xh100-sxm5-80gb"), 1024, 64, {"pp": 2}, top=5)
     vary: dict[str, Sequence[object]] = {"nodes": [2, 4], "nic": [100, 400], "price": [1, 2], "seq_len": [1024, 2048]}
