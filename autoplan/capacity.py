@@ -72,7 +72,7 @@ class Point:
     varied: Mapping[str, object]
     request: PlanRequest | None
     planned: Planned | None
-    status: str  # "ok", "does not fit", "illegal", "stopped" (no plan in time), "interrupted" (no plan before Ctrl-C)
+    status: str  # "ok", "does not fit", "illegal", "interrupted" (by Ctrl-C, before it had a plan)
     reason: str = ""
     certificate: Certificate | None = None
 
