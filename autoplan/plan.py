@@ -10,7 +10,6 @@ from typing import Any
 from autoplan.codegen.program import Layouts
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
@@ -18,6 +17,7 @@ from autoplan.planner import Certificate, Planned
 from autoplan.search.intra import IntraSolution, solve
 from autoplan.search.pins import (
     check_degrees,
+    check_recompute,
     layer_calls,
     make_mesh,
     pipeline_units,
@@ -98,7 +98,7 @@ def make_plan(
     Args:
         env: `b` (micro-batch per data-parallel rank) and `s` the layout is priced for.
 
-    Raises: PinError for degrees that the model cannot take; InfeasibleError.
+    Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
     check_degrees(graph, config)
     mesh, axes = make_mesh(graph, config)
@@ -173,7 +173,5 @@ def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
             again |= {n for unit in mine[:count] for n in unit if n in layers}
             at += size
         return {n: "full" if n in again else "none" for n in calls}
-    unknown = [n for n in config.recompute if n not in calls]
-    if unknown:
-        raise PinError(f"pin recompute names {unknown[0]!r}, which is not a block; blocks: {', '.join(calls)}")
+    check_recompute(graph, config.recompute)
     return {n: config.recompute.get(n, "none") for n in calls}

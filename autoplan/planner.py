@@ -24,89 +24,78 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
 
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
-from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import InfeasibleError, PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.layout import Axis
-from autoplan.cost_models.price import Estimate, OpTimes, Pricer, op_times
-from autoplan.cost_models.profile import Profile
-from autoplan.cost_models.work import Workload
-from autoplan.search.intra import IntraSolution, solve
-from autoplan.search.pins import check_degrees, make_mesh
-from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.space import Candidate, Space, divisors, space
-from autoplan.search.stages import Cutter, Shortage
-from autoplan.search.workload import ExpertDegrees, workload
-from autoplan.search.works import Works
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.errors import InfeasibleError
+from autoplan.estimate import Planned, estimate_config
+from autoplan.infeasible import InfeasibleReport, NothingFits, nothing_fits
+from autoplan.points import (
+    ILP_LIMIT_S,
+    IntraPoint,
+    PlanRequest,
+    Points,
+    QuickMemory,
+    candidate_config,
+    check_task,
+    least_memory_first,
+)
+from autoplan.search.intra import StoppedError
+from autoplan.search.space import Candidate, Space, space
+from autoplan.search.stages import Cut, Cutter, Shortage
+
+__all__ = [
+    "Certificate",
+    "InfeasibleReport",
+    "IntraPoint",
+    "NothingFits",
+    "PlanRequest",
+    "Planned",
+    "SearchResult",
+    "Status",
+    "StoppedError",
+    "estimate_config",
+    "search_plan",
+]
 
 # Simulated actions one candidate may cost before its open bound counts as a gap: deterministic, unlike a time limit.
 _MAX_ACTIONS = 100_000
+# While nothing is found a search goes on past its time limit: to this multiple of it, and at least so long. In the
+# second half of that what needs least memory is taken first instead of what is fastest.
+_PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
-    "one layout per tensor-parallel degree and micro-batch size, the fastest, with the least stored state",
+    "all devices are used, in micro-batches of one size",
+    "ranks ordered pp, dp, tp: tp over neighbours, pp over the farthest",
+    "cp = 1",
+    "no virtual stages",
+    "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
+    "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
-    "recompute: none or full, the first layers of a stage",
-    "schedule 1F1B",
 )
+_EXPERTS = "ep = 1: the weights of experts are sharded by tp only"
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What to plan for.
+class Status(StrEnum):
+    """How a search ended: everything decided, or stopped; LAYOUTS: only the proof of some layout was stopped."""
 
-    Attributes:
-        global_batch_size: sequences per step over all data-parallel ranks.
-        pins: fixed choices (autoplan.search.space.KNOWN_PINS).
-        precision: a name of autoplan.cost_models.config.PRECISIONS.
-        profile: measured times that override the cluster's figures.
-        top: how many plans to return, best first, each with other degrees.
-        memory_margin: share of a device's memory that the expected need leaves free.
-        executed: True: only what the runtime executes today.
-    """
-
-    graph: ModelGraph
-    cluster: Cluster
-    seq_len: int
-    global_batch_size: int
-    pins: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = "bf16"
-    mode: Mode = Mode.EAGER
-    profile: Profile | None = None
-    top: int = 1
-    time_limit_s: float = 60.0
-    memory_margin: float = 0.05
-    executed: bool = False
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One plan: `config` with stages and layers computed again per stage, and what it costs."""
-
-    config: ParallelConfig
-    estimate: Estimate
-    point: IntraPoint = field(repr=False)
-
-
-@dataclass(frozen=True)
-class IntraPoint:
-    """The layout inside blocks for one (tp, micro-batch size), and the work it makes."""
-
-    mesh_axes: tuple[Axis, ...]
-    solution: IntraSolution
-    workload: Workload
-    times: Mapping[str, OpTimes]
+    COMPLETE = "complete"
+    LAYOUTS = "layouts stopped by time limit"
+    TIME_LIMIT = "stopped by time limit"
+    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
 class Certificate:
     """How good the best plan provably is, at these prices and within these restrictions.
 
-    `considered` = `illegal` + `too_big` + `bounded_out` + `solved`. `gap`: how far, relatively, the best evaluated plan
-    may be above the best of the space.
+    `considered` = `illegal` + `too_big` + `bounded_out` + `solved` + `open`.
+
+    Attributes:
+        bounded_out: a proved lower bound is not below the best plan (with several plans asked for: the last of them).
+        open: not decided, since the search was stopped, or since it has more cuts than are tried.
+        gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
+            nothing is known of it. That of a layout inside its blocks is `intra_gap`.
     """
 
     considered: int
@@ -114,6 +103,7 @@ class Certificate:
     too_big: int
     bounded_out: int
     solved: int
+    open: int
     gap: float
     solve_time_s: float
     restrictions: tuple[str, ...]
@@ -132,177 +122,75 @@ class SearchResult:
     certificate: Certificate
 
 
-@dataclass(frozen=True)
-class InfeasibleReport:
-    """Why nothing fits, and the cheapest change that would."""
+class _Outcome(Enum):
+    """What became of a candidate."""
 
-    stage: int
-    term: str
-    needed_bytes: float
-    available_bytes: float
-    config: str
-    cheapest_change: str
+    ILLEGAL = "illegal"
+    TOO_BIG = "too big"
+    BOUNDED_OUT = "bounded out"
+    SOLVED = "solved"
 
 
-class NothingFits(InfeasibleError):
-    """No plan of the space fits the memory; `report` says what stands in the way."""
-
-    def __init__(self, message: str, report: InfeasibleReport) -> None:
-        super().__init__(message)
-        self.report = report
-
-
-class _Points:
-    """Layouts and workloads by (tp, micro-batch size, context, expert degrees), solved when first asked for."""
-
-    def __init__(self, request: PlanRequest, phases: dict[str, float]) -> None:
-        self.request, self.phases = request, phases
-        self.precision = precision_of(request.precision)
-        self.found: dict[tuple[int, int, int, ExpertDegrees | None], IntraPoint | None] = {}
-        self.gap = 0.0
-
-    def get(self, tp: int, size: int, cp: int = 1, experts: ExpertDegrees | None = None) -> IntraPoint | None:
-        """None where no layout exists."""
-        key = (tp, size, cp, experts)
-        if key not in self.found:
-            try:
-                self.found[key] = self._solve(tp, size, cp, experts)
-            except InfeasibleError:
-                self.found[key] = None
-        return self.found[key]
-
-    def _solve(self, tp: int, size: int, cp: int, experts: ExpertDegrees | None) -> IntraPoint:
-        r, start = self.request, time.perf_counter()
-        _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
-        env = {"b": size, "s": r.seq_len // cp}
-        steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
-        slack = r.pins.get("state_slack", 1.02)
-        settings = IntraSettings(axes, r.cluster, env, steps, slack, r.profile, r.mode, self.precision, cp)
-        problem = build_problem(r.graph, settings)
-        built = time.perf_counter()
-        solution = solve(problem)
-        solved = time.perf_counter()
-        works = Works(r.graph, axes, env, context=cp, precision=self.precision, device_type=r.cluster.device_type)
-        work = workload(r.graph, solution.selection, works, experts)
-        point = IntraPoint(axes, solution, work, op_times(work, settings.costs))
-        self.gap = max(self.gap, solution.gap)
-        self.phases["intra-op build"] += built - start
-        self.phases["intra-op solve"] += solved - built
-        self.phases["workloads"] += time.perf_counter() - solved
-        return point
-
-
-def _config(candidate: Candidate, request: PlanRequest) -> ParallelConfig:
-    c = candidate
-    recompute = request.pins.get("recompute", "none")
-    return ParallelConfig(
-        dp=c.dp,
-        tp=c.tp,
-        pp=c.pp,
-        zero_stage=c.zero_stage,
-        micro_batch_size=c.micro_batch_size,
-        num_micro_batches=c.num_micro_batches,
-        schedule=request.pins.get("schedule", "1F1B"),
-        recompute=recompute,
-        state_slack=request.pins.get("state_slack", 1.02),
-    )
+_Entry = tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]  # step, cut, layers computed again
 
 
 class _Search:
+    """One search. Every candidate has at most one outcome, with the rule or term that decided; without one it is open.
+
+    Attributes:
+        bounds: the best lower bound in seconds of each candidate that has one.
+        best: evaluated plans, best first.
+    """
+
     def __init__(self, request: PlanRequest) -> None:
+        check_task(request)
         self.request, self.start = request, time.perf_counter()
         self.phases: dict[str, float] = defaultdict(float)
-        self.points = _Points(request, self.phases)
-        self.costs = Costs(request.cluster, request.profile, request.mode)
-        self.precision = precision_of(request.precision)
-        if not 0 <= request.memory_margin < 1:
-            raise PinError(f"memory_margin={request.memory_margin!r}: must be at least 0 and less than 1")
-        self.capacity = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
-        self.best: list[tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]] = []
-        self.too_big: Counter[str] = Counter()
+        self.points = Points(request, self.phases)
+        self.quick = QuickMemory(request, self.points.capacity_bytes)
+        self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
+        self.bounds: dict[Candidate, float] = {}
+        self.cutters: dict[Candidate, Cutter] = {}
+        self.best: list[_Entry] = []
         self.shortages: list[tuple[Shortage, Candidate]] = []
-        self.stopped, self.no_layout = "", 0
-
-    def cutter(self, candidate: Candidate) -> Cutter | None:
-        """None where no layout exists."""
-        point = self.points.get(candidate.tp, candidate.micro_batch_size)
-        if point is None:
-            return None
-        pins, config = self.request.pins, _config(candidate, self.request)
-        pricer = Pricer(point.workload, config, self.costs, self.precision, point.times)
-        stages = tuple(pins["stages"]) if pins.get("stages") is not None else None
-        return Cutter(pricer, self.capacity, pins.get("recompute"), stages)
+        self.status = Status.COMPLETE
+        self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
 
     def run(self) -> SearchResult:
         """Bound all, then refine and evaluate best first."""
         r = self.request
-        checked = self._space()
-        heap: list[tuple[float, int, Candidate, Cutter]] = []
-        unseen = False
-        quick = _QuickMemory(r, self.capacity)
+        with self._phase("space"):
+            checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed)
         try:
             for candidate in checked.candidates:
-                if heap and self._out_of_time():  # what was not looked at is open
-                    unseen = True
+                if self.cutters and self._out_of_time():  # what was not looked at is open
                     break
-                if quick.too_big(candidate):
-                    self.too_big["activations"] += 1
-                    continue
-                with self._phase("bounds"):
-                    cutter = self.cutter(candidate)
-                    if cutter is None:
-                        self.no_layout += 1
-                        continue
-                    heap.append((cutter.quick_bound_s(), 0, candidate, cutter))
-            num_solved, least_open = self._best_first(heap)
-            least_open = 0.0 if unseen else least_open
+                self._bound(candidate)
+            self._best_first()
+            if not self.best:
+                self._least_memory_first(checked)
         except KeyboardInterrupt:
             if not self.best:
                 raise
-            self.stopped, num_solved, least_open = "interrupted", len(self.best), 0.0
+            self.status = Status.INTERRUPTED
         if not self.best:
-            raise self._nothing_fits(checked)
-        plans = tuple(self._planned(entry) for entry in self.best[: r.top])
-        best = self.best[0][0]
-        illegal = dict(checked.illegal)
-        if self.no_layout:
-            illegal["no layout exists at this tp"] = self.no_layout
-        certificate = Certificate(
-            considered=checked.num_considered,
-            illegal=sum(illegal.values()),
-            too_big=self.too_big.total(),
-            bounded_out=checked.num_considered - sum(illegal.values()) - self.too_big.total() - num_solved,
-            solved=num_solved,
-            gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
-            solve_time_s=time.perf_counter() - self.start,
-            restrictions=(
-                *_RESTRICTIONS,
-                f"{r.memory_margin:.0%} of the memory left free",
-                *plans[0].point.solution.restrictions,
-                *checked.restrictions,
-            ),
-            status=self.stopped or "complete",
-            illegal_by_rule=illegal,
-            too_big_by_term=dict(self.too_big),
-            by_phase_s=dict(self.phases),
-            intra_gap=self.points.gap,
-        )
-        return SearchResult(plans, certificate)
+            raise self._nothing(checked)
+        return SearchResult(tuple(self._planned(entry) for entry in self.best[: r.top]), self._certificate(checked))
 
-    def _space(self) -> Space:
-        r, start = self.request, time.perf_counter()
-        check_sequence(r.graph, r.seq_len)
-        found = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed)
-        if r.pins.get("stages") is not None:
-            for pp, tp, dp in sorted({(c.pp, c.tp, c.dp) for c in found.candidates})[:1]:
-                check_degrees(r.graph, ParallelConfig(pp=pp, tp=tp, dp=dp, stages=tuple(r.pins["stages"])))
-        self.phases["space"] += time.perf_counter() - start
-        return found
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self.start
 
     def _out_of_time(self) -> bool:
-        if time.perf_counter() - self.start > self.request.time_limit_s:
-            self.stopped = "stopped by time limit"
-        return bool(self.stopped)
+        if self._elapsed_s() > self.request.time_limit_s:
+            self.status = Status.TIME_LIMIT
+        return self.status is Status.TIME_LIMIT
+
+    def _layout_limit_s(self) -> float:
+        """How long the next layout may take: what is left, and more while there is nothing to go on with."""
+        total = self.request.time_limit_s if self.cutters else self.patience_s
+        return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -313,247 +201,181 @@ class _Search:
         finally:
             self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
 
-    def _best_first(self, heap: list[tuple[float, int, Candidate, Cutter]]) -> tuple[int, float]:
-        """Take the least bound; refine it the first time, evaluate it the second.
+    # -- candidates -------------------------------------------------------------------------------------------------
 
-        Returns: how many were evaluated, and the least bound that is still open among them.
-        """
-        solved, least_open = 0, math.inf
+    def _bound(self, candidate: Candidate, limit_s: float | None = None) -> None:
+        """Decide it, or give it a cutter and a first bound; it stays without where its layout was stopped."""
+        if self.quick.too_big(candidate):
+            self.outcomes[candidate] = (_Outcome.TOO_BIG, "activations")
+            return
+        with self._phase("bounds"):
+            try:
+                cutter = self.points.cutter(candidate, self._layout_limit_s() if limit_s is None else limit_s)
+            except StoppedError:
+                return
+            if cutter is None:
+                self.outcomes[candidate] = (_Outcome.ILLEGAL, "no layout exists at this tp")
+                return
+            self.bounds[candidate] = cutter.quick_bound_s()
+            self.cutters[candidate] = cutter
+
+    def _refine(self, candidate: Candidate) -> float:
+        """The bound that knows of memory; inf, and decided, if nothing fits."""
+        cutter = self.cutters[candidate]
+        with self._phase("bounds"):
+            bound = cutter.bound_s()
+            if bound == math.inf:
+                self._too_big(candidate)
+            else:
+                self.bounds[candidate] = bound
+        return bound
+
+    def _too_big(self, candidate: Candidate) -> None:
+        shortage = self.cutters[candidate].shortage()
+        self.shortages.append((shortage, candidate))
+        self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
+
+    def _cutoff_s(self) -> float:
+        """What a plan must be below to be among those asked for."""
+        return self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
+
+    def _best_first(self) -> None:
+        """Take the least bound; refine it the first time, evaluate it the second."""
+        heap = [(bound, 0, candidate) for candidate, bound in self.bounds.items()]
         heapq.heapify(heap)
         while heap:
-            bound, refined, candidate, cutter = heap[0]
-            cutoff = self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
+            bound, refined, candidate = heap[0]
+            cutoff = self._cutoff_s()
             if bound >= cutoff:
-                break
-            if self.best and self._out_of_time():
-                return solved, min(least_open, bound)
+                return
+            if self._out_of_time() and (self.best or self._elapsed_s() > self.patience_s / 2):
+                return
             heapq.heappop(heap)
-            if not refined:
-                with self._phase("bounds"):
-                    bound = cutter.bound_s()
-                    if bound == math.inf:
-                        self._too_big(candidate, cutter)
-                    else:
-                        heapq.heappush(heap, (bound, 1, candidate, cutter))
-                continue
-            with self._phase("evaluation"):
+            if refined:
                 actions = 2 * candidate.pp * candidate.num_micro_batches
-                cut = cutter.search(cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
-            if cut.chunks is None and cut.exact and cutoff == math.inf:
-                self._too_big(candidate, cutter)
+                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
                 continue
-            solved += 1
-            if cut.chunks is not None:
-                self.best.append((cut.step_s, candidate, cut.chunks, cut.recompute))
-                self.best.sort(key=lambda e: (e[0], e[1]))
-            if not cut.exact:
-                least_open = min(least_open, cut.bound_s)
-        return solved, least_open
+            bound = self._refine(candidate)
+            if bound < math.inf:
+                heapq.heappush(heap, (bound, 1, candidate))
 
-    def _too_big(self, candidate: Candidate, cutter: Cutter) -> None:
-        shortage = cutter.shortage()
-        self.too_big[shortage.term] += 1
-        self.shortages.append((shortage, candidate))
+    def _evaluate(self, candidate: Candidate, cutoff_s: float, max_evaluated: int) -> None:
+        """Search its cuts; it stays open if that neither finds one nor shows that there is none."""
+        with self._phase("evaluation"):
+            cut = self.cutters[candidate].search(cutoff_s, max_evaluated)
+        if cut.chunks is None and cut.exact and cutoff_s == math.inf:
+            self._too_big(candidate)
+        elif cut.chunks is not None:
+            self._take(candidate, cut)
+        elif cut.exact:
+            self.outcomes[candidate] = (_Outcome.SOLVED, "")
+            self.bounds[candidate] = max(self.bounds[candidate], cutoff_s)
+        else:
+            self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
 
-    def _planned(self, entry: tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]) -> Planned:
+    def _take(self, candidate: Candidate, cut: Cut) -> None:
+        self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
+        self.outcomes[candidate] = (_Outcome.SOLVED, "")
+        self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
+        self.best.sort(key=lambda e: (e[0], e[1]))
+
+    def _least_memory_first(self, checked: Space) -> None:
+        """Nothing was found: what is still open, until the first plan that fits or until patience ends."""
+        rest = [c for c in checked.candidates if c not in self.outcomes]
+        for candidate in sorted(rest, key=least_memory_first):
+            left = self.patience_s - self._elapsed_s()
+            if left <= 0:
+                return
+            if candidate not in self.cutters:
+                self._bound(candidate, min(ILP_LIMIT_S, left))
+            if candidate in self.cutters and self._refine(candidate) < math.inf:
+                actions = 2 * candidate.pp * candidate.num_micro_batches
+                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // actions))
+            if self.best:
+                return
+
+    # -- the answer -------------------------------------------------------------------------------------------------
+
+    def _planned(self, entry: _Entry) -> Planned:
         _, candidate, chunks, recompute = entry
+        pricer = self.points.pricer(candidate)
         point = self.points.get(candidate.tp, candidate.micro_batch_size)
-        if point is None:
+        if pricer is None or point is None:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
-        config = _config(candidate, self.request)
-        pricer = Pricer(point.workload, config, self.costs, self.precision, point.times)
         estimate = pricer.estimate(chunks, recompute, events=True)
-        searched = "recompute" not in self.request.pins
-        config = replace(config, stages=chunks, recompute=recompute if searched else config.recompute)
+        config: ParallelConfig = replace(candidate_config(candidate, self.request.pins), stages=chunks)
+        if "recompute" not in self.request.pins:
+            config = replace(config, recompute=recompute)
         return Planned(config, estimate, point)
 
-    def _nothing_fits(self, checked: Space) -> InfeasibleError:
-        r = self.request
-        if not self.shortages:
-            for candidate in sorted(checked.candidates, key=lambda c: (c.micro_batch_size, -c.tp, -c.zero_stage))[:8]:
-                cutter = self.cutter(candidate)
-                if cutter is not None:
-                    self.shortages.append((cutter.shortage(), candidate))
-        if not self.shortages:
-            return InfeasibleError(f"no layout of {r.graph.name} exists at any tensor-parallel degree that is allowed")
-        shortage, candidate = min(self.shortages, key=lambda e: (e[0].needed_bytes, e[1]))
-        c = candidate
-        name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"
-        change = self._cheapest_change(shortage)
-        report = InfeasibleReport(
-            shortage.stage, shortage.term, shortage.needed_bytes, shortage.available_bytes, name, change
+    def _certificate(self, checked: Space) -> Certificate:
+        best, cutoff, least_open, num_open = self.best[0][0], self._cutoff_s(), math.inf, 0
+        for candidate in checked.candidates:
+            bound = self.bounds.get(candidate, 0.0)
+            if candidate not in self.outcomes and bound >= cutoff:
+                self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
+            num_open += candidate not in self.outcomes
+            if self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is _Outcome.SOLVED:
+                least_open = min(least_open, bound)
+        counts = Counter(outcome for outcome, _ in self.outcomes.values())
+        rules = Counter(detail for outcome, detail in self.outcomes.values() if outcome is _Outcome.ILLEGAL)
+        status = self.status
+        if status is Status.TIME_LIMIT and not num_open:  # it was just done
+            status = Status.COMPLETE
+        if status is Status.COMPLETE and not self.points.all_proved:
+            status = Status.LAYOUTS
+        return Certificate(
+            considered=checked.num_considered,
+            illegal=sum(checked.illegal.values()) + counts[_Outcome.ILLEGAL],
+            too_big=counts[_Outcome.TOO_BIG],
+            bounded_out=counts[_Outcome.BOUNDED_OUT],
+            solved=counts[_Outcome.SOLVED],
+            open=num_open,
+            gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
+            solve_time_s=self._elapsed_s(),
+            restrictions=self._restrictions(checked),
+            status=status,
+            illegal_by_rule={**checked.illegal, **rules},
+            too_big_by_term=Counter(d for outcome, d in self.outcomes.values() if outcome is _Outcome.TOO_BIG),
+            by_phase_s=dict(self.phases),
+            intra_gap=self.points.gap,
         )
-        message = (
-            f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB on stage "
-            f"{shortage.stage}, a plan may use {shortage.available_bytes / 1e9:.1f} of a device's "
-            f"{r.cluster.device.memory_bytes / 1e9:.1f} GB; the largest term is "
-            f"{shortage.term}. {change}"
-        )
-        return NothingFits(message, report)
 
-    def _cheapest_change(self, shortage: Shortage) -> str:
-        """Dropping one pin costs nothing; else a shorter sequence is another task, so more devices; else memory."""
+    def _restrictions(self, checked: Space) -> tuple[str, ...]:
+        """Everything that narrows the space."""
         r = self.request
-        for name in r.pins:
-            pins = {k: v for k, v in r.pins.items() if k != name}
-            if _feasible(replace(r, pins=pins)):
-                return f"Without the pin {name}={r.pins[name]} it fits."
-        if not r.executed:
-            pins = {k: v for k, v in r.pins.items() if k in ("state_slack",)}
-            for factor in (2, 4, 8, 16, 32):
-                cluster = r.cluster.with_(nodes=r.cluster.num_nodes * factor)
-                batch = max(r.global_batch_size, 1)
-                if _feasible(replace(r, cluster=cluster, pins=pins, global_batch_size=batch)):
-                    others = " and without pins" if r.pins else ""
-                    return f"With {cluster.num_nodes} nodes ({cluster.num_devices} devices){others} it fits."
-        missing = shortage.needed_bytes - shortage.available_bytes
-        return f"With {missing / 1e9:.1f} GB more memory per device it fits."
+        out = list(_RESTRICTIONS)
+        if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
+            out.append(_EXPERTS)
+        if "recompute" not in r.pins:
+            out.append("recompute: none or full, the first layers of a stage")
+        if "schedule" not in r.pins:
+            out.append("schedule 1F1B")
+        out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
+        out.append(f"{r.memory_margin:.0%} of the memory left free")
+        if r.executed:
+            out.append("what the runtime executes")
+        found = self.points.get(self.best[0][1].tp, self.best[0][1].micro_batch_size)
+        layouts = () if found is None else found.solution.restrictions
+        return (*out, *layouts, *checked.restrictions)
 
-
-class _QuickMemory:
-    """A lower bound of memory that needs no layout: the largest value and the values between units, split over tp."""
-
-    def __init__(self, request: PlanRequest, capacity: float) -> None:
-        self.capacity = capacity
-        graph, env = request.graph, {"b": 1, "s": request.seq_len}
-        works = Works(graph, (), env, precision=precision_of(request.precision))
-        sizes = [
-            works.num_bytes(b.name, v, ())
-            for b in graph.blocks.values()
-            for v in b.values.values()
-            if v.requires_grad and v.name not in b.params
-        ]
-        self.largest = max(sizes, default=0.0)
-
-    def too_big(self, candidate: Candidate) -> bool:
-        """True if the largest value of the graph alone does not fit."""
-        return self.largest * candidate.micro_batch_size / candidate.tp > self.capacity
-
-
-def check_sequence(graph: ModelGraph, seq_len: int) -> None:
-    """PinError for a sequence that is no count, or longer than a table of learned positions."""
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-        raise PinError(f"seq_len={seq_len!r}: must be a whole number of at least 1")
-    for block in graph.blocks.values():
-        for node in block.nodes:
-            if node.op == "embedding":
-                table, index = (block.values[n] for n in node.tensor_inputs[:2])
-                symbols = {name for size in index.shape for name in size.symbols}
-                rows = table.shape[0].value
-                if symbols == {"s"} and rows is not None and rows < seq_len:
-                    raise PinError(
-                        f"seq_len={seq_len}, but {graph.name} has {rows} learned positions; nearest legal: {rows}"
-                    )
+    def _nothing(self, checked: Space) -> Exception:
+        """The error where no plan was found."""
+        num_open = sum(c not in self.outcomes for c in checked.candidates)
+        if num_open:
+            r = self.request
+            return StoppedError(
+                f"no plan was found in {self._elapsed_s():.0f} s (time limit {r.time_limit_s:g} s), and {num_open} of "
+                f"{checked.num_considered} candidates are not decided: nothing says that none fits; raise the time "
+                "limit, or pin some degrees"
+            )
+        return nothing_fits(self.points, checked.candidates, self.shortages)
 
 
 def search_plan(request: PlanRequest) -> SearchResult:
     """The best plans of the space, and the certificate.
 
-    Raises: PinError for pins that leave nothing legal; NothingFits, with a report, if no plan fits the memory.
+    Raises: PinError for pins that leave nothing legal; NothingFits, with a report, if no plan fits the memory;
+    StoppedError if none was found in time.
     """
     return _Search(request).run()
-
-
-def _feasible(request: PlanRequest) -> bool:
-    """True if some plan fits."""
-    search = _Search(request)
-    try:
-        candidates = search._space().candidates
-    except PinError:
-        return False
-    quick = _QuickMemory(request, search.capacity)
-    for candidate in sorted(candidates, key=lambda c: (c.micro_batch_size, -c.zero_stage, -c.tp, -c.pp)):
-        if search._out_of_time():
-            return False
-        if quick.too_big(candidate):
-            continue
-        cutter = search.cutter(candidate)
-        if cutter is not None and cutter.bound_s() < math.inf and cutter.search(math.inf, 4).chunks is not None:
-            return True
-    return False
-
-
-def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
-    """Price one given configuration, whether it fits or not (see `Estimate.fits`).
-
-    Stages that are not given are balanced by time. Raises: PinError for degrees that the cluster or model cannot take.
-    """
-    r = request
-    check_sequence(r.graph, r.seq_len)
-    _check_config(r, config)
-    phases: dict[str, float] = defaultdict(float)
-    experts = None
-    if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
-        experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp)
-    point = _Points(r, phases).get(config.tp, config.micro_batch_size, config.cp, experts)
-    if point is None:
-        raise InfeasibleError(f"no layout of {r.graph.name} exists at tp={config.tp}")
-    pricer = Pricer(point.workload, config, Costs(r.cluster, r.profile, r.mode), precision_of(r.precision), point.times)
-    num_chunks = config.pp * config.virtual_stages
-    if config.stages is not None:
-        chunks = config.stages
-    elif config.virtual_stages == 1:
-        relaxed = Cutter(pricer, math.inf, config.recompute if isinstance(config.recompute, str) else "none")
-        chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
-    else:
-        n = pricer.num_units
-        chunks = tuple((k + 1) * n // num_chunks - k * n // num_chunks for k in range(num_chunks))
-    recompute = _recompute_counts(pricer, config, chunks)
-    estimate = pricer.estimate(chunks, recompute, events=True)
-    return Planned(replace(config, stages=chunks), estimate, point)
-
-
-def _recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(config.recompute, tuple):
-        if len(config.recompute) != len(chunks):
-            raise PinError(f"recompute={config.recompute} has {len(config.recompute)} entries for {len(chunks)} stages")
-        return config.recompute
-    if config.recompute != "full":
-        return (0,) * len(chunks)
-    out, at = [], 0
-    for count in chunks:
-        out.append(sum(pricer.workload.layers[at : at + count]))
-        at += count
-    return tuple(out)
-
-
-def _check_config(request: PlanRequest, config: ParallelConfig) -> None:
-    """Rules of one given configuration."""
-    devices, c = request.cluster.num_devices, config
-    for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages"):
-        value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PinError(f"{name}={value!r}: must be a whole number of at least 1; nearest legal: 1")
-    if c.zero_stage not in (0, 1, 2, 3):
-        raise PinError(f"zero_stage={c.zero_stage!r} does not exist; use 0, 1, 2 or 3")
-    if c.num_devices != devices:
-        rest = c.pp * c.cp * c.tp
-        nearest = f"dp={devices // rest}" if devices % rest == 0 else "degrees whose product is the number of devices"
-        raise PinError(
-            f"pp={c.pp} x dp={c.dp} x cp={c.cp} x tp={c.tp} = {c.num_devices} devices, but the cluster has {devices}; "
-            f"nearest legal: {nearest}"
-        )
-    check_degrees(request.graph, replace(c, stages=None) if c.virtual_stages > 1 else c)
-    if request.seq_len % c.cp:
-        near = max(d for d in divisors(request.seq_len) if d <= c.cp)
-        raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
-    num_experts = [
-        int(n.attrs["num_experts"]) for b in request.graph.blocks.values() for n in b.nodes if n.op == "experts"
-    ]
-    etp = c.tp if c.etp is None else c.etp
-    if c.ep > 1 and not num_experts:
-        raise PinError(f"ep={c.ep}, but {request.graph.name} has no experts; nearest legal: ep=1")
-    if num_experts and min(num_experts) % c.ep:
-        near = max(d for d in divisors(min(num_experts)) if d <= c.ep)
-        raise PinError(f"ep={c.ep} does not divide the {min(num_experts)} experts; nearest legal: ep={near}")
-    if (c.dp * c.cp * c.tp) % (c.ep * etp):
-        raise PinError(
-            f"ep={c.ep} x etp={etp} does not divide dp x cp x tp = {c.dp * c.cp * c.tp}, which expert parallelism is "
-            "folded from"
-        )
-    batch = c.dp * c.micro_batch_size * c.num_micro_batches
-    if batch != request.global_batch_size:
-        raise PinError(
-            f"dp={c.dp} x micro_batch_size={c.micro_batch_size} x num_micro_batches={c.num_micro_batches} = {batch}, "
-            f"but the global batch is {request.global_batch_size}"
-        )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoplan.report import numbers
-from autoplan.report.text import plain_table
+from autoplan.report.text import plain_table, proof_text
 
 WIDTH = 110
 QUIET = 0.1  # processors taken by others: less does not disturb; the system counts in hundredths of a second
@@ -25,7 +25,6 @@ TERMS = {
     "tp_comm": "tp_comm (inside blocks)",
     "dp_comm": "dp_comm (exposed)",
     "pp_comm": "pp_comm (exposed)",
-    "accumulate": "accumulate (gradients)",
     "overhead": "overhead (fixed costs)",
     "optimizer": "optimizer",
     "bubble": "bubble (stages that wait)",
@@ -241,7 +240,7 @@ def profile_line(profile: Mapping[str, Any]) -> str:
     if held:
         worst = max(held, key=lambda name: held[name]["median"])
         error = f"; median error on held-out shapes at most {100 * held[worst]['median']:.0f} % ({worst})"
-    left_out = [n for n in profile["notes"] if "time was over" in n or n.startswith("not measured")]
+    left_out = [n for n in profile["notes"] if n.startswith("no time for")]
     lacking = f"; not complete, {len(left_out)} of its notes say what is missing" if left_out else ""
     return (
         f"prices: profile {profile['path']} ({first}; {profile['num_ops']} operations, {profile['num_links']} times of "
@@ -251,12 +250,12 @@ def profile_line(profile: Mapping[str, Any]) -> str:
 
 def certificate_line(c: Mapping[str, Any]) -> str:
     """What was searched, and how far from the best the plan may be."""
-    gap = "the best of this space" if c["gap"] <= 1e-6 else f"at most {100 * c['gap']:.1f} % above the best"
     rules = "".join(f", {name} {count}" for name, count in c["illegal_by_rule"].items())
     return (
         f"certificate: {c['considered']} candidates: {c['illegal']} illegal{rules}, {c['too_big']} too big, "
-        f"{c['bounded_out']} bounded out, {c['solved']} solved in {c['solve_time_s']:.1f} s: {gap}, gap {c['gap']:.2g} "
-        f"(of the layouts inside {c['intra_gap']:.2g}), {c['status']}, at these prices"
+        f"{c['bounded_out']} bounded out, {c['solved']} solved, {c['open']} left open in {c['solve_time_s']:.1f} s: "
+        f"{proof_text(c['gap'], c['intra_gap'])}, gap {c['gap']:.2g} (of the layouts inside {c['intra_gap']:.2g}), "
+        f"{c['status']}, at these prices"
     )
 
 

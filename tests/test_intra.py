@@ -28,7 +28,7 @@ from autoplan.cost_models.errors import InfeasibleError, LayoutError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, AxisType, I, Layout, P, R, shard
 from autoplan.cost_models.units import GB, GIB, MICRO, TERA
-from autoplan.search.intra import IntraSolution, brute_force, solve
+from autoplan.search.intra import IntraSolution, StoppedError, brute_force, solve
 from autoplan.search.problem import (
     Choice,
     IntraProblem,
@@ -315,9 +315,11 @@ def test_a_conflict_of_two_choices_is_found() -> None:
 
 
 def test_a_stop_by_time_is_no_proof() -> None:
+    """Of nothing: neither a solution nor its absence, so it is no InfeasibleError."""
     problem = intra(llama(1024), (2,))
-    with pytest.raises(InfeasibleError, match="within 0 s"):
+    with pytest.raises(StoppedError, match="within 0 s"):
         solve(problem, 0.0)
+    assert not issubclass(StoppedError, InfeasibleError)
     with pytest.raises(ValueError, match="too many to enumerate"):
         brute_force(problem)
 

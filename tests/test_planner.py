@@ -5,30 +5,39 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import models
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan import infeasible, planner, points
 from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
-from autoplan.planner import NothingFits, PlanRequest, estimate_config, search_plan
+from autoplan.planner import InfeasibleReport, NothingFits, PlanRequest, StoppedError, estimate_config, search_plan
+from autoplan.report.data import certificate
+from autoplan.report.text import proof_text
+from autoplan.search.intra import IntraSolution
+from autoplan.search.problem import IntraProblem
 from autoplan.search.space import Candidate, space
-from autoplan.search.stages import Cutter
+from autoplan.search.stages import Cutter, Shortage
 
 SEQ = 64
+INTERLEAVED = "Interleaved1F1B"
 
 
 @functools.cache
@@ -188,7 +197,7 @@ def test_bounds_never_exceed_the_truth_and_the_cut_is_the_best(drawn: tuple[Pric
 def test_the_certificate_adds_up() -> None:
     found = search_plan(request(4, int(least_memory(4) * 0.8), top=3, pins={"recompute": "none"}))
     c = found.certificate
-    assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved
+    assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved and c.open == 0
     assert c.illegal == sum(c.illegal_by_rule.values()) and c.too_big == sum(c.too_big_by_term.values())
     assert min(c.too_big, c.bounded_out, c.solved) > 0 and c.restrictions and 0 <= c.intra_gap < 1e-5
     steps = [p.estimate.step_time_s.mid for p in found.plans]
@@ -204,7 +213,82 @@ def test_the_same_request_gives_the_same_plan() -> None:
 
 def test_a_stop_by_time_still_gives_a_plan_and_is_labelled() -> None:
     found = search_plan(replace(request(4), time_limit_s=0.0))
-    assert found.plans and found.certificate.status == "stopped by time limit" and found.certificate.gap == 1.0
+    c = found.certificate
+    assert found.plans and c.status == "stopped by time limit" and c.gap == 1.0
+    assert c.open > 0 and c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
+    assert "no bound" in proof_text(c.gap, c.intra_gap) and certificate(c)["open"] == c.open
+
+
+def test_a_stop_before_anything_fits_goes_on_until_something_does() -> None:
+    """What the time limit left unseen is not "nothing fits"."""
+    tight = request(4, int(least_memory(4) * 0.8))
+    assert search_plan(replace(tight, time_limit_s=0.0)).plans[0].estimate.fits
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_LEAST_PATIENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stop_without_a_plan_does_not_say_that_nothing_fits() -> None:
+    with pytest.raises(StoppedError, match=r"no plan was found in .* not decided: nothing says that none fits"):
+        search_plan(replace(request(4), time_limit_s=0.0))
+
+
+def test_a_layout_that_was_stopped_leaves_its_candidates_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are neither illegal nor decided, and nothing bounds them."""
+    whole, inside = search_plan(request(2)).certificate, points.solve
+    asked: list[int] = []
+
+    def stopped_once(problem: IntraProblem, limit_s: float) -> IntraSolution:
+        asked.append(1)
+        if len(asked) == 2:
+            raise StoppedError("no layout found")
+        return inside(problem, limit_s)
+
+    monkeypatch.setattr(points, "solve", stopped_once)
+    c = search_plan(request(2)).certificate
+    assert c.status == "layouts stopped by time limit" and c.gap == 1.0
+    assert c.open > 0 and c.illegal_by_rule == whole.illegal_by_rule
+    assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
+
+
+def test_an_interrupt_keeps_the_best_and_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def search(self: Cutter, *args: Any, **kw: Any) -> Any:
+        seen.append(1)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return known(self, *args, **kw)
+
+    known = Cutter.search
+    monkeypatch.setattr(Cutter, "search", search)
+    c = search_plan(request(4, top=3)).certificate
+    assert c.status == "interrupted" and c.open > 0 and c.solved == 1
+    assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
+
+
+def test_the_gap_in_words() -> None:
+    """A gap is relative to the plan found: the best is so much shorter, not the plan so much longer."""
+    assert proof_text(0.0, 0.0) == "the best of this space"
+    assert proof_text(0.5, 0.0) == "the best step of this space is at most 50 % shorter"
+    assert proof_text(0.0, 0.02) == "the best of this space, layouts inside layers at most 2.0 % shorter"
+    assert {"open", "intra_gap"} <= set(certificate(search_plan(request(2)).certificate))
+
+
+def test_every_restriction_is_named() -> None:
+    def named(**pins: Any) -> str:
+        return "; ".join(search_plan(request(2, pins=pins)).certificate.restrictions)
+
+    free = named()
+    for text in ("cp = 1", "no virtual stages", "tp over neighbours", "recompute: none or full", "schedule 1F1B"):
+        assert text in free
+    assert "ep = 1" not in free  # it has no experts
+    pinned = named(recompute="selective", zero_stage=1)
+    assert "recompute: none or full" not in pinned and "recompute pinned to selective" in pinned
+    assert "zero_stage pinned to 1" in pinned
 
 
 @pytest.mark.parametrize(
@@ -249,7 +333,7 @@ def test_the_breakdown_adds_up_and_intervals_are_ordered() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_follows_the_zero_table(zero: int) -> None:
-    config = ParallelConfig(dp=4, zero_stage=zero, micro_batch_size=2)
+    config = ParallelConfig(dp=4, zero_stage=zero, num_micro_batches=2)
     terms = estimate_config(request(4), config).estimate.stages[0].memory
     params = 4.0 * graph().num_params
     shard = params / 4
@@ -311,12 +395,52 @@ def test_every_priced_dimension_moves_the_price_the_right_way() -> None:
         (ParallelConfig(dp=16, num_micro_batches=4, schedule="magic"), "magic"),
         (ParallelConfig(dp=4, pp=4, num_micro_batches=16, virtual_stages=2), "virtual_stages|1F1B"),
         (ParallelConfig(tp=16, num_micro_batches=64, micro_batch_size=0), "micro_batch_size=0"),
+        (ParallelConfig(dp=16, num_micro_batches=4, etp=0), "etp=0: must be a whole number"),
+        (ParallelConfig(dp=16, num_micro_batches=4, etp=2), "etp=2, but llama-3.1-8b has no experts"),
+        (ParallelConfig(dp=16, num_micro_batches=4, state_slack=math.nan), "state_slack=nan"),
+        (ParallelConfig(dp=16, num_micro_batches=4, zero_stage=True), "zero_stage=True does not exist"),
+        (ParallelConfig(dp=16, num_micro_batches=4, schedule="ZB-H1", zero_stage=3), "nearest legal: zero_stage=2"),
+        (
+            ParallelConfig(dp=8, pp=2, num_micro_batches=8, schedule=INTERLEAVED, virtual_stages=2, stages=(8,) * 3),
+            r"has 3 entries for pp=2 x virtual_stages=2; give 4",
+        ),
+        (
+            ParallelConfig(dp=8, pp=2, num_micro_batches=8, schedule=INTERLEAVED, virtual_stages=2, stages=(1,) * 4),
+            r"4 positive numbers that add up to the model's 32 layers",
+        ),
+        (
+            ParallelConfig(dp=4, pp=4, num_micro_batches=16, schedule=INTERLEAVED, virtual_stages=16),
+            r"= 64 chunks need at least as many layers, the model has 32; nearest legal: virtual_stages=8",
+        ),
+        (
+            ParallelConfig(dp=16, num_micro_batches=4, schedule=INTERLEAVED, virtual_stages=2),
+            "virtual_stages=2 needs a pipeline",
+        ),
+        (ParallelConfig(dp=16, num_micro_batches=4, recompute="some"), "recompute='some' is not known"),
+        (ParallelConfig(dp=16, num_micro_batches=4, recompute=(1, 2)), r"has 2 entries for 1 stages; give 1"),
+        (ParallelConfig(dp=16, num_micro_batches=4, recompute=(999,)), r"stage 0 has 32 layers, not 999; .* legal: 32"),
+        (
+            ParallelConfig(dp=16, num_micro_batches=4, recompute={"model.layers.1": "selective"}),
+            "recompute='selective' is not supported for one block",
+        ),
+        (ParallelConfig(dp=16, num_micro_batches=4, recompute={"layer1": "full"}), "'layer1', which is not a block"),
     ],
     ids=lambda v: "" if isinstance(v, str) else str(v)[:40],
 )
 def test_configurations_that_cannot_be(config: ParallelConfig, message: str) -> None:
     with pytest.raises(PinError, match=message):
         large(config)
+
+
+def test_expert_degrees_that_cannot_be() -> None:
+    for ep, etp, message in (
+        (3, 1, "ep=3 does not divide the 8 experts; nearest legal: ep=2 or 4"),
+        (8, 4, r"ep=8 x etp=4 does not divide dp x cp x tp = 16, .* nearest legal: ep=4"),
+        (1, 3, "etp=3 does not divide the experts' inner size of 14336; nearest legal: etp=2 or 4"),
+        (1, 32, "nearest legal: etp=16"),
+    ):
+        with pytest.raises(PinError, match=message):
+            large(ParallelConfig(dp=16, num_micro_batches=4, ep=ep, etp=etp), "mixtral-8x7b")
 
 
 # -- nothing fits, nothing is legal ------------------------------------------------------------------------------------
@@ -342,9 +466,96 @@ def test_the_cheapest_change_does_fit() -> None:
     assert search_plan(replace(r, pins={k: v for k, v in r.pins.items() if k != name})).plans
 
 
+def test_what_would_fit_is_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pin, then all pins, then nodes with the pins, then without: the first that fits is said."""
+    r = request(4, 200_000, pins={"recompute": "none", "zero_stage": 0})
+    tried: list[tuple[int, frozenset[str]]] = []
+
+    def only(devices: int, pins: set[str]) -> str:
+        def feasible(changed: PlanRequest, deadline: float) -> bool | None:
+            tried.append((changed.cluster.num_devices, frozenset(changed.pins)))
+            return tried[-1] == (devices, pins)
+
+        monkeypatch.setattr(infeasible, "feasible", feasible)
+        return infeasible.cheapest_change(r, Shortage(0, "parameters", 3e9, 1e9))
+
+    assert only(4, {"zero_stage"}) == "Without the pin recompute=none it fits."
+    assert only(4, set()) == "Without pins it fits."
+    assert only(8, {"recompute", "zero_stage"}) == "With 2 nodes (8 devices) it fits."
+    assert only(16, set()) == "With 4 nodes (16 devices) and without pins it fits."
+    assert tried[-1] == (16, frozenset())
+    assert only(0, set()) == "With 2.0 GB more memory per device it fits."
+    assert "more memory" in infeasible.cheapest_change(
+        replace(r, memory_margin=0.5, executed=True), Shortage(0, "parameters", 3e9, 1e9)
+    )
+
+
+def test_out_of_time_is_not_infeasible() -> None:
+    assert infeasible.feasible(request(4), time.perf_counter() - 1) is None
+    assert infeasible.feasible(request(4), math.inf) is True
+    assert infeasible.feasible(request(4, 1000), math.inf) is False
+
+
+@pytest.mark.parametrize("kind", [NothingFits, StoppedError, *AutoplanError.__subclasses__()], ids=lambda k: k.__name__)
+def test_errors_travel_between_ranks(kind: type[AutoplanError]) -> None:
+    report = InfeasibleReport(1, "activations", 2.0, 1.0, "pp=1", "With 2 nodes it fits.")
+    error = NothingFits("too big", report) if kind is NothingFits else kind("too big")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind and str(again) == "too big" and getattr(again, "report", report) == report
+
+
+class Tied(torch.nn.Module):
+    """The head is the transposed table of embeddings: a view with a gradient and without the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.layers = torch.nn.Embedding(512, 16), torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in "ab")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.tok(ids)
+        for layer in self.layers:
+            h = h + torch.nn.functional.gelu(layer(h))
+        return h @ self.tok.weight.t()
+
+
+def tied_loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(out.view(-1, 512), batch["labels"].view(-1))
+
+
+@functools.cache
+def tied_graph() -> ModelGraph:
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    return capture(Tied(), {"ids": ids, "labels": ids.clone()}, tied_loss)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("seq_len", [2, 32])
+@pytest.mark.parametrize("name", ["tied", "llama"])
+def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: int, tp: int) -> None:
+    made = tied_graph() if name == "tied" else graph()
+    for size in (1, 8):
+        r = PlanRequest(made, cluster(tp, 1 << 40), seq_len, size, precision="native", memory_margin=0.0)
+        for recompute in ("none", "full"):
+            config = ParallelConfig(tp=tp, micro_batch_size=size, recompute=recompute)
+            terms = estimate_config(r, config).estimate.stages[0].memory
+            held = terms["activations"].mid + terms["transient"].mid
+            assert 0 < points.QuickMemory(r, 1.0).largest_bytes(size) / tp <= held
+
+
 @pytest.mark.parametrize(
     ("pins", "batch", "message"),
     [
+        ({"stages": 3}, 8, r"stages=3: must be positive numbers"),
+        ({"stages": [3, 0, 1, 0]}, 8, r"stages=\[3, 0, 1, 0\]: must be positive numbers"),
+        ({"stages": [2, 1, 1]}, 8, r"has 3 stages, which do not divide the 4 devices; nearest legal: 2 or 4 stages"),
+        ({"stages": [4, 4]}, 8, r"add up to the model's 4 layers"),
+        ({"zero_stage": True}, 8, r"zero_stage=True does not exist; use 0, 1, 2 or 3"),
+        ({"state_slack": math.nan}, 8, r"state_slack=nan: must be a number of at least 1"),
+        ({"recompute": {"model.layers.1": "selective"}}, 8, r"recompute='selective' is not supported for one block"),
+        ({"recompute": {"model.layers.9": "full"}}, 8, r"'model.layers.9', which is not a block; did you mean"),
+        ({"recompute": "full", "micro_batch_size": 8, "num_micro_batches": 8}, 8, r"=8 x num_micro_batches=8 = 64 "),
+        ({"dp": 4}, 3, r"dp=4 does not divide the global batch of 3; nearest legal: dp=1, or a global batch of 4"),
+        ({"dp": 2, "tp": 4}, 8, r"dp=2 x tp=4 x pp=1 = 8 devices, but the cluster has 4; nearest legal: dp=1"),
         ({"tp": 3}, 8, r"pin tp=3 does not divide the 4 devices; nearest legal: 2 or 4"),
         ({"zero": 3}, 8, r"unknown pin 'zero'; did you mean 'zero_stage'"),
         ({"micro_batch_size": 3}, 8, r"micro_batch_size=3 does not divide .* nearest legal: (2|4)"),
@@ -359,6 +570,18 @@ def test_the_cheapest_change_does_fit() -> None:
 def test_refusals(pins: dict[str, Any], batch: int, message: str) -> None:
     with pytest.raises(PinError, match=message):
         search_plan(request(4, batch=batch, pins=pins))
+
+
+def test_the_nearest_legal_value_is_legal() -> None:
+    """12 heads on 8 devices: neither 6 nor 12 can be; and one stage is all that a model without layers has."""
+    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 8, {"tp": 8})
+    with pytest.raises(PinError, match=r"tp=8 does not divide the 12 attention heads at .*; nearest legal: 4$"):
+        search_plan(r)
+    with pytest.raises(PinError, match=r"tp=8 does not divide the 12 attention heads at .*; nearest legal: 4$"):
+        estimate_config(replace(r, pins={}), ParallelConfig(tp=8, num_micro_batches=8))
+    flat = capture(torch.nn.Linear(4, 4), {"input": torch.zeros(2, 8, 4)}, lambda out, batch: out.sum())
+    with pytest.raises(PinError, match=r"pp=2 needs at least as many layers, the model has 1; nearest legal: 1$"):
+        search_plan(PlanRequest(flat, cluster(2, 1 << 40), 8, 4, {"pp": 2}))
 
 
 def test_a_sequence_beyond_learned_positions_is_refused() -> None:

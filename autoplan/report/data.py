@@ -16,8 +16,9 @@ Schema 1:
                               "memory_bytes": quantity}],
                   "breakdown_s": {term: quantity}, "run": null | {"tokens", "days", "usd": null | quantity}},
      "alternatives": [{"plan", "estimate"}],                       # plan: the next best ones
-     "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "gap", "solve_time_s",
-                     "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
+     "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
+                     "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
+                    # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
 
     {"schema": 1, "status": "infeasible", "message", "stage", "term", "needed_bytes", "available_bytes", "config",
      "cheapest_change"}                                            # where nothing fits; null for what is not known
@@ -141,7 +142,9 @@ def certificate(c: Certificate) -> dict[str, Any]:
         "too_big": c.too_big,
         "bounded_out": c.bounded_out,
         "solved": c.solved,
+        "open": c.open,
         "gap": c.gap,
+        "intra_gap": c.intra_gap,
         "solve_time_s": c.solve_time_s,
         "restrictions": list(c.restrictions),
         "status": c.status,

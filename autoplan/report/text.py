@@ -28,6 +28,7 @@ from autoplan.search.pins import layer_calls
 WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
 _TIGHT = 0.03  # of a device's memory: less than this is a warning
+_PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # a gap below it is rounding; that of the solver's tie-breaking is larger
 _TERMS = {
     "tp_comm": "communication inside layers",
     "cp_comm": "context-parallel communication",
@@ -254,14 +255,30 @@ def _ranking(out: Console, result: SearchResult, request: PlanRequest, tokens: f
     out.print(table)
 
 
+def proof_text(gap: float, intra_gap: float) -> str:
+    """What a certificate proves, in words. Both gaps are (found - bound) / found."""
+    if gap >= 1:
+        proof = "no bound on the best of this space"
+    elif gap > _PROVED:
+        proof = f"the best step of this space is at most {numbers.percent(gap)} shorter"
+    else:
+        proof = "the best of this space"
+    if intra_gap >= 1:
+        return f"{proof}, no bound on the layouts inside layers"
+    if intra_gap > _PROVED_INSIDE:
+        return f"{proof}, layouts inside layers at most {numbers.percent(intra_gap)} shorter"
+    return proof
+
+
 def _certificate(out: Console, c: Certificate) -> None:
     out.print()
-    proof = "the best of this space" if c.gap <= 1e-6 else f"at most {numbers.percent(c.gap)} above the best"
     state = "" if c.status == "complete" else f" ({c.status})"
+    undecided = f", {c.open:,} left open" if c.open else ""
     _paragraph(
         out,
         f"{c.considered:,} candidates: {c.illegal:,} illegal, {c.too_big:,} too big, {c.bounded_out:,} bounded out, "
-        f"{c.solved:,} solved in {c.solve_time_s:.1f} s: {proof}, at these prices{state}",
+        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof_text(c.gap, c.intra_gap)}, at these "
+        f"prices{state}",
         1,
     )
     for what, counts in (("illegal", c.illegal_by_rule), ("too big", c.too_big_by_term)):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import pulp
 
-from autoplan.cost_models.errors import InfeasibleError
+from autoplan.cost_models.errors import AutoplanError, InfeasibleError
 from autoplan.cost_models.layout import Layout
 from autoplan.search.problem import Choice, IntraProblem, Option, ValueKey, evaluate
 
@@ -28,10 +28,15 @@ from autoplan.search.problem import Choice, IntraProblem, Option, ValueKey, eval
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
 _SCALE = 1e3
 _TIE = 1e-6
+_EXPLAIN_S = 1.0  # at least this long to say why nothing satisfies a problem
 
 
 _Use = dict[Layout, list[pulp.LpVariable]]  # one operand of one choice: the options that take it in each layout
 _Prices = dict[tuple[Layout, Layout], float]
+
+
+class StoppedError(AutoplanError):
+    """Time ran out before an answer: neither a solution nor a proof that there is none."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +261,11 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
     Args:
         merge_chains: let element-wise chains follow their producer: fewer variables, and a restriction of the space.
 
-    Raises: InfeasibleError if nothing satisfies the problem, naming what stands in the way, or if time ran out first.
+    Raises: InfeasibleError if nothing satisfies the problem, naming what stands in the way; StoppedError if time ran
+        out before any solution was found.
     """
     start = time.perf_counter()
+    deadline = start + time_limit_s
     whole = problem
     problem = _prune(problem)
     if merge_chains:
@@ -268,14 +275,15 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
         state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
         model.lp += pulp.LpAffineExpression(state) <= 1.0
     built = time.perf_counter()
-    solver = make_solver(time_limit_s)
+    solver = make_solver(max(0.0, deadline - built))
     status = model.solve(solver, model.cost)
     if status == "Infeasible":
+        left = max(0.0, deadline - time.perf_counter())
         if merge_chains:  # perhaps only a conversion inside a chain helps
-            return solve(whole, time_limit_s, merge_chains=False)
-        raise _explain(problem, time_limit_s)
+            return solve(whole, left, merge_chains=False)
+        raise _explain(problem, max(_EXPLAIN_S, left))
     if status != "Optimal" or any(x.value() is None for xs in model.variables.values() for x in xs):
-        raise InfeasibleError(f"no solution found within {time_limit_s:g} s (solver says {status}); raise time_limit_s")
+        raise StoppedError(f"no layout found within {time_limit_s:.3g} s (solver says {status}); raise the time limit")
     selection: dict[str, Option] = {}
     for choice in problem.choices:
         taken = max(zip(model.variables[choice.name], choice.options, strict=True), key=lambda pair: pair[0].value())[1]
@@ -311,7 +319,11 @@ def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:
     if problem.state_budget_bytes is None:
         return InfeasibleError(f"the intra-op problem has no solution (solver says {status})")
     model = _Model(problem)
-    model.solve(make_solver(time_limit_s), model.state)
+    status = model.solve(make_solver(time_limit_s), model.state)
+    if status != "Optimal" or model.lp.sol_status != pulp.LpSolutionOptimal:
+        return InfeasibleError(
+            f"no combination of options keeps stored state within {problem.state_budget_bytes:,.0f} bytes"
+        )
     least = sum(size * (x.value() or 0.0) for x, size in model.state)
     sizes = {c.name: c.weight * min(o.state_bytes for o in c.options) for c in problem.choices}
     largest = max(sizes, key=lambda name: sizes[name])

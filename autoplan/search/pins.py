@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoplan.cost_models.config import ParallelConfig
@@ -19,79 +19,117 @@ from autoplan.rules.batch import batch_obstacle
 from autoplan.rules.table import flops, rule_for
 
 KNOWN = ("tp", "pp", "dp", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
+ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B",)
 RECOMPUTE = ("none", "full")
+_BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
+_COUNTS = ("tp", "pp", "dp", "micro_batch_size", "num_micro_batches")
+_MAX_LISTED = 8  # names in a message
 
 
-def _nearest_divisor(value: int, of: int) -> str:
-    """The nearest legal degrees: the divisors of `of` around `value`."""
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    below = [d for d in divisors if d < value]
-    above = [d for d in divisors if d > value]
-    return " or ".join(str(d) for d in [*below[-1:], *above[:1]])
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _integer(pins: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
-    value = pins.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PinError(f"pin {name}={value!r}: must be a whole number of at least {least}; nearest legal: {least}")
-    return value
+def around(value: int, legal: Iterable[int]) -> str:
+    """The legal values next to an illegal one, for a message: `2 or 4`."""
+    ordered = sorted(set(legal))
+    below = [n for n in ordered if n <= value]
+    above = [n for n in ordered if n > value]
+    return " or ".join(str(n) for n in [*below[-1:], *above[:1]])
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """True for a whole number of at least `least`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_values(pins: Mapping[str, Any], known: Sequence[str], recompute_names: Sequence[str]) -> None:
+    """Names and values that no cluster or model could make legal. PinError names the nearest legal one."""
+    for name in pins:
+        if name not in known:
+            near = [k for k in known if k.startswith(name)] or difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise PinError(f"unknown pin {name!r}; {hint}known pins: {', '.join(known)}")
+    for name in _COUNTS:
+        if name in pins and not is_count(pins[name]):
+            raise PinError(f"pin {name}={pins[name]!r}: must be a whole number of at least 1; nearest legal: 1")
+    zero = pins.get("zero_stage", 1)
+    if not is_count(zero, 0) or zero not in ZERO_STAGES:
+        raise PinError(f"pin zero_stage={zero!r} does not exist; use 0, 1, 2 or 3")
+    schedule = pins.get("schedule", SCHEDULES[0])
+    if schedule not in SCHEDULES:
+        raise PinError(f"pin schedule={schedule!r} is not supported; nearest legal: {SCHEDULES[0]}")
+    recompute = pins.get("recompute", "none")
+    by_block = isinstance(recompute, Mapping)
+    for value in recompute.values() if by_block else [recompute]:
+        if value not in (_BY_BLOCK if by_block else recompute_names):
+            raise PinError(
+                f"pin recompute={value!r} is not supported{' for one block' if by_block else ''}; use "
+                f"{' or '.join(recompute_names)}, or a mapping block -> {' or '.join(_BY_BLOCK)}"
+            )
+    stages = pins.get("stages")
+    if stages is not None and (
+        not isinstance(stages, (list, tuple)) or not stages or not all(is_count(n) for n in stages)
+    ):
+        raise PinError(f"pin stages={stages!r}: must be positive numbers, the layers of every stage, e.g. [3, 5]")
+    slack = pins.get("state_slack", 1.02)
+    if isinstance(slack, bool) or not isinstance(slack, (int, float)) or not 1 <= slack < math.inf:
+        raise PinError(f"pin state_slack={slack!r}: must be a number of at least 1; nearest legal: 1.0")
+
+
+def check_recompute(graph: ModelGraph, recompute: object) -> None:
+    """PinError if a mapping from block to recompute names what is no call of a block with work of its own."""
+    if not isinstance(recompute, Mapping):
+        return
+    free = graph.free_calls()
+    calls = [c.name for c in graph.calls if c.name not in free]
+    for name in recompute:
+        if name not in calls:
+            near = difflib.get_close_matches(str(name), calls, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            more = ", ..." if len(calls) > _MAX_LISTED else ""
+            raise PinError(
+                f"pin recompute names {name!r}, which is not a block; {hint}blocks: "
+                f"{', '.join(calls[:_MAX_LISTED])}{more}"
+            )
 
 
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins and fill in the defaults. PinError names the rule and the nearest legal value."""
-    for name in pins:
-        if name not in KNOWN:
-            near = difflib.get_close_matches(name, KNOWN, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PinError(f"unknown pin {name!r}; {hint}known pins: {', '.join(KNOWN)}")
-    tp, pp = _integer(pins, "tp", 1), _integer(pins, "pp", 1)
+    check_values(pins, KNOWN, RECOMPUTE)
+    tp, pp = pins.get("tp", 1), pins.get("pp", 1)
     for name, degree in (("tp", tp), ("pp", pp)):
         if num_devices % degree:
             raise PinError(
                 f"pin {name}={degree} does not divide the {num_devices} devices; nearest legal: "
-                f"{_nearest_divisor(degree, num_devices)}"
+                f"{around(degree, divisors(num_devices))}"
             )
     if num_devices % (tp * pp):
-        rest = num_devices // pp
         raise PinError(
             f"pins tp={tp} x pp={pp} do not divide the {num_devices} devices; with pp={pp}, tp may be "
-            f"{_nearest_divisor(tp, rest)}"
+            f"{around(tp, divisors(num_devices // pp))}"
         )
-    dp = _integer(pins, "dp", num_devices // (tp * pp))
+    dp = pins.get("dp", num_devices // (tp * pp))
     if dp * tp * pp != num_devices:
         raise PinError(
             f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} devices, but the cluster has {num_devices}; nearest legal: "
             f"dp={num_devices // (tp * pp)}"
         )
-    zero = pins.get("zero_stage", 1)
-    if zero not in (0, 1, 2, 3):
-        raise PinError(f"pin zero_stage={zero!r} does not exist; use 0, 1, 2 or 3")
-    schedule = pins.get("schedule", "1F1B")
-    if schedule not in SCHEDULES:
-        raise PinError(f"pin schedule={schedule!r} is not supported; nearest legal: {SCHEDULES[0]}")
-    recompute = pins.get("recompute", "none")
-    for value in recompute.values() if isinstance(recompute, Mapping) else [recompute]:
-        if value not in RECOMPUTE:
-            raise PinError(
-                f"pin recompute={value!r} is not supported; use {' or '.join(RECOMPUTE)}, or a mapping block -> "
-                "one of them"
-            )
     stages = pins.get("stages")
-    slack = pins.get("state_slack", 1.02)
-    if not isinstance(slack, (int, float)) or slack < 1:
-        raise PinError(f"pin state_slack={slack!r}: must be a number of at least 1")
     return ParallelConfig(
         dp=dp,
         tp=tp,
         pp=pp,
-        zero_stage=int(zero),
-        num_micro_batches=_integer(pins, "num_micro_batches", 2 * pp if pp > 1 else 1),
-        schedule=schedule,
-        recompute=recompute,
+        zero_stage=pins.get("zero_stage", 1),
+        num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
+        schedule=pins.get("schedule", SCHEDULES[0]),
+        recompute=pins.get("recompute", "none"),
         stages=tuple(stages) if stages is not None else None,
-        state_slack=float(slack),
+        state_slack=float(pins.get("state_slack", 1.02)),
     )
 
 
@@ -110,33 +148,48 @@ def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
 
 def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
     """Rules that need the model. PinError names the rule and the nearest legal value."""
-    for where, heads, _ in head_counts(graph):
-        if heads % config.tp:
+    c, heads = config, head_counts(graph)
+    for where, count, _ in heads:
+        if count % c.tp:
+            common = math.gcd(c.dp * c.tp, *(n for _, n, _ in heads))
             raise PinError(
-                f"pin tp={config.tp} does not divide the {heads} attention heads at {where}; nearest legal: "
-                f"{_nearest_divisor(config.tp, heads)}"
+                f"pin tp={c.tp} does not divide the {count} attention heads at {where}; nearest legal: "
+                f"{around(c.tp, divisors(common))}"
             )
-    layers = layer_calls(graph)
-    if config.pp > 1 and config.pp > len(layers):
-        raise PinError(
-            f"pin pp={config.pp} needs at least as many layers, the model has {len(layers)}; nearest legal: "
-            f"{len(layers)}"
-        )
-    if config.stages is not None:
-        if len(config.stages) != config.pp:
-            raise PinError(
-                f"pin stages={list(config.stages)} has {len(config.stages)} entries for pp={config.pp}; give "
-                f"{config.pp}"
-            )
-        if any(not isinstance(n, int) or n < 1 for n in config.stages) or sum(config.stages) != len(layers):
-            raise PinError(
-                f"pin stages={list(config.stages)} must be {config.pp} positive numbers that add up to the model's "
-                f"{len(layers)} layers"
-            )
-    if config.dp > 1 or config.num_micro_batches > 1:
+    num_units = len(pipeline_units(graph))
+    _check_chunks(c, num_units)
+    if c.stages is not None:
+        check_stages(c.stages, c.pp, c.virtual_stages, num_units)
+    if c.dp > 1 or c.num_micro_batches > 1:
         obstacle = batch_obstacle(graph)
         if obstacle is not None:
             raise PinError(f"{obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1")
+
+
+def _check_chunks(c: ParallelConfig, num_units: int) -> None:
+    """Every chunk of the pipeline holds at least one layer."""
+    if c.pp > num_units:
+        near = max(d for d in divisors(c.dp * c.pp) if d <= num_units)
+        raise PinError(
+            f"pin pp={c.pp} needs at least as many layers, the model has {num_units}; nearest legal: {near}"
+        )
+    if c.pp * c.virtual_stages > num_units:
+        raise PinError(
+            f"pp={c.pp} x virtual_stages={c.virtual_stages} = {c.pp * c.virtual_stages} chunks need at least as many "
+            f"layers, the model has {num_units}; nearest legal: virtual_stages={num_units // c.pp}"
+        )
+
+
+def check_stages(stages: Sequence[int], pp: int, virtual_stages: int, num_units: int) -> None:
+    """PinError unless there is a positive number for every chunk and they add up to the layers of the model."""
+    chunks, listed = pp * virtual_stages, list(stages)
+    if len(stages) != chunks:
+        of = f"pp={pp}" if virtual_stages == 1 else f"pp={pp} x virtual_stages={virtual_stages}"
+        raise PinError(f"pin stages={listed} has {len(listed)} entries for {of}; give {chunks}")
+    if not all(is_count(n) for n in stages) or sum(stages) != num_units:
+        raise PinError(
+            f"pin stages={listed} must be {chunks} positive numbers that add up to the model's {num_units} layers"
+        )
 
 
 def layer_calls(graph: ModelGraph) -> list[str]:

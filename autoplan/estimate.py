@@ -1,0 +1,173 @@
+"""The price of one given configuration, and the rules that it must keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
+from autoplan.cost_models.errors import InfeasibleError, PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.price import Estimate, Pricer
+from autoplan.cost_models.schedule import SCHEDULES, actions
+from autoplan.points import IntraPoint, PlanRequest, Points, check_task
+from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count
+from autoplan.search.stages import Cutter
+from autoplan.search.workload import ExpertDegrees
+
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One plan: `config` with stages and layers computed again per stage, and what it costs."""
+
+    config: ParallelConfig
+    estimate: Estimate
+    point: IntraPoint = field(repr=False)
+
+
+def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
+    """Price one given configuration, whether it fits or not (see `Estimate.fits`).
+
+    Stages that are not given are balanced by time. Raises: PinError for degrees that the cluster or model cannot take;
+    InfeasibleError if no layout exists; StoppedError if none was found in time.
+    """
+    r = replace(request, pins={**request.pins, "state_slack": config.state_slack})
+    check_task(r)
+    check_config(r, config)
+    experts = None
+    if _experts(r.graph):
+        experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp)
+    points = Points(r)
+    point = points.get(config.tp, config.micro_batch_size, config.cp, experts)
+    if point is None:
+        raise InfeasibleError(f"no layout of {r.graph.name} exists at tp={config.tp}")
+    pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)
+    num_chunks = config.pp * config.virtual_stages
+    if config.stages is not None:
+        chunks = tuple(config.stages)
+    elif config.virtual_stages == 1:
+        relaxed = Cutter(pricer, math.inf, config.recompute if isinstance(config.recompute, str) else "none")
+        chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
+    else:
+        n = pricer.num_units
+        chunks = tuple((k + 1) * n // num_chunks - k * n // num_chunks for k in range(num_chunks))
+    recompute = _recompute_counts(pricer, config, chunks)
+    estimate = pricer.estimate(chunks, recompute, events=True)
+    return Planned(replace(config, stages=chunks), estimate, point)
+
+
+def _recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers computed again per chunk. PinError for more than a chunk has."""
+    layers, at = [], 0
+    for count in chunks:
+        layers.append(sum(pricer.workload.layers[at : at + count]))
+        at += count
+    if isinstance(config.recompute, tuple):
+        for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
+            if again > most:
+                raise PinError(
+                    f"recompute={','.join(map(str, config.recompute))}: stage {k} has {most} layers, not {again}; "
+                    f"nearest legal: {','.join(map(str, map(min, config.recompute, layers)))}"
+                )
+        return config.recompute
+    return tuple(layers) if config.recompute == "full" else (0,) * len(chunks)
+
+
+def _experts(graph: ModelGraph) -> list[tuple[int, int | None]]:
+    """(number of experts, their inner size) of every experts op."""
+    found = []
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            if node.op == "experts":
+                down = block.values[node.tensor_inputs[4]]
+                found.append((int(node.attrs["num_experts"]), down.shape[-1].value))
+    return found
+
+
+def check_config(request: PlanRequest, config: ParallelConfig) -> None:
+    """Rules of one given configuration. PinError names the rule and the nearest legal value."""
+    devices, c = request.cluster.num_devices, config
+    for name in _COUNTS if c.etp is None else (*_COUNTS, "etp"):
+        if not is_count(getattr(c, name)):
+            raise PinError(f"{name}={getattr(c, name)!r}: must be a whole number of at least 1; nearest legal: 1")
+    if not is_count(c.zero_stage, 0) or c.zero_stage not in ZERO_STAGES:
+        raise PinError(f"zero_stage={c.zero_stage!r} does not exist; use 0, 1, 2 or 3")
+    slack = c.state_slack
+    if isinstance(slack, bool) or not isinstance(slack, (int, float)) or not 1 <= slack < math.inf:
+        raise PinError(f"state_slack={slack!r}: must be a number of at least 1; nearest legal: 1.0")
+    if c.num_devices != devices:
+        rest = c.pp * c.cp * c.tp
+        nearest = f"dp={devices // rest}" if devices % rest == 0 else "degrees whose product is the number of devices"
+        raise PinError(
+            f"pp={c.pp} x dp={c.dp} x cp={c.cp} x tp={c.tp} = {c.num_devices} devices, but the cluster has {devices}; "
+            f"nearest legal: {nearest}"
+        )
+    batch = c.dp * c.micro_batch_size * c.num_micro_batches
+    if batch != request.global_batch_size:
+        raise PinError(
+            f"dp={c.dp} x micro_batch_size={c.micro_batch_size} x num_micro_batches={c.num_micro_batches} = {batch}, "
+            f"but the global batch is {request.global_batch_size}"
+        )
+    _check_schedule(c)
+    check_degrees(request.graph, c)
+    if request.seq_len % c.cp:
+        near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
+        raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
+    _check_experts(request.graph, c)
+    _check_recompute(request.graph, c)
+
+
+def _check_schedule(c: ParallelConfig) -> None:
+    if c.schedule not in SCHEDULES:
+        raise PinError(f"schedule {c.schedule!r} is not known; use {', '.join(SCHEDULES)}")
+    if c.virtual_stages > 1 and c.pp == 1:
+        raise PinError(f"virtual_stages={c.virtual_stages} needs a pipeline; nearest legal: virtual_stages=1, or pp=2")
+    actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # its own rules
+    if SCHEDULES[c.schedule].split_backward and c.zero_stage == 3:
+        raise PinError(
+            f"schedule {c.schedule!r} splits the backward, which with zero_stage=3 gives wrong gradients; nearest "
+            "legal: zero_stage=2"
+        )
+
+
+def _check_experts(graph: ModelGraph, c: ParallelConfig) -> None:
+    experts = _experts(graph)
+    if not experts:
+        for name, value in (("ep", c.ep), ("etp", c.etp)):
+            if value not in (None, 1) and (name == "ep" or value != c.tp):
+                raise PinError(f"{name}={value}, but {graph.name} has no experts; nearest legal: {name}=1")
+        return
+    ranks, etp = c.dp * c.cp * c.tp, c.tp if c.etp is None else c.etp
+    for count, inner in experts:
+        if inner is not None and inner % etp:
+            near = around(etp, set(divisors(inner)) & set(divisors(ranks)))
+            raise PinError(f"etp={etp} does not divide the experts' inner size of {inner}; nearest legal: etp={near}")
+        if count % c.ep:
+            legal = set(divisors(count)) & set(divisors(max(1, ranks // etp)))
+            raise PinError(f"ep={c.ep} does not divide the {count} experts; nearest legal: ep={around(c.ep, legal)}")
+    if ranks % (c.ep * etp):
+        legal = {d for d in divisors(max(1, ranks // etp)) if all(count % d == 0 for count, _ in experts)}
+        nearest = f"etp={around(etp, divisors(ranks))}" if ranks % etp else f"ep={around(c.ep, legal)}"
+        raise PinError(
+            f"ep={c.ep} x etp={etp} does not divide dp x cp x tp = {ranks}, which expert parallelism is folded from; "
+            f"nearest legal: {nearest}"
+        )
+
+
+def _check_recompute(graph: ModelGraph, c: ParallelConfig) -> None:
+    chunks, recompute = c.pp * c.virtual_stages, c.recompute
+    if isinstance(recompute, tuple):
+        if len(recompute) != chunks:
+            raise PinError(f"recompute={recompute} has {len(recompute)} entries for {chunks} stages; give {chunks}")
+        if not all(is_count(n, 0) for n in recompute):
+            raise PinError(f"recompute={recompute}: must be whole numbers of layers, at least 0; nearest legal: 0")
+    elif isinstance(recompute, Mapping):
+        for name, value in recompute.items():
+            if value not in ("none", "full"):
+                raise PinError(f"recompute={value!r} is not supported for one block ({name}); use none or full")
+        check_recompute(graph, recompute)
+    elif recompute not in RECOMPUTE:
+        raise PinError(f"recompute={recompute!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage")

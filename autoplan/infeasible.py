@@ -1,0 +1,161 @@
+"""Nothing fits: which term on which stage stands in the way, and the cheapest change that would help."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.cost_models.errors import InfeasibleError, PinError
+from autoplan.points import ILP_LIMIT_S, PlanRequest, Points, QuickMemory, least_memory_first
+from autoplan.search.intra import StoppedError
+from autoplan.search.space import Candidate, space
+from autoplan.search.stages import Shortage
+
+_BUDGET_S = 30.0  # to find the cheapest change
+_MORE_NODES = (2, 4, 8, 16, 32)
+_NUM_SHORTAGES = 8  # candidates whose shortage is looked at where the search saw none
+_NUM_CUTS = 64  # evaluated per candidate before it counts as one that does not fit
+
+
+@dataclass(frozen=True)
+class InfeasibleReport:
+    """Why nothing fits, and the cheapest change that would."""
+
+    stage: int
+    term: str
+    needed_bytes: float
+    available_bytes: float
+    config: str
+    cheapest_change: str
+
+
+class NothingFits(InfeasibleError):
+    """No plan of the space fits the memory; `report` says what stands in the way."""
+
+    def __init__(self, message: str, report: InfeasibleReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[NothingFits], tuple[str, InfeasibleReport]]:
+        # rank 0 sends it to the other ranks; by default only the message would go
+        return type(self), (str(self), self.report)
+
+
+def nothing_fits(
+    points: Points, candidates: Sequence[Candidate], shortages: Sequence[tuple[Shortage, Candidate]]
+) -> InfeasibleError:
+    """The error for a space of which every candidate was seen and none fits.
+
+    Args:
+        shortages: of the candidates that were refused with a layout.
+    """
+    r = points.request
+    shortages = shortages or _shortages(points, candidates)
+    if not shortages:
+        return InfeasibleError(f"no layout of {r.graph.name} exists at any tensor-parallel degree that is allowed")
+    shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes, e[1]))
+    c = candidate
+    name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"
+    change = cheapest_change(r, shortage)
+    report = InfeasibleReport(
+        shortage.stage, shortage.term, shortage.needed_bytes, shortage.available_bytes, name, change
+    )
+    message = (
+        f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB on stage "
+        f"{shortage.stage}, a plan may use {shortage.available_bytes / 1e9:.1f} of a device's "
+        f"{r.cluster.device.memory_bytes / 1e9:.1f} GB; the largest term is "
+        f"{shortage.term}. {change}"
+    )
+    return NothingFits(message, report)
+
+
+def _shortages(points: Points, candidates: Sequence[Candidate]) -> list[tuple[Shortage, Candidate]]:
+    """Where the quick bound refused everything: what the smallest candidates lack. Raises: StoppedError."""
+    found = []
+    for candidate in sorted(candidates, key=least_memory_first)[:_NUM_SHORTAGES]:
+        cutter = points.cutter(candidate)
+        if cutter is not None:
+            found.append((cutter.shortage(), candidate))
+    return found
+
+
+def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = _BUDGET_S) -> str:
+    """A sentence: dropping a pin costs nothing, then all pins; then more nodes, with the pins or without; else memory.
+
+    Args:
+        budget_s: for all attempts together; each gets at most half of what is left.
+    """
+    r, end = request, time.perf_counter() + budget_s
+    undecided = 0
+    for sentence, changed in _changes(r):
+        now = time.perf_counter()
+        fits = feasible(changed, now + (end - now) / 2)
+        if fits:
+            unknown = f" {undecided} smaller changes were not decided in {budget_s:g} s." if undecided else ""
+            return f"{sentence} it fits.{unknown}"
+        undecided += fits is None
+    missing = (shortage.needed_bytes - shortage.available_bytes) / (1.0 - r.memory_margin)
+    return f"With {missing / 1e9:.1f} GB more memory per device it fits."
+
+
+def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+    """Changes of a request, cheapest first."""
+    r = request
+
+    def without(names: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in r.pins.items() if k not in names}
+
+    out = [(f"Without the pin {k}={v}", replace(r, pins=without({k: v}))) for k, v in r.pins.items()]
+    if len(r.pins) > 1:
+        out.append(("Without pins", replace(r, pins={})))
+    if r.executed:  # on the devices of this job
+        return out
+    for pins, text in ((r.pins, ""), ({}, " and without pins")) if r.pins else ((r.pins, ""),):
+        for factor in _MORE_NODES:
+            cluster = r.cluster.with_(nodes=r.cluster.num_nodes * factor)
+            sentence = f"With {cluster.num_nodes} nodes ({cluster.num_devices} devices){text}"
+            out.append((sentence, replace(r, cluster=cluster, pins=pins)))
+    return out
+
+
+def feasible(request: PlanRequest, deadline: float) -> bool | None:
+    """True if some plan fits; None if that was not decided before `deadline` (of time.perf_counter).
+
+    Of each mesh the smallest micro-batches with the least and the most ZeRO are tried: the others need more memory.
+    """
+    try:
+        found = space(
+            request.graph, request.cluster, request.global_batch_size, request.pins, executed=request.executed
+        ).candidates
+    except PinError:
+        return False
+    points = Points(request)
+    quick = QuickMemory(request, points.capacity_bytes)
+    decided = True
+    for candidate in _smallest(found):
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            return None
+        if quick.too_big(candidate):
+            continue
+        try:
+            cutter = points.cutter(candidate, min(ILP_LIMIT_S, left))
+        except StoppedError:
+            decided = False
+            continue
+        if cutter is not None and cutter.bound_s() < math.inf:
+            cut = cutter.search(math.inf, _NUM_CUTS)
+            if cut.chunks is not None:
+                return True
+            decided = decided and cut.exact
+    return False if decided else None
+
+
+def _smallest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    out: dict[tuple[int, int, bool], Candidate] = {}
+    for c in sorted(candidates, key=least_memory_first):
+        out.setdefault((c.pp, c.tp, c.zero_stage == 0), c)
+    return sorted(out.values(), key=least_memory_first)

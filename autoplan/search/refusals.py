@@ -1,0 +1,107 @@
+"""Why no candidate is legal: the pin at fault, the rule it breaks, and the nearest value that leaves some plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoplan.cost_models.errors import PinError
+from autoplan.search.degrees import Limits, candidates
+from autoplan.search.pins import around
+
+# Which pin is blamed first where several exclude each other.
+_BLAMED = ("dp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
+
+
+def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mapping[str, int]) -> PinError:
+    """The error for pins under which `candidates` finds nothing.
+
+    Args:
+        illegal: how many candidates each rule excluded.
+    """
+    given = [name for name in _BLAMED if pins.get(name) is not None]
+    for name in given:  # illegal by itself
+        if not candidates(limits, {name: pins[name]}).candidates:
+            legal = _legal(limits, pins, name) or _legal(limits, {}, name)
+            if legal:
+                return _blame(name, limits, {name: pins[name]}, legal)
+    for name in given:  # the others leave some plan
+        legal = _legal(limits, pins, name)
+        if legal:
+            return _blame(name, limits, pins, legal)
+    rules = ", ".join(f"{rule} ({count})" for rule, count in sorted(illegal.items(), key=lambda kv: -kv[1]))
+    pinned = " and " + ", ".join(f"{name}={pins[name]}" for name in given) if given else ""
+    why = f"; {limits.obstacle}" if limits.obstacle else ""
+    return PinError(
+        f"no plan is legal for {model} on {limits.devices} devices with a global batch of {limits.batch}{pinned}: "
+        f"{rules or 'the pins exclude each other'}{_other_batch(limits, pins)}{why}"
+    )
+
+
+def _legal(limits: Limits, pins: Mapping[str, Any], name: str) -> set[int]:
+    """Values of one pin (for stages, their number) that leave some plan under the other pins."""
+    attribute = "pp" if name == "stages" else name
+    others = {k: v for k, v in pins.items() if k != name}
+    return {getattr(c, attribute) for c in candidates(limits, others).candidates}
+
+
+def _other_batch(limits: Limits, pins: Mapping[str, Any]) -> str:
+    """A global batch that leaves some plan, where the batch is what is in the way."""
+    unit = pins.get("dp") or limits.devices
+    batch = -(-limits.batch // unit) * unit
+    changed = replace(limits, batch=batch)
+    if batch == limits.batch or not candidates(changed, pins).candidates:
+        return ""
+    if "dp" in pins:
+        return f", or a global batch of {batch}"
+    return f"; a global batch of {batch} is divisible by all {unit} devices"
+
+
+def _blame(name: str, limits: Limits, pins: Mapping[str, Any], legal: set[int]) -> PinError:
+    reason = _reason(name, limits, pins)
+    value = len(pins[name]) if name == "stages" else pins[name]
+    nearest = f"{'dp=' if name == 'dp' else ''}{around(value, legal)}{' stages' if name == 'stages' else ''}"
+    batch = _other_batch(limits, pins) if name == "dp" else ""
+    return PinError(f"{reason}; nearest legal: {nearest}{batch}")
+
+
+def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
+    """The rule that a pin breaks, alone or together with the others."""
+    value, devices = pins[name], limits.devices
+    if name in ("micro_batch_size", "num_micro_batches"):
+        return _batch_reason(name, limits, pins)
+    if name == "stages" and devices % len(value):
+        return f"pin stages={list(value)} has {len(value)} stages, which do not divide the {devices} devices"
+    if name != "stages" and devices % value:
+        return f"pin {name}={value} does not divide the {devices} devices"
+    if name == "tp":
+        for where, count in limits.heads:
+            if count % value:
+                return f"pin tp={value} does not divide the {count} attention heads at {where}"
+    if name == "pp" and value > limits.num_units:
+        return f"pin pp={value} needs at least as many layers, the model has {limits.num_units}"
+    if name == "dp" and limits.obstacle is not None and value > 1:
+        return f"{limits.obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1: pin dp={value}"
+    if name == "dp" and limits.batch % value:
+        return f"pin dp={value} does not divide the global batch of {limits.batch}"
+    stages = pins.get("stages")
+    tp, dp = pins.get("tp", 1), pins.get("dp", 1)
+    pp = pins.get("pp", len(stages) if stages is not None else 1)
+    if devices % (dp * tp * pp) or (pp * tp * dp != devices and "dp" in pins and "tp" in pins and pp > 1):
+        return f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} devices, but the cluster has {devices}"
+    return f"pin {name}={value} leaves no legal plan on {devices} devices with a global batch of {limits.batch}"
+
+
+def _batch_reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
+    size, num, batch = pins.get("micro_batch_size"), pins.get("num_micro_batches"), limits.batch
+    if limits.obstacle is not None and name == "num_micro_batches" and num is not None and num > 1:
+        return f"{limits.obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1: pin {name}={num}"
+    if size is not None and num is not None:
+        dp = f"dp={pins['dp']} x " if "dp" in pins else ""
+        product = size * num * pins.get("dp", 1)
+        return (
+            f"{dp}micro_batch_size={size} x num_micro_batches={num} = {product} does not make the global batch of "
+            f"{batch} on {limits.devices} devices"
+        )
+    return f"pin {name}={pins[name]} does not divide a data-parallel rank's part of the global batch of {batch}"
