@@ -20,7 +20,7 @@ from autoplan.cost_models.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Quantity
-from autoplan.planner import Certificate, Planned, PlanRequest, search_plan
+from autoplan.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
 from autoplan.report.label import plan_label
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Point:
     varied: Mapping[str, object]
     request: PlanRequest | None
     planned: Planned | None
-    status: str  # "ok", "does not fit", "illegal", "interrupted" (by Ctrl-C, before it had a plan)
+    status: str  # "ok", "does not fit", "illegal", without a plan yet: "stopped" (by time), "interrupted" (by Ctrl-C)
     reason: str = ""
     certificate: Certificate | None = None
 
@@ -204,6 +204,8 @@ def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
         return Point({}, request, result.plans[0], "ok", certificate=result.certificate)
     except KeyboardInterrupt:
         return Point({}, request, None, INTERRUPTED, "interrupted before a plan was found")
+    except StoppedError as error:
+        return Point({}, request, None, "stopped", str(error))
     except InfeasibleError as error:
         return Point({}, request, None, "does not fit", str(error))
     except AutoplanError as error:
@@ -214,7 +216,7 @@ def row(point: Point, tokens: float | None = None) -> dict[str, object]:
     """A point as one flat row; None where there is no plan."""
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
-    out["search_status"] = point.certificate.status if point.certificate is not None else None
+    out["search_status"] = str(point.certificate.status) if point.certificate is not None else None
     out["gap"] = point.certificate.gap if point.certificate is not None else None
     out["num_devices"] = point.request.cluster.num_devices if point.request is not None else None
     estimate = point.planned.estimate if point.planned is not None else None

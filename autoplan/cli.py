@@ -423,7 +423,7 @@ def whatif(
     if csv is not None:
         _write_csv(csv, rows)
     states = {point.status for point in found}
-    outcome = "ok" if "ok" in states else "infeasible" if "does not fit" in states else "illegal"
+    outcome = next((name for state, name in _OUTCOMES.items() if state in states), "illegal")
     outcome = "interrupted" if interrupted else outcome
     if as_json:
         _print_json({"schema": 1, "status": outcome, "command": "whatif", "vary": values, "rows": rows})
@@ -435,8 +435,14 @@ def whatif(
         raise _stop(f"interrupted after {len(found)} of {count} points", EXIT_INTERRUPTED)
     if outcome == "infeasible":
         raise _stop("nothing fits at any point", EXIT_NOTHING_FITS)
+    if outcome == "stopped":
+        raise _stop(f"no plan was found in time at any point: {found[0].reason}", EXIT_BAD_INPUT)
     if outcome == "illegal":
         raise _stop(f"no point is legal: {found[0].reason}", EXIT_BAD_INPUT)
+
+
+# of a sweep by the best state among its points
+_OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
 
 
 def _product(values: dict[str, list[Any]]) -> int:

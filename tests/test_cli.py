@@ -26,7 +26,7 @@ from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.planner import PlanRequest, estimate_config, search_plan
+from autoplan.planner import PlanRequest, StoppedError, estimate_config, search_plan
 from autoplan.report import numbers
 from autoplan.report.arguments import read_pins, read_vary
 from autoplan.report.label import plan_label
@@ -278,6 +278,13 @@ def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch)
         found = list(points(base, {"memory_gb": [80, 70]}, lambda r, result=result: result))  # type: ignore[misc]
         assert all((row(p)["search_status"], row(p)["gap"]) == (status, gap) for p in found)
         assert (len(found), found[-1].interrupted) == ((1, True) if status == "interrupted" else (2, False))
+
+    def late(request: PlanRequest) -> Any:
+        raise StoppedError("no plan was found within 1 s")
+
+    assert [(p.status, p.reason) for p in points(base, {"tp": [1]}, late)] == [
+        ("stopped", "no plan was found within 1 s")
+    ]
 
     def stopped(request: PlanRequest) -> Any:
         if request.cluster.device.memory_bytes < 75e9:
