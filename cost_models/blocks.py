@@ -10,11 +10,12 @@ from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.units import dtype_bytes
-from autoplan.cost_models.work import BlockWork, Workload
+from autoplan.cost_models.work import BlockWork, OpWork, Workload
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
-_WEIGHTED = frozenset(("linear", "experts"))  # their second input is a weight: its gradient may wait (split backward)
+# Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
+_WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
     out = {}
     for name, block in workload.blocks.items():
         backward = [costs.backward_s(op) for op in block.ops]
-        weight = [
-            q * (1.0 / sum(t.requires_grad for t in op.inputs[:2]))
-            for op, q in zip(block.ops, backward, strict=True)
-            if op.op in _WEIGHTED and op.inputs[1].requires_grad
-        ]
+        weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op.op in _WEIGHTS]
         out[name] = OpTimes(
             total([costs.forward_s(op) for op in block.ops]),
             total(backward),
@@ -47,6 +44,14 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
         )
     return out
+
+
+def _weight_share(op: OpWork) -> float:
+    """Share of a product's backward that is for its weights: a half, all of it if the data needs no gradient."""
+    data, weights = _WEIGHTS[op.op]
+    if not any(op.inputs[i].requires_grad for i in weights):
+        return 0.0
+    return 0.5 if op.inputs[data].requires_grad else 1.0
 
 
 def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:

@@ -107,7 +107,11 @@ class ErrorStats:
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: caches are per profile
 class Profile:
-    """Measurements of one kind of machine. `held_out`: by op class or collective; `notes`: what was left out."""
+    """Measurements of one kind of machine.
+
+    `held_out`: errors by op class or collective; `failed`: why an operation cannot be measured, by `OpWork.key`;
+    `notes`: how it was measured, and what there was no time for.
+    """
 
     name: str
     device_type: str
@@ -120,6 +124,7 @@ class Profile:
     links: tuple[LinkRecord, ...] = ()
     overheads: Mapping[str, float] = field(default_factory=dict)
     held_out: Mapping[str, ErrorStats] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -189,6 +194,7 @@ class Profile:
             links=tuple(links[k] for k in sorted(links)),
             overheads={**self.overheads, **other.overheads},
             held_out={**self.held_out, **other.held_out},
+            failed={**self.failed, **other.failed},
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
         )
 
@@ -205,6 +211,7 @@ class Profile:
             "hardware": dict(sorted(self.hardware.items())),
             "software": dict(sorted(self.software.items())),
             "date": self.date,
+            "failed": dict(sorted(self.failed.items())),
             "notes": list(self.notes),
             "overheads": {k: _short(v) for k, v in sorted(self.overheads.items())},
             "held_out": {
@@ -498,5 +505,6 @@ def _read_profile(f: _Field) -> Profile:
         links=tuple(_read_link(r) for r in f.get("links").each()),
         overheads=overheads,
         held_out={k: _read_stats(v) for k, v in f.get("held_out").items()},
+        failed={k: v.text() for k, v in f.get("failed").items()},
         notes=tuple(n.text() for n in f.get("notes").each()),
     )

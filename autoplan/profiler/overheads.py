@@ -26,6 +26,7 @@ from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
 
 _WIDTH = 16
 _REPEATS = 15
+_ZERO_REPEATS = 9
 _HEAD = '''"""A pipeline stage of next to no work."""
 
 from autoplan.runtime.program import *  # noqa: F403
@@ -263,7 +264,7 @@ def _phases(runs: _Runs, zero: int, size: int) -> dict[str, float]:
     for layers in (few, many):
         pm = runs.model(layers, runs.job.world, 1, zero, size)
         samples: dict[str, list[float]] = {}
-        for _ in range(_REPEATS + 3):
+        for _ in range(_ZERO_REPEATS + 3):
             for name, seconds in _passes(runs, pm).items():
                 samples.setdefault(name, []).append(seconds)
         with record_collectives(pm.mesh) as records:
@@ -277,7 +278,7 @@ def _phases(runs: _Runs, zero: int, size: int) -> dict[str, float]:
     return {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
 
 
-_LARGE = 1 << 20  # elements
+_LARGE = 1 << 18  # elements
 _SYNCED = ("forward", "backward")
 _PHASE_OF = {"first forward": "forward", "last backward": "backward"}
 

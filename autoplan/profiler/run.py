@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,6 +45,7 @@ from autoplan.search.pins import check_degrees, make_mesh
 from autoplan.search.works import Works
 
 DEFAULT_BUDGET_S = 120.0
+_NO_TIME = "no time for "  # how notes on what is missing begin
 ENVIRONMENT = "AUTOPLAN_PROFILE"
 ASSUMED = "assumed"
 # The largest shapes of the lattice, so that one of them takes well under a second.
@@ -109,8 +110,13 @@ def store(profile: Profile, key: str) -> Path:
     """Keep a profile for this user, merged into what is kept under the key already."""
     before = cached_profile(key)
     path = user_folder() / f"{key}.json"
-    (profile if before is None else before.merged(profile)).save(path)
+    (profile if before is None else _measured_before(before).merged(profile)).save(path)
     return path
+
+
+def _measured_before(profile: Profile) -> Profile:
+    """Without the notes on what there was no time for: who measures more says what is missing still."""
+    return replace(profile, notes=tuple(n for n in profile.notes if not n.startswith(_NO_TIME)))
 
 
 def resolve() -> Profile | Literal["measure"] | None:
@@ -179,23 +185,31 @@ def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
     return out
 
 
-def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: list[str], what: str) -> list[OpRecord]:
+@dataclass
+class _Notes:
+    """What is told of the measuring beside the times."""
+
+    lines: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # by OpWork.key
+
+
+def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[OpRecord]:
     """As many of the tasks as there is time for, on all ranks at once."""
     cache, limit = cache_bytes(job.device), memory_bytes(job.device) / (4 * job.world)
     found: list[OpRecord] = []
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
             if not job.goes_on():
-                notes.append(f"{len(tasks) - done} of {len(tasks)} {what} not measured: the time was over")
+                notes.lines.append(f"{_NO_TIME}{len(tasks) - done} of {len(tasks)} {what}")
                 break
             if 8 * task.num_bytes > limit:
-                notes.append(f"{task.work.key} not measured: too large for this machine's memory")
+                notes.failed[task.work.key] = "too large for this machine's memory"
                 continue
             try:
                 found.append(measure_op(task, clock, cache))
             except (RuntimeError, ValueError, TypeError) as exc:
                 # An operation that cannot run by itself is left to interpolation; every rank sees the same.
-                notes.append(f"{task.work.key} not measured: {type(exc).__name__}: {str(exc)[:120]}")
+                notes.failed[task.work.key] = f"{type(exc).__name__}: {str(exc)[:120]}"
             job.bar.advance(task.work.key)
     return _merge_ranks(job.gather(found))
 
@@ -236,7 +250,7 @@ def measure_in_job(
     Raises: RankFailure if a rank failed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    have = set() if known is None else set(known.by_key)
+    have = set() if known is None else known.by_key.keys() | known.failed.keys()
     tasks = [t for t in tasks if t.work.key not in have]
     shown = _Shown(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
@@ -255,9 +269,9 @@ def measure_in_job(
 def _measure(
     job: Job, tasks: Sequence[Task], name: str | None, known: Profile | None, dtypes: Sequence[str], general: bool
 ) -> Profile:
-    clock, notes = Clock(job.device), [f"operations: {Clock(job.device).name}"]
+    clock, notes = Clock(job.device), _Notes([f"operations: {Clock(job.device).name}"])
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    notes.append(f"load average of the machine before measuring: {load:.1f}")
+    notes.lines.append(f"load average of the machine before measuring: {load:.1f}")
     profile = Profile(
         name or machine_key(job.world, job.device.type),
         job.device.type,
@@ -268,16 +282,17 @@ def _measure(
         datetime.date.today().isoformat(),
     )
     if known is not None:
-        profile = known.merged(profile)
+        profile = _measured_before(known).merged(profile)
+    # first what every plan needs: a short budget still has the whole range of every collective
+    if general and job.world > 1:
+        links, errors, left_out = measure_links(job.until(0.25), _MAX_LINK_BYTES[job.device.type], known=known)
+        profile = replace(profile, links=(*profile.links, *links), held_out={**profile.held_out, **errors})
+        notes.lines += [f"{_NO_TIME}{what}" for what in left_out]
     ops: list[OpRecord] = []
     if tasks:
-        ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, "operations of the model")
-    if general and job.world > 1:
-        links, errors, left_out = measure_links(job.until(0.3), _MAX_LINK_BYTES[job.device.type], known=known)
-        profile = replace(profile, links=(*profile.links, *links), held_out={**profile.held_out, **errors})
-        notes += [f"not measured: {what}" for what in left_out]
+        ops += _measure_tasks(job.until(0.65 if general else 1.0), clock, tasks, notes, "operations of the model")
     if general and not profile.overheads:
-        profile = replace(profile, overheads=measure_overheads(job.until(0.3), profile))
+        profile = replace(profile, overheads=measure_overheads(job.until(0.6), profile))
     if general and (known is None or not known.held_out):
         size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
         for i, dtype in enumerate(dtypes):
@@ -290,7 +305,12 @@ def _measure(
             if i == 0:
                 profile = replace(profile, held_out={**profile.held_out, **_check(so_far, checks)})
             ops += checks
-    return replace(profile, ops=(*profile.ops, *_only(ops)), notes=tuple(dict.fromkeys((*profile.notes, *notes))))
+    return replace(
+        profile,
+        ops=(*profile.ops, *_only(ops)),
+        failed={**profile.failed, **notes.failed},
+        notes=tuple(dict.fromkeys((*profile.notes, *notes.lines))),
+    )
 
 
 def _only(ops: Sequence[OpRecord]) -> list[OpRecord]:
