@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,9 @@ def _other_batch(limits: Limits, pins: Mapping[str, Any]) -> str:
 def _blame(name: str, limits: Limits, pins: Mapping[str, Any], legal: set[int]) -> PinError:
     reason = _reason(name, limits, pins)
     value = len(pins[name]) if name == "stages" else pins[name]
-    nearest = f"{'dp=' if name == 'dp' else ''}{around(value, legal)}{' stages' if name == 'stages' else ''}"
+    # a rule of several pins leaves open which of them the value is of
+    which = "" if name == "stages" or (name != "dp" and reason.startswith("pin ")) else f"{name}="
+    nearest = f"{which}{around(value, legal)}{' stages' if name == 'stages' else ''}"
     batch = _other_batch(limits, pins) if name == "dp" else ""
     return PinError(f"{reason}; nearest legal: {nearest}{batch}")
 
@@ -90,18 +93,21 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
     pp = pins.get("pp", len(stages) if stages is not None else 1)
     if devices % (dp * tp * pp) or (pp * tp * dp != devices and "dp" in pins and "tp" in pins and pp > 1):
         return f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} devices, but the cluster has {devices}"
-    return f"pin {name}={value} leaves no legal plan on {devices} devices with a global batch of {limits.batch}"
+    if name == "dp" and ("micro_batch_size" in pins or "num_micro_batches" in pins):
+        return _batch_reason(name, limits, pins)
+    given = ", ".join(f"{k}={pins[k]}" for k in _BLAMED if pins.get(k) is not None)
+    return f"pins {given} leave no legal plan on {devices} devices with a global batch of {limits.batch}"
 
 
 def _batch_reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
     size, num, batch = pins.get("micro_batch_size"), pins.get("num_micro_batches"), limits.batch
     if limits.obstacle is not None and name == "num_micro_batches" and num is not None and num > 1:
         return f"{limits.obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1: pin {name}={num}"
-    if size is not None and num is not None:
-        dp = f"dp={pins['dp']} x " if "dp" in pins else ""
-        product = size * num * pins.get("dp", 1)
+    if len([x for x in (size, num, pins.get("dp")) if x is not None]) > 1:
+        parts = {k: pins[k] for k in ("dp", "micro_batch_size", "num_micro_batches") if k in pins}
+        product = " x ".join(f"{k}={v}" for k, v in parts.items())
         return (
-            f"{dp}micro_batch_size={size} x num_micro_batches={num} = {product} does not make the global batch of "
-            f"{batch} on {limits.devices} devices"
+            f"{product} = {math.prod(parts.values())} does not make the global batch of {batch} on {limits.devices} "
+            "devices"
         )
     return f"pin {name}={pins[name]} does not divide a data-parallel rank's part of the global batch of {batch}"
