@@ -239,16 +239,17 @@ def test_a_stop_without_a_plan_does_not_say_that_nothing_fits() -> None:
 def test_a_layout_that_was_stopped_leaves_its_candidates_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are neither illegal nor decided, and nothing bounds them."""
     whole, inside = search_plan(request(2)).certificate, points.solve
-    asked: list[int] = []
+    asked: list[float] = []  # the limits
 
     def stopped_once(problem: IntraProblem, limit_s: float) -> IntraSolution:
-        asked.append(1)
+        asked.append(limit_s)
         if len(asked) == 2:
             raise StoppedError("no layout found")
         return inside(problem, limit_s)
 
     monkeypatch.setattr(points, "solve", stopped_once)
-    c = search_plan(request(2)).certificate
+    c = search_plan(request(2, time_limit_s=50.0)).certificate
+    assert len(asked) > 2 and max(asked[1:]) < 50  # what is left of the whole search
     assert c.status == "layouts stopped by time limit" and c.gap == 1.0
     assert c.open > 0 and c.illegal_by_rule == whole.illegal_by_rule
     assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
