@@ -336,7 +336,7 @@ class _Search:
             restrictions=self._restrictions(checked),
             status=status,
             illegal_by_rule={**checked.illegal, **rules},
-            too_big_by_term=Counter(d for outcome, d in self.outcomes.values() if outcome is _Outcome.TOO_BIG),
+            too_big_by_term=dict(Counter(d for outcome, d in self.outcomes.values() if outcome is _Outcome.TOO_BIG)),
             by_phase_s=dict(self.phases),
             intra_gap=self.points.gap,
         )

@@ -94,7 +94,7 @@ def main(
         )
         c = row["certificate"]
         notes.append(f"{model}: {_describe(row['config'], row)}")
-        counted = " ".join(f"{n} {c[n]:,}" for n in ("considered", "illegal", "too_big", "bounded_out", "solved"))
+        counted = " ".join(f"{n} {c[n]:,}" for n in ("considered", "illegal", "too_big", "bounded_out", "solved", "open"))
         notes.append(f"  {counted}; gap {c['gap']:.2%}, intra-op gap {c['intra_gap']:.1e}, {c['status']}")
         if row["torch_loaded"]:
             notes.append("  torch was loaded")
