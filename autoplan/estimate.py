@@ -111,8 +111,8 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
             f"dp={c.dp} x micro_batch_size={c.micro_batch_size} x num_micro_batches={c.num_micro_batches} = {batch}, "
             f"but the global batch is {request.global_batch_size}"
         )
-    _check_schedule(c)
     check_degrees(request.graph, c)
+    _check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
         raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")

@@ -77,9 +77,14 @@ _EXPERTS = "ep = 1: the weights of experts are sharded by tp only"
 
 
 class Status(StrEnum):
-    """How a search ended: everything decided, or stopped; LAYOUTS: only the proof of some layout was stopped."""
+    """How a search ended: everything decided, or stopped.
+
+    CUTS: some candidate has more cuts than are tried, and a bound below the best plan; LAYOUTS: only the proof of some
+    layout was stopped.
+    """
 
     COMPLETE = "complete"
+    CUTS = "not all cuts tried"
     LAYOUTS = "layouts stopped by time limit"
     TIME_LIMIT = "stopped by time limit"
     INTERRUPTED = "interrupted"
@@ -324,6 +329,8 @@ class _Search:
             status = Status.COMPLETE
         if status is Status.COMPLETE and not self.points.all_proved:
             status = Status.LAYOUTS
+        if status is Status.COMPLETE and least_open < best:
+            status = Status.CUTS
         return Certificate(
             considered=checked.num_considered,
             illegal=sum(checked.illegal.values()) + counts[_Outcome.ILLEGAL],

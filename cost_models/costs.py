@@ -39,13 +39,18 @@ class Costs:
 
     def forward_s(self, work: OpWork) -> Quantity:
         """Seconds of the forward pass of one operation."""
-        return op_s(work, "forward", self._device(work), self.profile, self.mode)
+        return self._op_s(work, "forward")
 
     def backward_s(self, work: OpWork) -> Quantity:
         """Seconds of its backward pass; nothing if no gradient flows through it."""
         if not work.has_backward:
             return ZERO
-        return op_s(work, "backward", self._device(work), self.profile, self.mode)
+        return self._op_s(work, "backward")
+
+    def _op_s(self, work: OpWork, phase: str) -> Quantity:
+        """Of the operation alone, and what it costs more among others where that was measured (eager only)."""
+        alone = op_s(work, phase, self._device(work), self.profile, self.mode)
+        return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
 
     def _device(self, work: OpWork) -> Device:
         """The device with the peak of the dtype that this operation's products run in."""

@@ -157,7 +157,8 @@ class MemoryModel:
             held += self.kept[u] if u in again else self.saved[u]
             waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
             # while a unit's backward runs, what later ones kept is gone already
-            running.append((held, (self.transient_again if u in again else self.transient)[u] + waiting))
+            back = w.unit_saved[u] - self.saved[u]  # what selective recompute makes again
+            running.append((held, (self.transient_again[u] if u in again else self.transient[u] + back) + waiting))
         return _Held(held, tuple(running))
 
     def rank(

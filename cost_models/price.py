@@ -251,10 +251,15 @@ class Pricer:
     def _reductions_s(self, units: Sequence[int], which: str) -> float:
         """Seconds of that, and of what else a rank reduces once per step."""
         table = self._table(which)
-        return sum(table.per_step[u] for u in units) + sum(
-            count * float(getattr(self.costs.collective_s("all_reduce", size, self.groups[group]), which))
+        return sum(table.per_step[u] for u in units) + sum(float(getattr(q, which)) for q in self._all_reduces(units))
+
+    def _all_reduces(self, units: Sequence[int]) -> list[Quantity]:
+        """The same by group, with the copies into buffers and back where they were measured."""
+        copy = self.costs.fixed_s("all_reduce_byte_s")
+        return [
+            (self.costs.collective_s("all_reduce", size, self.groups[group]) + copy * size) * count
             for group, size, count in self._buckets(units)
-        )
+        ]
 
     def _step(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> tuple[float, Timeline]:
         times = self.chunk_times(chunks, recompute, which)
@@ -328,10 +333,7 @@ class Pricer:
         for family in ("tp", "cp", "ep"):
             out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
-        reductions = [
-            self.costs.collective_s("all_reduce", size, self.groups[group]) * count
-            for group, size, count in self._buckets(rank_units[rank])
-        ]
+        reductions = self._all_reduces(rank_units[rank])
         once = [b.zero_first + b.zero_last + b.per_step for b in blocks]
         out["dp_comm"] = zero + total(once) + total(reductions)
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])

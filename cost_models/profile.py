@@ -36,12 +36,15 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 OVERHEADS = (
     "step_s",  # fixed cost of ParallelModel.step: a model of next to no work, one micro-batch
     "micro_batch_s",  # fixed cost of one more micro-batch in the step
+    "op_forward_s",  # one more operation in a program, beside its time in a chain of its own
+    "op_backward_s",
     "zero_block_forward_s",  # hooks of fully_shard around one block that has nothing to gather or reduce
     "zero_block_backward_s",
     "zero_gather_s",  # gathering one block, beside the collective: copies, buffers
     "zero_gather_byte_s",  # and per byte gathered
     "zero_reduce_s",  # reducing and scattering the gradients of one block, the same
     "zero_reduce_byte_s",
+    "all_reduce_byte_s",  # ZeRO 0: copies into flat buffers and back, per byte of gradients
     "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, beside its sends
     "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
     "optimizer_tensor_s",  # and of one more tensor in it, beside its elements

@@ -104,5 +104,9 @@ def _predicted(planned: Planned) -> Predicted:
 
 
 def _program(graph: ModelGraph, planned: Planned) -> Program:
-    nothing_searched = Certificate(1, 0, 0, 0, 1, 0.0, 0.0, (), "complete", {}, {}, {}, 0.0)
+    nothing_searched = Certificate(
+        considered=1, illegal=0, too_big=0, bounded_out=0, solved=1, open=0, gap=0.0, solve_time_s=0.0,
+        restrictions=("given, not searched",), status="complete", illegal_by_rule={}, too_big_by_term={}, by_phase_s={},
+        intra_gap=0.0,
+    )  # fmt: skip
     return compile_program(graph, searched_plan(graph, planned, nothing_searched, "profile")[1])

@@ -19,84 +19,16 @@ import torch.distributed as dist
 
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.job import Job
+from autoplan.profiler.ops import Clock, cache_bytes, measure_op
+from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_program, decoder_tasks, tiny_program
 from autoplan.runtime.convert import record_collectives
 from autoplan.runtime.mesh import use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
+from autoplan.runtime.spec import ProgramSpec
 
-_WIDTH = 16
 _REPEATS = 15
 _ZERO_REPEATS = 9
-_HEAD = '''"""A pipeline stage of next to no work."""
-
-from autoplan.runtime.program import *  # noqa: F403
-
-
-class Layer(Block):
-    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:
-        super().__init__(recompute=recompute, site=site)
-        self.weight = parameter((%(size)d,), torch.float32, True)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return x * self.weight[:%(width)d]
-
-
-class Stage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({f"layer{i}": Layer() for i in range(%(first)d, %(last)d)})
-
-    def forward(self, %(carried)s*, x: Tensor, loss_denominator: Tensor, rng: Tensor) -> Tensor:
-        h = %(start)s
-        for block in self.blocks.values():
-            h = block(h)
-        return %(result)s
-
-    def count(self, *, x: Tensor) -> Tensor:
-        return (x[:, 0] != 0).sum()
-'''
-
-
-def _program(
-    num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int
-) -> tuple[ProgramSpec, dict[str, str]]:
-    """Layers divided evenly over the stages, each with one parameter of `size` elements."""
-    pp = dict(axes)["pp"]
-    each = num_layers // pp
-    shape = (((1, 1, ("b",)),), ((_WIDTH, 1, ()),))
-    stages, sources = [], {}
-    for index in range(pp):
-        first, last = index * each, (index + 1) * each
-        params = tuple(
-            ParamSpec(f"layer{i}", "weight", f"layer{i}.weight", (size,), ((size,),), "float32", True, (), (), ())
-            for i in range(first, last)
-        )
-        values = {name: CarriedSpec(name, shape, "float32", ()) for name in ("before", "after")}
-        name = f"stage{index}.py"
-        stages.append(
-            StageSpec(
-                index,
-                name,
-                tuple(p.block for p in params),
-                params,
-                (),
-                (values["before"],) if index else (),
-                (values["after"],) if index < pp - 1 else (),
-            )
-        )
-        sources[name] = _HEAD % {
-            "width": _WIDTH,
-            "size": size,
-            "first": first,
-            "last": last,
-            "carried": "before: Tensor, " if index else "",
-            "start": "before" if index else "x",
-            "result": "h" if index < pp - 1 else "h.sum() / loss_denominator",
-        }
-    spec = ProgramSpec(
-        "next to nothing", axes, (), zero_stage, "1F1B", ("x",), (("b", "x", 0),), "tokens", tuple(stages), (), (), ()
-    )
-    return spec, sources
+_LARGE = 1 << 18  # elements of a large parameter
 
 
 class _Runs:
@@ -106,8 +38,13 @@ class _Runs:
         self.job, self.links = job, links
         self._dispatch: dict[str, float] = {}
 
-    def model(self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = _WIDTH) -> ParallelModel:
-        spec, sources = _program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size)
+    def model(self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = WIDTH) -> ParallelModel:
+        """Layers of next to no work."""
+        return self.run(tiny_program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size))
+
+    def run(self, program: tuple[ProgramSpec, dict[str, str]]) -> ParallelModel:
+        """A program, ready to be run."""
+        spec, sources = program
         parameters = {p.name: torch.ones(p.shape) for stage in spec.stages for p in stage.params}
         return ParallelModel(spec, sources, parameters, {}, device=self.job.device)
 
@@ -172,6 +109,7 @@ def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
     out: dict[str, float] = {}
     measures: list[Callable[[], Mapping[str, float]]] = [
         lambda: _step(runs),
+        lambda: _operations(runs),
         lambda: _optimizer(runs),
         lambda: _zero(runs),
         lambda: _pipeline(runs),
@@ -187,7 +125,7 @@ def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
 
 
 def _batch(job: Job, num_micro_batches: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.ones(num_micro_batches, _WIDTH, device=job.device)}
+    return {"x": torch.ones(num_micro_batches, WIDTH, device=job.device)}
 
 
 def _step_of(runs: _Runs, pm: ParallelModel, num_micro_batches: int) -> float:
@@ -219,6 +157,61 @@ def _clipper(pm: ParallelModel) -> Callable[[], object]:
     return lambda: pm.clip_grad_norm_(1.0)
 
 
+def _operations(runs: _Runs) -> dict[str, float]:
+    """What an operation costs more between others, in a program, than in a chain of its own: colder code and data.
+
+    A small decoder layer, the slope between programs of a few and many of them, against the sum of its operations.
+    """
+    if runs.job.device.type == "cuda":  # hidden: launches run ahead of the device
+        return {}
+    clock, cache = Clock(runs.job.device), cache_bytes(runs.job.device)
+    alone = {"forward": 0.0, "backward": 0.0}
+    counts = {"forward": 0, "backward": 0}
+    for task, count in decoder_tasks():
+        record = measure_op(task, clock, cache, limit_s=0.05)
+        for phase, timing in (("forward", record.forward_s), ("backward", record.backward_s)):
+            if timing is not None:
+                alone[phase] += count * timing.median
+                counts[phase] += count
+    times: dict[int, dict[str, float]] = {}
+    few, many = 2, 8
+    for layers in (few, many):
+        pm = runs.run(decoder_program(layers, runs.job.world))
+        samples: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(_REPEATS + 3):
+            for phase, seconds in _both_passes(runs, pm).items():
+                samples[phase].append(seconds)
+        times[layers] = {phase: statistics.median(taken[3:]) for phase, taken in samples.items()}
+    out = {}
+    for phase in ("forward", "backward"):
+        layer = (times[many][phase] - times[few][phase]) / (many - few)
+        out[f"op_{phase}_s"] = max(0.0, layer - alone[phase]) / counts[phase]
+    return out
+
+
+def _inputs(runs: _Runs, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Of a stage."""
+    device = runs.job.device
+    return {
+        "x": torch.ones(shape, device=device),
+        "loss_denominator": torch.ones((), device=device),
+        "rng": torch.zeros(3, dtype=torch.int64, device=device),
+    }
+
+
+def _both_passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
+    inputs = _inputs(runs, DECODER_INPUT)
+    for p in pm.stage.parameters():
+        p.grad = None
+    with use_mesh(pm.mesh):
+        runs.job.barrier()
+        start = runs.now()
+        loss = pm.stage(**inputs)
+        middle = runs.now()
+        loss.backward()
+        return {"forward": middle - start, "backward": runs.now() - middle}
+
+
 def _optimizer(runs: _Runs) -> dict[str, float]:
     times = {}
     for tensors in (1, 33):
@@ -240,10 +233,10 @@ def _zero(runs: _Runs) -> dict[str, float]:
     """
     if runs.job.world == 1:
         return {}
-    plain, small, large = (_phases(runs, zero, size) for zero, size in ((0, _WIDTH), (1, _WIDTH), (1, _LARGE)))
+    plain, small, large = (_phases(runs, zero, size) for zero, size in ((0, WIDTH), (1, WIDTH), (1, _LARGE)))
     plain_large = _phases(runs, 0, _LARGE)
     out: dict[str, float] = {}
-    more_bytes = 4 * (_LARGE - _WIDTH)
+    more_bytes = 4 * (_LARGE - WIDTH)
     for phase, what, synced, hooks in (
         ("forward", "gather", "first forward", "other forward"),
         ("backward", "reduce", "last backward", "other backward"),
@@ -253,7 +246,8 @@ def _zero(runs: _Runs) -> dict[str, float]:
         many = max(one, large[synced] - plain_large[synced] - hook_s)
         out[f"zero_block_{phase}_s"] = hook_s
         out[f"zero_{what}_byte_s"] = (many - one) / more_bytes
-        out[f"zero_{what}_s"] = max(0.0, one - 4 * _WIDTH * out[f"zero_{what}_byte_s"])
+        out[f"zero_{what}_s"] = max(0.0, one - 4 * WIDTH * out[f"zero_{what}_byte_s"])
+    out["all_reduce_byte_s"] = max(0.0, plain_large["end"] - plain["end"]) / more_bytes
     return out
 
 
@@ -269,18 +263,15 @@ def _phases(runs: _Runs, zero: int, size: int) -> dict[str, float]:
                 samples.setdefault(name, []).append(seconds)
         with record_collectives(pm.mesh) as records:
             _passes(runs, pm)
-        # the collectives of ZeRO 0 come after the backward
-        spent = {p: sum(runs.collective_s(r.kind) for r in records if zero and r.phase == p) for p in _SYNCED}
+        spent: dict[str, float] = {}
+        for r in records:  # those of ZeRO 0 come after the backward
+            name = "end" if not zero else "first forward" if r.phase == "forward" else "last backward"
+            spent[name] = spent.get(name, 0.0) + runs.collective_s(r.kind)
         found[layers] = {
-            name: statistics.median(runs.job.slowest(taken[3:])) - spent.get(_PHASE_OF.get(name, ""), 0.0)
+            name: statistics.median(runs.job.slowest(taken[3:])) - spent.get(name, 0.0)
             for name, taken in samples.items()
         }
     return {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
-
-
-_LARGE = 1 << 18  # elements
-_SYNCED = ("forward", "backward")
-_PHASE_OF = {"first forward": "forward", "last backward": "backward"}
 
 
 def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
@@ -289,11 +280,7 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
     for micro_batch, (forward, backward) in enumerate(
         (("first forward", "other backward"), ("other forward", "last backward"))
     ):
-        inputs = {
-            "x": torch.ones(1, _WIDTH, device=job.device),
-            "loss_denominator": torch.ones((), device=job.device),
-            "rng": torch.zeros(3, dtype=torch.int64, device=job.device),
-        }
+        inputs = _inputs(runs, (1, WIDTH))
         with use_mesh(pm.mesh):
             job.barrier()
             start = runs.now()
@@ -304,7 +291,11 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
             loss.backward()
             job.synchronize()
             out[forward], out[backward] = middle - start, runs.now() - middle
-    pm._sync.finish_step()
+    job.barrier()
+    start = runs.now()
+    with use_mesh(pm.mesh):
+        pm._sync.finish_step()
+    out["end"] = runs.now() - start
     for p in pm.stage.parameters():
         p.grad = None
     return out

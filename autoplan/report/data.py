@@ -13,7 +13,7 @@ Schema 1:
      "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
-                              "memory_bytes": quantity}],
+                              "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
                   "breakdown_s": {term: quantity}, "run": null | {"tokens", "days", "usd": null | quantity}},
      "alternatives": [{"plan", "estimate"}],                       # plan: the next best ones
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
@@ -23,8 +23,8 @@ Schema 1:
     {"schema": 1, "status": "infeasible", "message", "stage", "term", "needed_bytes", "available_bytes", "config",
      "cheapest_change"}                                            # where nothing fits; null for what is not known
 
-    {"schema": 1, "status": "ok" | "infeasible" | "illegal", "command": "whatif", "vary": {name: [values]},
-     "rows": [...]}                                                # columns: autoplan.capacity.whatif
+    {"schema": 1, "status": "ok" | "interrupted" | "infeasible" | "illegal" | "stopped", "command": "whatif",
+     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.capacity.whatif
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def estimate(e: Estimate, whole: Run | None = None) -> dict[str, Any]:
                 "num_layers": s.num_layers,
                 "num_recomputed": s.num_recomputed,
                 "in_flight": s.in_flight,
+                "fullest": s.fullest,
                 "forward_s": quantity(s.forward_s),
                 "backward_s": quantity(s.backward_s),
                 "memory_bytes": quantity(s.memory_bytes),

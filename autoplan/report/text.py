@@ -447,7 +447,8 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], toke
                         numbers.dollars(run.usd.mid) if run.usd is not None else "-",
                     ]
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
-            cells.append(plan_label(point.planned.config, e))
+            ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
+            cells.append(plan_label(point.planned.config, e) + ended)
         table.add_row(*cells)
     out.print(table)
     for reason, number in reasons.items():
