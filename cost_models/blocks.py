@@ -134,19 +134,26 @@ class BlockPricer:
         """Of one call."""
         comm: dict[tuple[str, str], Quantity] = {}
         per_step = ZERO
+        computed = {"forward": times.forward.mid, "backward": times.backward.mid}
+        inside = {phase: sum(c.phase == phase and c.per != "step" for c in block.comms) for phase in computed}
         for c in block.comms:
             seconds = self.costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis])
             if c.per == "step":
                 per_step += seconds
             else:
                 key = self.families.get(c.axis, "tp"), c.phase
-                comm[key] = comm.get(key, ZERO) + seconds
+                waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
+                comm[key] = comm.get(key, ZERO) + seconds + waited
         gather, reduce, sharded = self._zero(block)
         stage = self.config.zero_stage
         hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
-        hidden_gather = gather.less(times.forward * self.hides)
-        hidden_reduce = reduce.less(times.backward * self.hides)
-        both = (gather + reduce).less(times.backward * self.hides)
+        waits = (
+            {n: self.costs.wait_s(computed["backward"] / n, n) for n in (1, 2)} if reduce.mid else {1: ZERO, 2: ZERO}
+        )
+        waited = self.costs.wait_s(computed["forward"]) if sharded else ZERO
+        hidden_gather = gather.less(times.forward * self.hides) + waited
+        hidden_reduce = reduce.less(times.backward * self.hides) + waits[1]
+        both = (gather + reduce).less(times.backward * self.hides) + waits[2]
         return BlockCost(
             forward=times.forward,
             backward=times.backward,
@@ -188,10 +195,10 @@ class BlockPricer:
             size = sum(p.num_elements * dtype_bytes(p.dtype) for p in mine)
             grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine if p.trainable)
             gather.append(self.costs.collective_s("all_gather", size, self.groups[name]))
-            gather.append(self.costs.zero_copy_s("gather", size, ranks))
+            gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))
             if grads:
                 reduce.append(self.costs.collective_s("reduce_scatter", grads, self.groups[name]))
-                reduce.append(self.costs.zero_copy_s("reduce", grads, ranks))
+                reduce.append(self.costs.zero_copy_s("reduce", grads, sum(p.trainable for p in mine), ranks))
         return total(gather), total(reduce), bool(gather)
 
     def _reduced(self, block: BlockWork) -> dict[str, float]:
@@ -223,8 +230,10 @@ class BlockPricer:
                 if p.trainable and p.expert is expert:
                     by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self._share(expert)
             out += [self.costs.optimizer_s(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
-        tensors = sum(p.trainable for p in block.params)
-        out.append(self.costs.fixed_s("optimizer_tensor_s") * tensors)
+        for p in block.params:
+            if p.trainable:
+                sharded = self._share(p.expert) > 1
+                out.append(self.costs.fixed_s("zero_optimizer_tensor_s" if sharded else "optimizer_tensor_s"))
         return total(out)
 
 

@@ -6,6 +6,7 @@ and every answer says which (`Quantity.tag`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,13 +14,14 @@ from autoplan.cost_models.cluster import Cluster, Device, Group
 from autoplan.cost_models.collectives import group_collective_s
 from autoplan.cost_models.compute import op_s
 from autoplan.cost_models.config import Mode
-from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 
 # bytes AdamW moves per element beside the state it keeps: reads gradient and parameter, writes the parameter
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
 _PRODUCTS = frozenset(("linear", "matmul", "attention", "experts"))
+_WAIT_SPREAD = 0.5  # of the square root of two measured lengths; assumed
 _COPY_SPREAD = 0.15  # of the straight line through two measured sizes; assumed
 
 
@@ -88,20 +90,31 @@ class Costs:
         moved = (1.0 if self.mode is Mode.FUSED else 3.0) * tensor.num_bytes
         return self.forward_s(OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved))
 
-    def zero_copy_s(self, what: str, num_bytes: float, num_ranks: int) -> Quantity:
-        """Seconds that fully_shard copies around one gather or reduction (`what`) of a block of `num_bytes`.
+    def zero_copy_s(self, what: str, num_bytes: float, num_tensors: int, num_ranks: int) -> Quantity:
+        """Seconds that fully_shard spends around one gather or reduction (`what`) of a block of `num_bytes`.
 
         It copies shards into one buffer and the gathered one into the parameters; gradients into one buffer
         (torch.distributed.fsdp._fully_shard._fsdp_collectives). Measured where a profile has it. Megatron's
         distributed optimizer works on buffers that lie in one piece, without copies.
         """
-        fixed, per_byte = self.overhead_s(f"zero_{what}_s"), self.overhead_s(f"zero_{what}_byte_s")
-        if fixed or per_byte:
-            return Quantity.spread(fixed + per_byte * num_bytes, _COPY_SPREAD, Tag.MEASURED)
+        fixed, per_tensor, per_byte = (self.overhead_s(f"zero_{what}_{n}") for n in ("s", "tensor_s", "byte_s"))
+        if fixed or per_tensor or per_byte:
+            seconds = fixed + per_tensor * num_tensors + per_byte * num_bytes
+            return Quantity.spread(seconds, _COPY_SPREAD, Tag.MEASURED)
         if self.mode is Mode.FUSED:
             return ZERO
         moved = 2.0 * num_bytes * (1 + 1 / num_ranks)
         return self.forward_s(OpWork("clone", (TensorWork((round(moved / 4),), "float32"),), (), (), 0.0, moved))
+
+    def wait_s(self, computed_s: float, count: int = 1) -> Quantity:
+        """Seconds that `count` collectives wait for slower ranks, each after `computed_s` of computing.
+
+        Disturbances are many and small, so that what two ranks differ by grows with the square root of the time. Where
+        it was measured; nothing else.
+        """
+        noise = self.overhead_s("straggler_sqrt_s")
+        seconds = count * noise * (math.sqrt(computed_s) - math.sqrt(LINK_WORK_S))
+        return Quantity.spread(seconds, _WAIT_SPREAD, Tag.FITTED) if seconds > 0 else ZERO
 
     def overhead_s(self, name: str) -> float:
         """A measured constant of the runtime (`step_s`, `zero_block_forward_s`, ...); 0 where it was not measured."""

@@ -256,10 +256,14 @@ class Pricer:
     def _all_reduces(self, units: Sequence[int]) -> list[Quantity]:
         """The same by group, with the copies into buffers and back where they were measured."""
         copy = self.costs.fixed_s("all_reduce_byte_s")
-        return [
+        out = [
             (self.costs.collective_s("all_reduce", size, self.groups[group]) + copy * size) * count
             for group, size, count in self._buckets(units)
         ]
+        if out:  # the ranks meet for the first time in the step
+            computed = sum(self.forward[u] + self.backward[u] for u in units)
+            out.append(self.costs.wait_s(self.config.num_micro_batches * computed))
+        return out
 
     def _step(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> tuple[float, Timeline]:
         times = self.chunk_times(chunks, recompute, which)

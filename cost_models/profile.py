@@ -33,6 +33,8 @@ SCHEMA_VERSION = 2
 DEVICE_TYPES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+# On CPUs collectives are measured between computations of this length.
+LINK_WORK_S = 0.002
 OVERHEADS = (
     "step_s",  # fixed cost of ParallelModel.step: a model of next to no work, one micro-batch
     "micro_batch_s",  # fixed cost of one more micro-batch in the step
@@ -41,13 +43,19 @@ OVERHEADS = (
     "zero_block_forward_s",  # hooks of fully_shard around one block that has nothing to gather or reduce
     "zero_block_backward_s",
     "zero_gather_s",  # gathering one block, beside the collective: copies, buffers
+    "zero_gather_tensor_s",  # and per parameter of it
     "zero_gather_byte_s",  # and per byte gathered
     "zero_reduce_s",  # reducing and scattering the gradients of one block, the same
+    "zero_reduce_tensor_s",
     "zero_reduce_byte_s",
+    # a rank waits at a collective for slower ones: this times the square root of the seconds computed since the last
+    # one (noise of many small disturbances), beyond what the links hold of it; in seconds ** 0.5
+    "straggler_sqrt_s",
     "all_reduce_byte_s",  # ZeRO 0: copies into flat buffers and back, per byte of gradients
     "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, beside its sends
     "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
     "optimizer_tensor_s",  # and of one more tensor in it, beside its elements
+    "zero_optimizer_tensor_s",  # the same of a shard that fully_shard made
     "clip_s",  # fixed cost of clip_grad_norm_
     "clip_tensor_s",  # and of one more tensor in it
 )

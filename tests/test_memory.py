@@ -13,7 +13,7 @@ from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.memory import FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.price import Pricer
-from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.schedule import actions, held_at_backwards
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
 
@@ -152,7 +152,8 @@ def test_every_micro_batch_but_the_first_adds_to_gradients() -> None:
 
 def test_measured_copies_of_fully_shard() -> None:
     """The first forward of ZeRO 1 gathers; under ZeRO 3 all passes do, and all backwards reduce."""
-    overheads = {"zero_gather_s": 1.0, "zero_gather_byte_s": 0.5, "zero_reduce_s": 100.0, "zero_block_forward_s": 7.0}
+    overheads = {"zero_gather_s": 1.0, "zero_gather_byte_s": 0.5, "zero_reduce_s": 90.0, "zero_reduce_tensor_s": 10.0}
+    overheads |= {"zero_block_forward_s": 7.0}
     profile = Profile("made up", "cpu", 2, 1, overheads=overheads)
     work, costs = workload(1), Costs(cluster(2), profile, Mode.EAGER)
     plain = Pricer(work, ParallelConfig(dp=2, zero_stage=0, num_micro_batches=3), costs).blocks["layer"]
@@ -166,6 +167,23 @@ def test_measured_copies_of_fully_shard() -> None:
         got = (block.zero_forward, block.zero_backward, block.zero_first, block.zero_last)
         assert [q.mid for q in got] == pytest.approx(want, rel=1e-3), zero
     assert plain.zero_forward.mid == plain.zero_first.mid == 0.0
+
+
+def test_collectives_wait_for_stragglers() -> None:
+    """As the square root of what was computed since the last one, beyond what the links were measured between."""
+    profile = Profile("made up", "cpu", 2, 1, overheads={"straggler_sqrt_s": 0.1})
+    costs = Costs(cluster(2), profile, Mode.EAGER)
+    assert costs.wait_s(LINK_WORK_S).mid == costs.wait_s(LINK_WORK_S / 2).mid == 0.0
+    assert costs.wait_s(4 * LINK_WORK_S, 3).mid == pytest.approx(3 * 0.1 * LINK_WORK_S**0.5)
+    slow = replace(layer(), ops=(replace(layer().ops[0], flops=1e11),))
+    for zero, gathers, reduces in ((1, 1, 1), (3, 2, 1)):
+        config = ParallelConfig(dp=2, zero_stage=zero)
+        with_, without = (
+            Pricer(workload(1, block=slow), config, Costs(cluster(2), p, Mode.EAGER)).step_s([1], [0])
+            for p in (profile, replace(profile, overheads={}))
+        )
+        least = costs.wait_s(0.1).mid
+        assert (gathers + reduces - 1) * least < with_ - without < (gathers + reduces + 1) * costs.wait_s(0.3).mid
 
 
 def test_hops_between_nodes_cost_more() -> None:

@@ -8,6 +8,7 @@ are those of CommWork: the gathered or reduced tensor on one rank, for all_to_al
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autoplan.cost_models.profile import COLLECTIVES, ErrorStats, LinkRecord, Profile, Timing
+from autoplan.cost_models.profile import COLLECTIVES, LINK_WORK_S, ErrorStats, LinkRecord, Profile, Timing
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import timing
 from autoplan.runtime.convert import I, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -26,7 +27,6 @@ COARSE_SIZES = tuple(1 << k for k in (6, 22, 16, 19, 24, 13))  # measured first,
 HELD_OUT_SIZES = (3 << 12, 3 << 16, 3 << 20)
 _WANTED_S = 0.006  # of measuring per sample
 _MAX_CALLS = 20
-_WORK_S = 0.002  # of computing before every call, on CPUs
 _WORKED_CALLS = 4
 _LONG_S = 0.04  # calls of this length are measured alone
 _LEAST_S = 1e-6
@@ -78,22 +78,36 @@ def _neighbours(tensor: torch.Tensor, mesh: AxisMesh, group: dist.ProcessGroup) 
     return both
 
 
-def _computation(job: Job) -> Callable[[], object]:
-    """About `_WORK_S` of products and element-wise operations on one CPU thread."""
-    x, weight = torch.randn(128, 256), torch.randn(256, 704)
+def computation(job: Job, seconds: float = LINK_WORK_S) -> Callable[[], object]:
+    """About `seconds` of forwards and backwards of a small feed-forward layer on one CPU thread."""
+    x = torch.randn(128, 256, requires_grad=True)
+    up, down = (torch.randn(shape, requires_grad=True) for shape in ((704, 256), (256, 704)))
 
-    def one() -> torch.Tensor:
-        return torch.nn.functional.silu(x @ weight) @ weight.t()
+    def one() -> None:
+        with torch.enable_grad():
+            y = torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(x, up)), down)
+            torch.autograd.grad(y.sum(), (x, up, down))
 
     one()
-    seconds = min(job.slowest([job.wall(one) for _ in range(5)]))
-    count = max(1, round(_WORK_S / seconds))
+    once = min(job.slowest([job.wall(one) for _ in range(5)]))
+    count = max(1, round(seconds / once))
 
     def work() -> None:
         for _ in range(count):
             one()
 
     return work
+
+
+def measure_stragglers(job: Job) -> float:
+    """How much longer a collective waits after a long computation than after a short one: `straggler_sqrt_s`."""
+    mesh = AxisMesh([("group", job.world)], device_type=job.device.type)
+    lengths = (LINK_WORK_S, 8 * LINK_WORK_S)
+    with use_mesh(mesh), torch.no_grad():
+        waits = [
+            statistics.fmean(_measure("all_gather", 4096, mesh, job, computation(job, seconds))) for seconds in lengths
+        ]
+    return max(0.0, (waits[1] - waits[0]) / (math.sqrt(lengths[1]) - math.sqrt(lengths[0])))
 
 
 def _measure(
@@ -178,7 +192,7 @@ def measure_links(
         )
         for size, stride in dict.fromkeys((p.size, p.stride) for p in points)
     }
-    between = _computation(job) if points and job.device.type == "cpu" else None
+    between = computation(job) if points and job.device.type == "cpu" else None
     found: dict[_Point, Timing] = {}
     for p in points:
         if not job.goes_on():

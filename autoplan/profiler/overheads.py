@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.job import Job
+from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_program, decoder_tasks, tiny_program
 from autoplan.runtime.convert import record_collectives
@@ -38,9 +39,11 @@ class _Runs:
         self.job, self.links = job, links
         self._dispatch: dict[str, float] = {}
 
-    def model(self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = WIDTH) -> ParallelModel:
+    def model(
+        self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = WIDTH, num_params: int = 1
+    ) -> ParallelModel:
         """Layers of next to no work."""
-        return self.run(tiny_program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size))
+        return self.run(tiny_program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size, num_params))
 
     def run(self, program: tuple[ProgramSpec, dict[str, str]]) -> ParallelModel:
         """A program, ready to be run."""
@@ -114,6 +117,7 @@ def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
         lambda: _zero(runs),
         lambda: _pipeline(runs),
         lambda: _clip(runs),
+        lambda: _stragglers(runs),
     ]
     for measure in measures:
         if not job.goes_on():
@@ -140,6 +144,12 @@ def _step(runs: _Runs) -> dict[str, float]:
     one, nine = _step_of(runs, pm, 1), _step_of(runs, pm, 9)
     more = max(0.0, (nine - one) / 8)
     return {"step_s": one - more, "micro_batch_s": more}
+
+
+def _stragglers(runs: _Runs) -> dict[str, float]:
+    if runs.job.world == 1 or runs.job.device.type == "cuda":
+        return {}
+    return {"straggler_sqrt_s": measure_stragglers(runs.job)}
 
 
 def _clip(runs: _Runs) -> dict[str, float]:
@@ -213,50 +223,70 @@ def _both_passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
 
 
 def _optimizer(runs: _Runs) -> dict[str, float]:
-    times = {}
-    for tensors in (1, 33):
-        params = [torch.nn.Parameter(torch.ones(1, device=runs.job.device)) for _ in range(tensors)]
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer = torch.optim.AdamW(params, lr=1e-4)
-        optimizer.step()
-        times[tensors] = runs.median(optimizer.step)
-    more = max(0.0, (times[33] - times[1]) / 32)
-    return {"optimizer_step_s": times[1] - more, "optimizer_tensor_s": more}
+    """Of plain tensors, and of the shards that fully_shard makes of them (DTensors)."""
+
+    def slope(parameters: Callable[[int], list[torch.nn.Parameter]]) -> tuple[float, float]:
+        times = {}
+        for tensors in (1, 33):
+            params = parameters(tensors)
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer = torch.optim.AdamW(params, lr=1e-4)
+            optimizer.step()
+            times[tensors] = runs.median(optimizer.step)
+        more = max(0.0, (times[33] - times[1]) / 32)
+        return times[1] - more, more
+
+    def sharded(tensors: int) -> list[torch.nn.Parameter]:
+        return list(runs.model(tensors, runs.job.world, 1, 1).stage.parameters())
+
+    step, tensor = slope(lambda n: [torch.nn.Parameter(torch.ones(WIDTH, device=runs.job.device)) for _ in range(n)])
+    out = {"optimizer_step_s": step, "optimizer_tensor_s": tensor}
+    if runs.job.world > 1:
+        out["zero_optimizer_tensor_s"] = slope(sharded)[1]
+    return out
+
+
+_MANY_PARAMS = 9
 
 
 def _zero(runs: _Runs) -> dict[str, float]:
     """What fully_shard spends per block beside the collectives and the block itself.
 
     Under ZeRO 1 the first forward of a step gathers and the last backward reduces; a micro-batch in between does
-    neither and shows the hooks alone. Blocks of two sizes give the part per byte.
+    neither and shows the hooks alone. Blocks of one small parameter, of several and of a large one give the parts per
+    parameter and per byte.
     """
     if runs.job.world == 1:
         return {}
-    plain, small, large = (_phases(runs, zero, size) for zero, size in ((0, WIDTH), (1, WIDTH), (1, _LARGE)))
-    plain_large = _phases(runs, 0, _LARGE)
+    shapes = {"one": (WIDTH, 1), "many": (WIDTH, _MANY_PARAMS), "large": (_LARGE, 1)}
+    plain = {name: _phases(runs, 0, *shape) for name, shape in shapes.items()}
+    sharded = {name: _phases(runs, 1, *shape) for name, shape in shapes.items()}
     out: dict[str, float] = {}
     more_bytes = 4 * (_LARGE - WIDTH)
     for phase, what, synced, hooks in (
         ("forward", "gather", "first forward", "other forward"),
         ("backward", "reduce", "last backward", "other backward"),
     ):
-        hook_s = max(0.0, small[hooks] - plain[hooks])
-        one = max(0.0, small[synced] - plain[synced] - hook_s)
-        many = max(one, large[synced] - plain_large[synced] - hook_s)
+        hook_s = max(0.0, sharded["one"][hooks] - plain["one"][hooks])
+        one, many, large = (max(0.0, sharded[name][synced] - plain[name][synced] - hook_s) for name in shapes)
+        tensor_s = max(0.0, many - one) / (_MANY_PARAMS - 1)
+        byte_s = max(0.0, large - one) / more_bytes
         out[f"zero_block_{phase}_s"] = hook_s
-        out[f"zero_{what}_byte_s"] = (many - one) / more_bytes
-        out[f"zero_{what}_s"] = max(0.0, one - 4 * WIDTH * out[f"zero_{what}_byte_s"])
-    out["all_reduce_byte_s"] = max(0.0, plain_large["end"] - plain["end"]) / more_bytes
+        out[f"zero_{what}_tensor_s"] = tensor_s
+        out[f"zero_{what}_byte_s"] = byte_s
+        out[f"zero_{what}_s"] = max(0.0, one - tensor_s - 4 * WIDTH * byte_s)
+    out["all_reduce_byte_s"] = max(0.0, plain["large"]["end"] - plain["one"]["end"]) / more_bytes
     return out
 
 
-def _phases(runs: _Runs, zero: int, size: int) -> dict[str, float]:
-    """Seconds of one more block, without its collectives, in the passes of a step of two micro-batches."""
+def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, float]:
+    """Seconds of one more block of `num_params` parameters of `size`, without its collectives, in the passes of a step
+    of two micro-batches."""
     found: dict[int, dict[str, float]] = {}
     few, many = 2, 6
     for layers in (few, many):
-        pm = runs.model(layers, runs.job.world, 1, zero, size)
+        pm = runs.model(layers, runs.job.world, 1, zero, size, num_params)
         samples: dict[str, list[float]] = {}
         for _ in range(_ZERO_REPEATS + 3):
             for name, seconds in _passes(runs, pm).items():

@@ -18,10 +18,11 @@ from autoplan.runtime.program import *  # noqa: F403
 class Layer(Block):
     def __init__(self, *, recompute: bool = False, site: int = 0) -> None:
         super().__init__(recompute=recompute, site=site)
-        self.weight = parameter((%(size)d,), torch.float32, True)
+%(declared)s
 
     def compute(self, x: Tensor) -> Tensor:
-        return x * self.weight[:%(width)d]
+%(computed)s
+        return x
 '''
 _STAGE = """
 
@@ -42,10 +43,16 @@ class Stage(nn.Module):
 
 
 def tiny_program(
-    num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int = WIDTH
+    num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int = WIDTH, num_params: int = 1
 ) -> tuple[ProgramSpec, dict[str, str]]:
-    """Layers that multiply WIDTH elements by the first of a parameter of `size`, divided evenly over the stages."""
-    return _program(_TINY % {"width": WIDTH, "size": size}, {"weight": (size,)}, num_layers, axes, zero_stage)
+    """Layers that multiply WIDTH elements by the first of `num_params` parameters of `size` elements each, divided
+    evenly over the stages."""
+    names = [f"weight{i}" for i in range(num_params)]
+    layer = _TINY % {
+        "declared": "\n".join(f"        self.{n} = parameter(({size},), torch.float32, True)" for n in names),
+        "computed": "\n".join(f"        x = x * self.{n}[:{WIDTH}]" for n in names),
+    }
+    return _program(layer, dict.fromkeys(names, (size,)), num_layers, axes, zero_stage)
 
 
 def _program(
