@@ -140,7 +140,7 @@ def describe(env: Mapping[str, Any]) -> str:
 def make_console() -> Console:
     """A console that keeps tables whole where the output is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=160)
 
 
 def run_command(main: Callable[..., None]) -> None:

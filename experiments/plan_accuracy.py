@@ -68,6 +68,11 @@ class Row:
         return self.predicted.step_s / self.seconds
 
     @property
+    def covered(self) -> bool:
+        """True if the predicted interval holds the measured time."""
+        return self.predicted.low_s <= self.seconds <= self.predicted.high_s
+
+    @property
     def memory_ratio(self) -> float:
         """Predicted over measured peak of live tensors, of the fullest rank."""
         return self.predicted.peak_bytes / max(self.measured.live_bytes)
@@ -216,6 +221,12 @@ def main(
     time = Summary.of([r.predicted.step_s for r in rows], [r.seconds for r in rows])
     memory = Summary.of([r.predicted.peak_bytes for r in rows], [float(max(r.measured.live_bytes)) for r in rows])
     console.print(f"step time: {time}")
+    widths = [(r.predicted.high_s - r.predicted.low_s) / r.predicted.step_s for r in rows]
+    covered = sum(r.covered for r in rows)
+    console.print(
+        f"  measured within the predicted interval: {covered} of {len(rows)}; its median width "
+        f"{statistics.median(widths):.0%} of the prediction"
+    )
     disturbed = sum(r.disturbed for r in rows)
     if disturbed:
         calm = [r for r in rows if not r.disturbed]
@@ -234,6 +245,7 @@ def main(
     )
     console.print(f"spread of the repetitions of one plan, median: {statistics.median(r.spread for r in rows):.1%}")
     summary = {"time": asdict(time), "memory": asdict(memory), "regret": much, "chosen": chosen.trial.pins}
+    summary |= {"covered": covered, "median_width": statistics.median(widths)}
     write_json(json, "plan_accuracy", {**env, "size": asdict(size), "summary": summary}, [_case(r) for r in rows])
 
 

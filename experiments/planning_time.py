@@ -94,7 +94,8 @@ def main(
         )
         c = row["certificate"]
         notes.append(f"{model}: {_describe(row['config'], row)}")
-        counted = " ".join(f"{n} {c[n]:,}" for n in ("considered", "illegal", "too_big", "bounded_out", "solved", "open"))
+        counts = ("considered", "illegal", "too_big", "bounded_out", "solved", "open")
+        counted = " ".join(f"{n} {c[n]:,}" for n in counts)
         notes.append(f"  {counted}; gap {c['gap']:.2%}, intra-op gap {c['intra_gap']:.1e}, {c['status']}")
         if row["torch_loaded"]:
             notes.append("  torch was loaded")

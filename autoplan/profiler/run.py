@@ -429,6 +429,7 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
 
 _COMMAND_DEGREES = (1, 2, 4, 8)
 _COMMAND_SEQUENCE = 1024
+_FILE_WIDTH = 140  # of tables where the output is no terminal
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:
@@ -477,6 +478,8 @@ def profile_command(
         dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
     profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
     console.print(summary(profile))
     if out is not None:
         profile.save(out)

@@ -68,6 +68,14 @@ def _links(profile: Profile) -> Table:
     return table
 
 
+def _overhead(name: str, value: float) -> str:
+    if name.endswith("_byte_s"):
+        return f"{value * MIB / MICRO:.1f} us per MiB"
+    if name.endswith("_sqrt_s"):
+        return f"{value * 1e-3**0.5 / MICRO:.1f} us after computing 1 ms, more as its square root"
+    return f"{value / MICRO:.1f} us"
+
+
 def summary(profile: Profile) -> Group:
     """Everything worth knowing about a profile, for a rich console."""
     where = ", ".join(f"{k} {v}" for k, v in {**profile.hardware, **profile.software}.items())
@@ -83,7 +91,7 @@ def summary(profile: Profile) -> Group:
         table.add_column("what")
         table.add_column("time", justify="right")
         for name, seconds in profile.overheads.items():
-            table.add_row(name.removesuffix("_s"), f"{seconds / MICRO:.1f} us")
+            table.add_row(name.removesuffix("_s"), _overhead(name, seconds))
         parts.append(table)
     parts += [f"note: {note}" for note in profile.notes]
     return Group(*parts)

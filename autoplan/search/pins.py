@@ -170,9 +170,7 @@ def _check_chunks(c: ParallelConfig, num_units: int) -> None:
     """Every chunk of the pipeline holds at least one layer."""
     if c.pp > num_units:
         near = max(d for d in divisors(c.dp * c.pp) if d <= num_units)
-        raise PinError(
-            f"pin pp={c.pp} needs at least as many layers, the model has {num_units}; nearest legal: {near}"
-        )
+        raise PinError(f"pin pp={c.pp} needs at least as many layers, the model has {num_units}; nearest legal: {near}")
     if c.pp * c.virtual_stages > num_units:
         raise PinError(
             f"pp={c.pp} x virtual_stages={c.virtual_stages} = {c.pp * c.virtual_stages} chunks need at least as many "

@@ -209,9 +209,7 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     for c in collectives(kept, works.graph.factors, works.axes):
         if c.per == "micro_batch" or c.what not in away:
             scale = ratio.get(c.what, 1.0)
-            comms.append(
-                CommWork(c.what, c.kind, works.number(c.bytes) * scale, _axis_name(c.axes), c.phase, c.per)
-            )
+            comms.append(CommWork(c.what, c.kind, works.number(c.bytes) * scale, _axis_name(c.axes), c.phase, c.per))
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
