@@ -37,6 +37,7 @@ _TERMS = {
     "pp_comm": "pipeline communication, exposed",
     "bubble": "pipeline bubble",
     "recompute": "recompute",
+    "accumulate": "adding up gradients",
     "optimizer": "optimizer",
 }
 
@@ -202,6 +203,7 @@ def _memory(out: Console, e: Estimate) -> None:
         table.add_row("layers recomputed", *(str(g[0].num_recomputed) for g in groups), "")
     if len(e.stages) > 1:
         table.add_row("micro-batches in flight", *(str(g[0].in_flight) for g in groups), "")
+    table.add_row("fullest in the", *(g[0].fullest for g in groups), "")
     out.print(table)
     hidden = len(e.stages) - sum(len(g) for g in groups)
     if hidden:

@@ -29,6 +29,7 @@ from autoplan.cost_models.quantity import Quantity
 
 Array = NDArray[np.float64]
 _CLOSE = 1e-9  # relative: equal within rounding
+_BISECTED = 1e-3  # relative: how closely the bound is found
 
 
 @dataclass(frozen=True)
@@ -208,25 +209,47 @@ class Cutter:
         p = self.pricer
         return _prefix(np.array([p.again[u] if u in p.pinned_again else 0.0 for u in range(self.num_units)]))
 
-    def rest(self) -> tuple[list[Array], list[Array]]:
+    def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
         """Per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
 
         The first counts from the start of stage s, the second is that of the whole step.
+
+        Args:
+            below_s: only cuts of which the second bound is below this, without what comes after the pipeline.
         """
         self._build()
         ends = np.full(self.num_units + 1, math.inf)
         ends[self.num_units] = 0.0
         runs, waits = [ends], [ends]
         for s in reversed(range(self.pp)):
-            each, once = self._each[s], self._once[s]
+            each, once, waiting = self._each[s], self._once[s], self._waits[s]
+            if below_s < math.inf:
+                each = np.where(waiting < below_s, each, math.inf)
             runs.append(np.maximum(self.m * each + once, each + runs[-1][None, :]).min(axis=1))
-            waits.append(np.maximum(self._waits[s], waits[-1][None, :]).min(axis=1))
+            waits.append(np.maximum(waiting, waits[-1][None, :]).min(axis=1))
         return runs[::-1], waits[::-1]
 
-    def bound_s(self) -> float:
-        """No cut that fits is faster; inf if none fits."""
+    def bound_s(self, cutoff_s: float = math.inf) -> float:
+        """No cut that fits is faster; inf if none fits.
+
+        The least step that both bounds allow for the same cut, by bisection; it stops at `cutoff_s`.
+        """
         runs, waits = self.rest()
-        return max(float(runs[0][0]), float(waits[0][0])) + self.after_s
+        low = max(float(runs[0][0]), float(waits[0][0]))
+        if low == math.inf or self.pp == 1:
+            return low + self.after_s
+
+        def impossible(step_s: float) -> bool:
+            return float(self.rest(step_s)[0][0][0]) >= step_s
+
+        step, high = _BISECTED, min(cutoff_s - self.after_s, 2.0 * low)
+        while high - low > step * low and low < high:
+            middle = (low + high) / 2
+            if impossible(middle):
+                low = middle
+            else:
+                high = middle
+        return low + self.after_s
 
     def _even(self) -> tuple[int, ...]:
         """The cut with the least longest stage: where the search starts from, beside the one with the least bound."""
@@ -247,13 +270,13 @@ class Cutter:
 
     def search(self, cutoff_s: float = math.inf, max_evaluated: int = 10_000) -> Cut:
         """The best cut below `cutoff_s`."""
-        runs, waits = self.rest()
-        root = max(float(runs[0][0]), float(waits[0][0])) + self.after_s
+        root = self.bound_s(cutoff_s)
         best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
         limit, open_bound, evaluated = cutoff_s, math.inf, 0
         if root < limit * (1 - _CLOSE):
             best, evaluated = self._climb(self._even(), limit, max_evaluated // 2)
             limit = best[0] if best is not None else limit
+        runs, waits = self.rest(limit - self.after_s)  # only better cuts matter from here on
         # bound, stage, first unit, chunks so far, largest term so far, sum of T so far
         stack: list[tuple[float, int, int, tuple[int, ...], float, float]] = [(root, 0, 0, (), 0.0, 0.0)]
         while stack:
@@ -281,7 +304,8 @@ class Cutter:
                 stack.append((float(reach[j]), stage + 1, int(j), (*chunks, int(j) - at), done, sums))
         if best is None:
             return Cut(None, (), math.inf, min(open_bound, max(root, cutoff_s)), open_bound == math.inf, evaluated)
-        return Cut(best[1], best[2], best[0], min(best[0], open_bound), open_bound == math.inf, evaluated)
+        bound = min(best[0], max(root, open_bound))
+        return Cut(best[1], best[2], best[0], bound, open_bound == math.inf, evaluated)
 
     def _climb(
         self, chunks: tuple[int, ...], limit: float, max_evaluated: int

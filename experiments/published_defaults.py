@@ -1,0 +1,168 @@
+"""Tables for published_rows.py: how the words of a published row are read, and what stands for a blank field.
+
+One default per framework and field, never per row, campaign, model, or anything measured. Patterns are regular
+expressions, tried in order, case-insensitive; the first that is found counts. Where a source leaves a choice open, all
+`alternatives` are priced: the first is the prediction, the others widen its interval.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from autoplan.cost_models.config import Mode
+
+Found = TypeVar("Found")
+
+
+class Framework(StrEnum):
+    """What trained the model, as far as it changes how kernels, stages and blank fields are read."""
+
+    COMPOSER = "Composer FSDP"
+    JAX = "MaxText, Pax"
+    MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
+    MEGATRON = "Megatron-LM, NeMo"
+    INTERNEVO = "InternEvo"
+    TORCHTITAN = "torchtitan"
+    OTHER = "other"
+
+
+class Formula(StrEnum):
+    """Which arithmetic a quoted TFLOP/s figure counts."""
+
+    FULL_ATTENTION = "6 N + 12 L h s per token"
+    CAUSAL_ATTENTION = "6 N + 6 L h s per token"
+    HARDWARE = "96 B s L h^2 (1 + s / 6h + V / 16Lh)"
+    HARDWARE_8N = "8 * 12 L h^2 per token"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a framework does where a row is silent. The first of each is the prediction."""
+
+    modes: tuple[Mode, ...]
+    recompute: tuple[str, ...]
+    zero_stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A kind of memory figure. `unit`: bytes. `last_stage`: of the last pipeline stage, else of the fullest.
+
+    `comparable`: of live tensors, as the planner predicts; else it holds the allocator's cache and the context, too.
+    """
+
+    unit: float
+    last_stage: bool = False
+    comparable: bool = True
+
+
+# Looked for in the source and the flags together.
+FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
+    (r"MaxText|PaxML|\bPAX\b|\bJAX\b", Framework.JAX),
+    (r"Composer|llm-foundry", Framework.COMPOSER),
+    (r"torchtitan", Framework.TORCHTITAN),
+    (r"InternEvo", Framework.INTERNEVO),
+    (r"DeepSpeed|bigscience", Framework.MEGATRON_DEEPSPEED),
+    (r"Megatron|NeMo|Korthikanti|calculon|dgxc-benchmarking|training_results", Framework.MEGATRON),
+)
+
+DEFAULTS: Mapping[Framework, Defaults] = {
+    # torch.nn modules with a fused attention kernel (llm-foundry README: FSDP full shard unless said otherwise)
+    Framework.COMPOSER: Defaults((Mode.EAGER,), ("none", "full"), (3,)),
+    # XLA; MaxText's default remat policy is full, its published runs choose their own
+    Framework.JAX: Defaults((Mode.COMPILED,), ("full", "none"), (3,)),
+    # Megatron's fused softmax, bias and gelu; --checkpoint-activations was usual before FlashAttention
+    Framework.MEGATRON_DEEPSPEED: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
+    # Transformer Engine; performance recipes compute at most the attention core again (NVIDIA NeMo performance guide)
+    Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
+    Framework.INTERNEVO: Defaults((Mode.FUSED,), ("none", "full"), (1,)),  # apex and flash-attention kernels
+    # torch.compile per block and selective activation checkpointing by operation are torchtitan's defaults
+    Framework.TORCHTITAN: Defaults((Mode.COMPILED, Mode.EAGER), ("selective", "none", "full"), (3,)),
+    Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
+}
+
+# Name of a planner's precision, or why there is none.
+PRECISIONS: tuple[tuple[str, str | None], ...] = (
+    (r"FP4", None),
+    (r"INT8", None),
+    (r"FP8", "fp8"),
+    (r"BF16|bfloat", "bf16"),
+    (r"FP16|float16", "fp16"),
+    (r"FP32|TF32", "fp32"),
+)
+
+# ZeRO stages: several where the words leave it open. A shard group smaller than dp gathers and updates as ZeRO 1 and
+# reduces as ZeRO 0; a smaller group of FSDP is read as all of dp.
+ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    (r"^0", (0,)),
+    (r"^1.*group=(?!all)", (1, 0)),
+    (r"^1|zero-?1", (1,)),
+    (r"^2|SHARD_GRAD_OP|zero-?2|optim_grads$", (2,)),
+    (r"^3|FSDP|zero-?3|optim_grads_params", (3,)),
+)
+
+RECOMPUTE: tuple[tuple[str, str], ...] = ((r"^none", "none"), (r"^full", "full"))
+CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
+
+# (device, memory in GB): catalog id and overrides of Cluster.parse. A800 is an A100 with NVLink cut to 400 GB/s both
+# ways (NVIDIA A800 data sheet). Memory as the sources write it.
+DEVICES: Mapping[tuple[str, int], tuple[str, str]] = {
+    ("V100", 16): ("v100-sxm2-16gb", ""),
+    ("V100", 32): ("v100-sxm2-32gb", ""),
+    ("A100", 40): ("a100-sxm4-40gb", ""),
+    ("A100", 80): ("a100-sxm4-80gb", ""),
+    ("A800", 80): ("a100-sxm4-80gb", "scaleup=200"),
+    ("H100", 80): ("h100-sxm5-80gb", ""),
+    ("H800", 80): ("h800-sxm-80gb", ""),
+    ("H200", 141): ("h200-sxm-141gb", ""),
+    ("B200", 180): ("b200-sxm-180gb", ""),
+    ("B300", 270): ("b300-sxm-288gb", ""),
+    ("GB200", 186): ("gb200-nvl72", ""),
+    ("GB300", 279): ("gb300-nvl72", ""),
+    ("MI300X", 192): ("mi300x-192gb", ""),
+    ("MI325X", 256): ("mi325x-256gb", ""),
+    ("MI355X", 288): ("mi355x-288gb", ""),
+    ("TPU v5p", 95): ("tpu-v5p", ""),
+    ("TPU-v5p", 95): ("tpu-v5p", ""),
+    ("TPU-trillium", 32): ("tpu-v6e", ""),
+}
+
+# Gbit/s of the network: per device, or of the node as links times speed.
+NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
+NIC_PER_NODE = r"(\d+)\s*x\s*(?:[A-Z]+ )*(\d+) Gb/s (?:\w+ )?per node"
+
+# Quoted TFLOP/s, used only where a row has neither seconds nor tokens. A bare `model` is that of NeMo and dgxc tables:
+# full attention (recomputed for the collection); anything else is not read.
+TFLOPS: tuple[tuple[str, Formula], ...] = (
+    (r"8 ?\*? ?N", Formula.HARDWARE_8N),
+    (r"hardware.*96 ?BsL|hardware.*96Bls|SC21", Formula.HARDWARE),
+    (r"non-causal|^model$|3\*\(2N\+4Lhs\)", Formula.FULL_ATTENTION),
+    (r"^model \(causal\)$", Formula.CAUSAL_ATTENTION),
+)
+
+MEMORY: tuple[tuple[str, Memory], ...] = (
+    (r"max_memory_allocated.*LAST rank", Memory(1e9, last_stage=True)),
+    (r"max allocated GiB", Memory(2.0**30)),
+    (r"allocated GB", Memory(1e9)),
+    (r"reserved|nvidia-smi", Memory(1e9, comparable=False)),
+)
+
+# Projections of multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, and its descendants): ranks and head sizes.
+# The rank of the queries is that, or they are projected in one step (DeepSeek-V2-Lite).
+LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
+LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+HEAD_DIMS = (128, 64)  # usual ones beside hidden / heads
+EXPERT_EVERY = (1, 2)  # experts in every layer, or in every second one
+# Published counts are rounded, and some leave out embeddings. The usual kind of decoder is taken if it gives the count
+# up to this (less with experts, where attention is a small part of all parameters), else the nearest one, up to the
+# last.
+USUAL, USUAL_WITH_EXPERTS, PARAMS_TOLERANCE = 0.05, 0.01, 0.1
+
+
+def find(table: Sequence[tuple[str, Found]], text: str) -> Found | None:
+    """The entry of the first pattern that is found in `text`, or None."""
+    return next((value for pattern, value in table if re.search(pattern, text, re.IGNORECASE)), None)

@@ -1,0 +1,513 @@
+"""Published training measurements as the planner's input: a model, a cluster, configurations, seconds.
+
+    rows = read_rows(path)
+    shapes = Shapes(rows)
+    case = interpret(row, shapes)      # Unpriced says why a row cannot be priced
+
+Columns are those of the collection: dimensions of the model, devices, degrees, batch, and what was measured. Nothing of
+a row that was measured decides how it is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import published_defaults as tables
+from published_defaults import Formula, Framework, Memory, find
+
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.errors import AutoplanError
+
+COLUMNS = (
+    "id campaign source trust model params_b layers hidden ffn_hidden heads kv_heads vocab seq_len moe_experts "
+    "moe_topk gpu gpu_mem_gb n_gpus gpus_per_node internode tp pp vpp dp cp ep zero_stage micro_batch global_batch "
+    "recompute precision schedule flags step_time_s tokens_per_s_per_gpu tflops_per_gpu tflops_kind peak_mem_gb "
+    "mem_kind notes"
+).split()
+
+
+class Unpriced(AutoplanError):
+    """Why a row cannot be priced."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the file, as text. `line`: its number there."""
+
+    line: int
+    fields: Mapping[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return self.fields[column]
+
+    def number(self, column: str) -> float | None:
+        """A number, None where it is blank. AutoplanError names the line."""
+        text = self[column]
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise AutoplanError(f"line {self.line}: {column}={text!r} is not a number") from None
+        if not math.isfinite(value):
+            raise AutoplanError(f"line {self.line}: {column}={text!r} must be finite")
+        return value
+
+    def count(self, column: str) -> int | None:
+        """A whole number, None where it is blank."""
+        value = self.number(column)
+        return None if value is None else int(value)
+
+    def needed(self, column: str) -> int:
+        """A whole number of at least 1. Unpriced where the row does not state it."""
+        value = self.count(column)
+        if value is None or value < 1:
+            raise Unpriced(f"{column} is not stated")
+        return value
+
+    def noted(self, name: str) -> int:
+        """`name=NUMBER` in the notes, else 0."""
+        match = re.search(rf"\b{name}=(\d+)", self["notes"])
+        return int(match.group(1)) if match else 0
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file. AutoplanError for a file that cannot be read or lacks columns."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
+            if missing:
+                raise AutoplanError(f"{path}: no column {', '.join(missing)}")
+            return [Row(reader.line_num, {c: (line[c] or "").strip() for c in COLUMNS}) for line in reader]
+    except OSError as exc:
+        raise AutoplanError(f"{path}: cannot be read ({exc.strerror})") from exc
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the dimensions alone do not say. `latent`: attention with compressed keys; `q_rank` of its queries."""
+
+    gated: bool
+    tied: bool
+    head_dim: int
+    latent: bool = False
+    q_rank: int | None = None
+    expert_every: int = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    positions: int
+    num_experts: int
+    top_k: int
+    expert_ffn: int
+    shared_ffn: int
+    first_dense: int
+    kind: Kind
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all matrices."""
+        tables_of_tokens = 1 if self.kind.tied else 2
+        positions = self.positions if self.learned_positions else 0
+        return (self.vocab * tables_of_tokens + positions) * self.hidden + self._layer_params(active=False)
+
+    @property
+    def learned_positions(self) -> bool:
+        """True for the first GPTs: ungated, as many key-value heads as heads."""
+        return not self.kind.gated and self.kv_heads == self.heads and self.kind.head_dim * self.heads == self.hidden
+
+    @property
+    def matmul_params(self) -> int:
+        """Those that one token is multiplied with."""
+        return self.vocab * self.hidden + self._layer_params(active=True)
+
+    def _layer_params(self, active: bool) -> int:
+        k, h = self.kind, self.hidden
+        matrices = 3 if k.gated else 2
+        dense = matrices * h * self.ffn
+        experts = matrices * h * (self.expert_ffn * (self.top_k if active else self.num_experts) + self.shared_ffn)
+        with_experts = len(range(self.first_dense, self.layers, k.expert_every)) if self.num_experts else 0
+        return (
+            self.layers * self._attention_params()
+            + (self.layers - with_experts) * dense
+            + with_experts * (experts + h * self.num_experts)
+        )
+
+    def _attention_params(self) -> int:
+        k, h = self.kind, self.hidden
+        if not k.latent:
+            return 2 * h * k.head_dim * (self.heads + self.kv_heads)
+        c = tables.LATENT
+        queries = self.heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        q = h * queries if k.q_rank is None else k.q_rank * (h + queries)
+        up = c["kv_lora_rank"] * self.heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+        return q + h * (c["kv_lora_rank"] + c["qk_rope_head_dim"]) + up + self.heads * c["v_head_dim"] * h
+
+    def config(self) -> dict[str, Any]:
+        """The fields of a Hugging Face config with these dimensions."""
+        k = self.kind
+        if self.learned_positions:
+            return {
+                "model_type": "gpt2",
+                "vocab_size": self.vocab,
+                "n_positions": self.positions,
+                "n_embd": self.hidden,
+                "n_inner": self.ffn,
+                "n_layer": self.layers,
+                "n_head": self.heads,
+                "activation_function": "gelu_pytorch_tanh",
+                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+                "tie_word_embeddings": k.tied,
+            }
+        common = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": max(8192, self.positions),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": k.tied,
+        }
+        if not k.latent:
+            common["head_dim"] = k.head_dim
+        if not self.num_experts:
+            dense = {"model_type": "llama"} if k.gated else {"model_type": "nemotron", "hidden_act": "relu2"}
+            return {**common, **dense}
+        experts = {
+            "moe_intermediate_size": self.expert_ffn,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": True,
+        }
+        if k.latent:
+            return {
+                **common,
+                **experts,
+                **tables.LATENT,
+                "model_type": "deepseek_v3",
+                "q_lora_rank": k.q_rank,
+                "n_routed_experts": self.num_experts,
+                "n_shared_experts": self.shared_ffn // self.expert_ffn,
+                "first_k_dense_replace": self.first_dense,
+                "n_group": 1,
+                "topk_group": 1,
+            }
+        routed = {
+            "num_experts": self.num_experts,
+            "decoder_sparse_step": k.expert_every,
+            "mlp_only_layers": list(range(self.first_dense)),
+            "output_router_logits": False,
+        }
+        if self.shared_ffn:
+            shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": self.shared_ffn}
+            return {**common, **experts, **routed, **shared}
+        return {**common, **experts, **routed, "model_type": "qwen3_moe"}
+
+
+class Shapes:
+    """Shapes of rows. What the dimensions leave open follows from the published number of parameters: the kind of
+    decoder that comes nearest to it. Rows without a number (models cut to a few layers) take the kind that another
+    row with the same layer has, else what is usual."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._kinds: dict[tuple[int, ...], Kind] = {}
+        for row in rows:
+            try:
+                shape = self._stated(row)
+                if row["params_b"]:
+                    self._kinds.setdefault(self._layer(shape), self._nearest(row, shape).kind)
+            except Unpriced:
+                continue  # says so again when this row is priced
+
+    def of(self, row: Row) -> Shape:
+        """Unpriced if dimensions are missing or do not give the published number of parameters."""
+        shape = self._stated(row)
+        if row["params_b"]:
+            return self._nearest(row, shape)
+        return replace(shape, kind=self._kinds.get(self._layer(shape), shape.kind))
+
+    @staticmethod
+    def _layer(s: Shape) -> tuple[int, ...]:
+        return s.hidden, s.ffn, s.heads, s.kv_heads, s.vocab, s.num_experts, s.expert_ffn, s.shared_ffn
+
+    @staticmethod
+    def _stated(row: Row) -> Shape:
+        hidden, ffn, heads = row.needed("hidden"), row.needed("ffn_hidden"), row.needed("heads")
+        experts = row.count("moe_experts") or 0
+        # a gated layer of the same size has 8/3 h; 4 h exactly is the ungated layer of the first transformer
+        gated = ffn != 4 * hidden or experts > 0
+        return Shape(
+            layers=row.needed("layers"),
+            hidden=hidden,
+            ffn=ffn,
+            heads=heads,
+            kv_heads=row.count("kv_heads") or heads,
+            vocab=row.needed("vocab"),
+            positions=row.needed("seq_len"),
+            num_experts=experts,
+            top_k=row.needed("moe_topk") if experts else 0,
+            expert_ffn=(row.noted("moe_ffn") or ffn) if experts else 0,
+            shared_ffn=row.noted("shared_ffn") if experts else 0,
+            first_dense=row.noted("first_dense_layers") if experts else 0,
+            kind=Kind(gated, not gated and row.count("kv_heads") in (None, heads), hidden // heads),
+        )
+
+    @staticmethod
+    def _nearest(row: Row, shape: Shape) -> Shape:
+        published = (row.number("params_b") or 0.0) * 1e9
+        found = [replace(shape, kind=kind) for kind in _kinds(shape)]
+
+        def off(candidate: Shape) -> float:
+            return candidate.num_params / published - 1
+
+        usual = found[0].kind == shape.kind  # else the size of a head is none that is used with experts
+        if usual and abs(off(found[0])) < (tables.USUAL_WITH_EXPERTS if shape.num_experts else tables.USUAL):
+            return found[0]
+        best = min(found, key=lambda s: abs(off(s)))
+        if abs(off(best)) > tables.PARAMS_TOLERANCE:
+            raise Unpriced(f"the dimensions give {off(best):+.0%} of the published number of parameters at best")
+        return best
+
+
+def _kinds(shape: Shape) -> list[Kind]:
+    """What a shape may be, the usual kind first."""
+    usual, moe = shape.kind, shape.num_experts > 0
+    dims = list(dict.fromkeys((usual.head_dim, *tables.HEAD_DIMS)))
+    if moe and usual.head_dim not in tables.HEAD_DIMS:
+        dims.remove(usual.head_dim)
+    every = tables.EXPERT_EVERY if moe else (1,)
+    gated = (True,) if moe else (usual.gated, not usual.gated)
+    ties = (usual.tied, not usual.tied)
+    plain = [Kind(g, tie, dim, expert_every=n) for n, g, dim, tie in itertools.product(every, gated, dims, ties)]
+    latent = moe and shape.kv_heads == shape.heads
+    ranks = itertools.product(tables.LATENT_Q_RANKS, ties) if latent else ()
+    return plain + [Kind(True, tie, tables.LATENT["v_head_dim"], True, rank) for rank, tie in ranks]
+
+
+# -- how it ran --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to read a row: the configuration and how its kernels run."""
+
+    mode: Mode
+    config: ParallelConfig
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is priced for a row: the first setting is the prediction, the others widen its interval.
+
+    `measured_s`: seconds of one step, from what the row states first of seconds, tokens, arithmetic. `assumed`: fields
+    that the row leaves open.
+    """
+
+    row: Row
+    shape: Shape
+    cluster: Cluster
+    precision: str
+    framework: Framework
+    seq_len: int
+    global_batch_size: int
+    settings: tuple[Setting, ...]
+    measured_s: float
+    assumed: tuple[str, ...]
+
+    @property
+    def memory(self) -> tuple[Memory, float] | None:
+        """What kind of memory figure the row has, and its bytes; None without one that can be read."""
+        kind, size = find(tables.MEMORY, self.row["mem_kind"]), self.row.number("peak_mem_gb")
+        return None if kind is None or size is None else (kind, kind.unit * size)
+
+
+def interpret(row: Row, shapes: Shapes) -> Case:
+    """The case of a row. Raises: Unpriced, AutoplanError for a cluster that cannot be."""
+    if re.search(r"\bLoRA\b", f"{row['flags']} {row['model']}", re.IGNORECASE):
+        raise Unpriced("frozen parameters (LoRA) are not priced")
+    if "offload" in row["flags"].lower() and "offload none" not in row["flags"].lower():
+        raise Unpriced("offloading to the host is not priced")
+    precision = find(tables.PRECISIONS, row["precision"])
+    if precision is None:
+        raise Unpriced(f"no precision of the planner for {row['precision'] or 'a blank'!r}")
+    shape = shapes.of(row)
+    framework = find(tables.FRAMEWORKS, f"{row['source']} {row['flags']}") or Framework.OTHER
+    settings, batch, assumed = _settings(row, shape, framework)
+    seq_len = row.needed("seq_len")
+    return Case(
+        row=row,
+        shape=shape,
+        cluster=cluster_of(row),
+        precision=precision,
+        framework=framework,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        settings=settings,
+        measured_s=_measured_s(row, shape, seq_len, batch),
+        assumed=assumed,
+    )
+
+
+def cluster_of(row: Row) -> Cluster:
+    """Catalog hardware, with the network that the row states. Unpriced for a device that the catalog lacks."""
+    gpu, memory = row["gpu"], row.count("gpu_mem_gb")
+    if memory is None or (gpu, memory) not in tables.DEVICES:
+        raise Unpriced(f"no device {gpu} with {row['gpu_mem_gb'] or '?'} GB in the catalog")
+    name, overrides = tables.DEVICES[gpu, memory]
+    count = row.needed("n_gpus")
+    per_node = min(count, row.needed("gpus_per_node"))
+    if count % per_node:
+        raise Unpriced(f"{count} devices are no whole number of nodes of {per_node}")
+    parts = [overrides] if overrides else []
+    if (nic := _nic_gbit_s(row["internode"], per_node)) is not None and count > per_node:
+        parts.append(f"nic={nic:g}")
+    text = f"{count // per_node}x{per_node}x{name}"
+    return Cluster.parse(f"{text}@{','.join(parts)}" if parts else text)
+
+
+def _nic_gbit_s(text: str, per_node: int) -> float | None:
+    """Gbit/s per device, or None where a row does not say."""
+    if (match := re.search(tables.NIC_PER_DEVICE, text)) is not None:
+        return float(match.group(1))
+    if (match := re.search(tables.NIC_PER_NODE, text)) is not None:
+        return float(match.group(1)) * float(match.group(2)) / per_node
+    return None
+
+
+def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setting, ...], int, tuple[str, ...]]:
+    """Every reading of a row, its global batch size, and the fields that were filled in."""
+    defaults = tables.DEFAULTS[framework]
+    assumed: list[str] = []
+    tp, pp, dp = (row.needed(name) for name in ("tp", "pp", "dp"))
+    cp, ep = row.count("cp") or 1, row.count("ep") or 1
+    if not row["cp"]:
+        assumed.append("cp")
+    micro, batch = row.needed("micro_batch"), row.needed("global_batch")
+    if batch % (dp * micro):
+        raise Unpriced("dp x micro-batch does not divide the global batch")
+    zero = find(tables.ZERO_STAGES, row["zero_stage"]) if row["zero_stage"] else None
+    if zero is None:
+        zero = defaults.zero_stages
+    recompute = _recompute(row, defaults.recompute)
+    virtual = (row.count("vpp"),) if row["vpp"] else _virtual_stages(row, shape, pp)
+    etps = (None, 1) if shape.num_experts and tp > 1 else (None,)
+    modes = defaults.modes
+    open_fields = {"zero_stage": zero, "recompute": recompute, "vpp": virtual, "etp": etps, "mode": modes}
+    blank = [name for name in ("zero_stage", "recompute", "vpp") if not row[name]]
+    assumed += [n for n, values in open_fields.items() if len(values) > 1 or (n in blank and (n != "vpp" or pp > 1))]
+    schedule = _schedule(row)
+    settings = []
+    for k, values in enumerate(open_fields.values()):
+        # one field at a time departs from the defaults
+        for value in values if k == 0 else values[1:]:
+            chosen = [v[0] for v in open_fields.values()]
+            chosen[k] = value
+            stage, again, chunks, etp, mode = chosen
+            chunks = max(1, chunks or 1) if pp > 1 else 1
+            config = ParallelConfig(
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                ep=ep,
+                etp=etp,
+                zero_stage=stage,
+                micro_batch_size=micro,
+                num_micro_batches=batch // (dp * micro),
+                schedule="Interleaved1F1B" if chunks > 1 else schedule,
+                virtual_stages=chunks,
+                recompute=again,
+                stages=_stages(shape.layers, pp) if chunks == 1 else None,
+            )
+            settings.append(Setting(mode, config))
+    return tuple(settings), batch, tuple(assumed)
+
+
+def _recompute(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
+    text = row["recompute"]
+    if not text:
+        return usual
+    if re.search(tables.CORE_ATTENTION, text):
+        return ("selective",)
+    found = find(tables.RECOMPUTE, text)
+    return (found,) if found else ("selective", "none", "full")  # of other parts of a layer: it lies between
+
+
+def _virtual_stages(row: Row, shape: Shape, pp: int) -> tuple[int, ...]:
+    """Where it is blank: one if the schedule says so, else also as many as there are layers for."""
+    if pp == 1 or row["schedule"] == "1F1B":
+        return (1,)
+    return tuple(dict.fromkeys((max(1, shape.layers // pp), 1)))
+
+
+def _schedule(row: Row) -> str:
+    if row["schedule"] in ("", "1F1B", "1F1B-interleaved"):
+        return "1F1B"
+    raise Unpriced(f"schedule {row['schedule']} is not priced")
+
+
+def _stages(layers: int, pp: int) -> tuple[int, ...] | None:
+    """Equal stages, as all these frameworks cut; where they do not divide, embedding and head count as layers.
+
+    None (the planner's balance) where that does not divide either.
+    """
+    if pp == 1:
+        return None
+    if layers % pp == 0:
+        return (layers // pp,) * pp
+    if (layers + 2) % pp == 0 and (layers + 2) // pp > 1:
+        inner = (layers + 2) // pp
+        return (inner - 1, *(inner,) * (pp - 2), inner - 1)
+    return None
+
+
+# -- what was measured -------------------------------------------------------------------------------------------------
+
+
+def _measured_s(row: Row, shape: Shape, seq_len: int, batch: int) -> float:
+    """Seconds of one step. Unpriced if the row has no figure that gives them."""
+    if (seconds := row.number("step_time_s")) is not None:
+        return seconds
+    devices, tokens = row.needed("n_gpus"), batch * seq_len
+    if (rate := row.number("tokens_per_s_per_gpu")) is not None:
+        return tokens / (rate * devices)
+    tflops, formula = row.number("tflops_per_gpu"), find(tables.TFLOPS, row["tflops_kind"])
+    if tflops is None or formula is None:
+        raise Unpriced("nothing measured that gives seconds")
+    return tokens * flops_per_token(formula, shape, seq_len) / (tflops * 1e12 * devices)
+
+
+def flops_per_token(formula: Formula, shape: Shape, seq_len: int) -> float:
+    """Arithmetic of one token in a step as `formula` counts it."""
+    layers, hidden = shape.layers, shape.hidden
+    width = shape.heads * shape.kind.head_dim
+    if formula is Formula.HARDWARE_8N:
+        return 8.0 * 12 * layers * hidden**2
+    if formula is Formula.HARDWARE:
+        return 96.0 * layers * hidden**2 * (1 + seq_len / (6 * hidden) + shape.vocab / (16 * layers * hidden))
+    attention = 12.0 if formula is Formula.FULL_ATTENTION else 6.0
+    return 6.0 * shape.matmul_params + attention * layers * width * seq_len

@@ -1,0 +1,471 @@
+"""Predicted against published training measurements, on catalog hardware without a profile.
+
+    python experiments/validate_published.py --data FILE.csv [--json FILE] [--trust A] [--campaign NAME] [--limit N]
+
+Every row is priced with `estimate_config` from its model, cluster and degrees alone (published_rows.py; what it leaves
+blank: published_defaults.py), then compared. Errors are predicted / measured - 1. The intervals are the planner's own,
+over all readings of a row where it leaves something open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from published_rows import Case, Row, Setting, Shape, Shapes, interpret, read_rows
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from autoplan.cost_models.config import precision_of
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.errors import AutoplanError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.price import Estimate, Pricer
+from autoplan.estimate import Planned, check_config, estimate_config
+from autoplan.points import PlanRequest
+
+_log = logging.getLogger(__name__)
+RANKED_APART = 0.05  # pairs whose measured times differ by less are not ranked
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row, priced or not (`reason`). Times in seconds of a step, memory in bytes of one device.
+
+    low_s, high_s: over all readings. `measured_bytes` where the row has a figure; `memory_kind` as the row says.
+    """
+
+    id: str
+    campaign: str
+    trust: str
+    model: str
+    device: str
+    num_devices: str
+    reason: str = ""
+    precision: str = ""
+    framework: str = ""
+    experts: bool = False
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+    ep: int = 0
+    recompute: str = ""
+    sweep: str = ""
+    assumed: tuple[str, ...] = ()
+    predicted_s: float = math.nan
+    low_s: float = math.nan
+    high_s: float = math.nan
+    measured_s: float = math.nan
+    predicted_bytes: float = math.nan
+    measured_bytes: float = math.nan
+    memory_kind: str = ""
+    memory_comparable: bool = False
+    fits: bool = True
+    breakdown_s: Mapping[str, float] | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative error of the step."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def covered(self) -> bool:
+        """True if what was measured is within the interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def width(self) -> float:
+        """Of the interval, relative to the prediction."""
+        return (self.high_s - self.low_s) / self.predicted_s
+
+
+# -- pricing -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def graph_of(shape: Shape) -> ModelGraph:
+    """The captured graph of a decoder with these dimensions, from the user's cache if it is there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from autoplan.capture.cache import cached
+    from autoplan.capture.export import capture
+    from autoplan.capture.huggingface import default_example
+    from autoplan.capture.source import model_from_config
+
+    config = shape.config()
+    model = model_from_config(config, f"{config['model_type']} of {shape.layers} layers, {shape.hidden} wide")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        example = default_example(model)
+    return cached(model, example, lambda: capture(model, example))
+
+
+def price(case: Case) -> list[Estimate]:
+    """Of every reading of a row that is legal, at least of the first. AutoplanError if that is not."""
+    first = estimate_config(_request(case, case.settings[0]), case.settings[0].config)
+    out = [first.estimate]
+    for setting in case.settings[1:]:
+        try:
+            out.append(_variant(_request(case, setting), first, case.settings[0], setting))
+        except AutoplanError as exc:
+            _log.debug("%s: a reading is not legal: %s", case.row["id"], exc)
+    return out
+
+
+def _request(case: Case, setting: Setting) -> PlanRequest:
+    return PlanRequest(
+        graph_of(case.shape),
+        case.cluster,
+        case.seq_len,
+        case.global_batch_size,
+        precision=case.precision,
+        mode=setting.mode,
+    )
+
+
+def _variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:
+    """The price of another reading, with the layout of the first where that does not depend on what differs."""
+    config = setting.config
+    same_stages = first.config.virtual_stages == config.virtual_stages
+    if was.mode is not setting.mode or was.config.etp != config.etp or not same_stages:
+        return estimate_config(request, config).estimate
+    check_config(request, config)
+    costs = Costs(request.cluster, request.profile, request.mode)
+    point, chunks = first.point, first.config.stages or ()
+    pricer = Pricer(point.workload, config, costs, precision_of(request.precision), point.times)
+    ends = list(itertools.accumulate(chunks))
+    layers = [sum(point.workload.layers[end - size : end]) for size, end in zip(chunks, ends, strict=True)]
+    return pricer.estimate(chunks, layers if config.recompute == "full" else [0] * len(chunks))
+
+
+def blank_result(row: Row, reason: str) -> Result:
+    """Of a row that is not priced."""
+    return Result(row["id"], row["campaign"], row["trust"], row["model"], row["gpu"], row["n_gpus"], reason)
+
+
+def result_of(case: Case) -> Result:
+    """Price a case and compare. The reason stands in the result if the planner refuses it."""
+    row, first = case.row, case.settings[0].config
+    try:
+        estimates = price(case)
+    except AutoplanError as exc:
+        return blank_result(row, f"refused: {exc}")
+    steps, estimate = [e.step_time_s for e in estimates], estimates[0]
+    predicted_bytes, measured_bytes, comparable = estimate.peak_memory_bytes.mid, math.nan, False
+    if case.memory is not None:
+        kind, measured_bytes = case.memory
+        comparable = kind.comparable
+        if kind.last_stage:
+            predicted_bytes = estimate.stages[-1].memory_bytes.mid
+    s = case.shape
+    sweep = (s, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], case.precision, case.seq_len, case.global_batch_size)
+    return Result(
+        id=row["id"],
+        campaign=row["campaign"],
+        trust=row["trust"],
+        model=row["model"],
+        device=row["gpu"],
+        num_devices=row["n_gpus"],
+        precision=case.precision,
+        framework=case.framework.value,
+        experts=s.num_experts > 0,
+        tp=first.tp,
+        pp=first.pp,
+        cp=first.cp,
+        ep=first.ep,
+        recompute=row["recompute"].split(" ")[0] or "not stated",
+        sweep=f"{row['campaign']} {sweep}",
+        assumed=case.assumed,
+        predicted_s=steps[0].mid,
+        low_s=min(q.low for q in steps),
+        high_s=max(q.high for q in steps),
+        measured_s=case.measured_s,
+        predicted_bytes=predicted_bytes,
+        measured_bytes=measured_bytes,
+        memory_kind=row["mem_kind"],
+        memory_comparable=comparable,
+        fits=estimate.fits,
+        breakdown_s={name: q.mid for name, q in estimate.breakdown.items()},
+    )
+
+
+def results_of_shape(cases: Sequence[Case]) -> list[Result]:
+    """Results of rows that share a model: its graph is made once. What one process is given."""
+    return [result_of(case) for case in cases]
+
+
+def validate(
+    rows: Sequence[Row], everything: Sequence[Row], jobs: int, progress: Console | None = None
+) -> list[Result]:
+    """Results in the order of `rows`. `everything`: all rows of the file, which shapes are read from."""
+    shapes = Shapes(everything)
+    done: dict[int, Result] = {}
+    cases: dict[Shape, list[Case]] = defaultdict(list)
+    for row in rows:
+        try:
+            case = interpret(row, shapes)
+            cases[case.shape].append(case)
+        except AutoplanError as exc:
+            done[row.line] = blank_result(row, str(exc))
+    groups = sorted(cases.values(), key=len, reverse=True)
+    for group, results in zip(groups, _map(groups, jobs, progress), strict=True):
+        done.update((case.row.line, result) for case, result in zip(group, results, strict=True))
+    return [done[row.line] for row in rows]
+
+
+def _map(groups: Sequence[Sequence[Case]], jobs: int, progress: Console | None) -> Iterator[list[Result]]:
+    def shown(results: Iterable[list[Result]]) -> Iterable[list[Result]]:
+        if progress is None:
+            return results
+        return track(results, "models", total=len(groups), console=progress, disable=not progress.is_terminal)
+
+    if jobs == 1:
+        yield from shown(map(results_of_shape, groups))
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from shown(pool.map(results_of_shape, groups))
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one group. `num_rows` with those that are not priced; fractions, not per cent; NaN where there is nothing."""
+
+    num_rows: int
+    num_priced: int
+    mean: float
+    median: float
+    bias: float
+    p90: float
+    coverage: float
+    width: float
+
+    @staticmethod
+    def of(results: Sequence[Result]) -> Errors:
+        priced = [r for r in results if not r.reason]
+        if not priced:
+            return Errors(len(results), 0, *[math.nan] * 6)
+        sizes = sorted(abs(r.error) for r in priced)
+        return Errors(
+            num_rows=len(results),
+            num_priced=len(priced),
+            mean=statistics.fmean(sizes),
+            median=statistics.median(sizes),
+            bias=statistics.fmean(r.error for r in priced),
+            p90=sizes[math.ceil(0.9 * len(sizes)) - 1],
+            coverage=statistics.fmean(r.covered for r in priced),
+            width=statistics.median(r.width for r in priced),
+        )
+
+
+def grouped(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, Errors]:
+    """Errors by group, largest group first."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for r in results:
+        groups[key(r)].append(r)
+    return {name: Errors.of(found) for name, found in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
+def macro_mean(campaigns: Mapping[str, Errors]) -> float:
+    """Mean error over campaigns, each counting once."""
+    known = [e.mean for e in campaigns.values() if e.num_priced]
+    return statistics.fmean(known) if known else math.nan
+
+
+def ranked_pairs(results: Sequence[Result]) -> dict[str, tuple[int, int, int]]:
+    """By campaign: pairs of one sweep (same model, devices, precision and batch; other degrees) whose measured times
+    differ by more than RANKED_APART, how many of them are predicted in the right order, and the number of sweeps."""
+    sweeps: dict[str, list[Result]] = defaultdict(list)
+    for r in results:
+        if not r.reason:
+            sweeps[r.sweep].append(r)
+    out: dict[str, tuple[int, int, int]] = {}
+    for found in sweeps.values():
+        pairs = right = 0
+        for i, a in enumerate(found):
+            for b in found[:i]:
+                if max(a.measured_s, b.measured_s) > (1 + RANKED_APART) * min(a.measured_s, b.measured_s):
+                    pairs += 1
+                    right += (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
+        if pairs:
+            before = out.get(found[0].campaign, (0, 0, 0))
+            out[found[0].campaign] = (before[0] + pairs, before[1] + right, before[2] + 1)
+    return out
+
+
+GROUPS: Mapping[str, Callable[[Result], str]] = {
+    "campaign": lambda r: r.campaign,
+    "device": lambda r: r.device,
+    "precision": lambda r: r.precision,
+    "model": lambda r: "experts" if r.experts else "dense",
+    "framework": lambda r: r.framework,
+    "recompute": lambda r: r.recompute,
+    "tp": lambda r: f"tp {r.tp}",
+    "pp": lambda r: f"pp {r.pp}" if r.pp <= 2 else "pp 3-8" if r.pp <= 8 else "pp > 8",
+    "cp": lambda r: f"cp {r.cp}",
+    "ep": lambda r: f"ep {r.ep}",
+}
+
+
+def summary_of(results: Sequence[Result]) -> dict[str, Any]:
+    """All groups as plain data."""
+    priced = [r for r in results if not r.reason]
+    tables = {"campaign": grouped(results, GROUPS["campaign"]), "device": grouped(results, GROUPS["device"])}
+    tables |= {name: grouped(priced, key) for name, key in GROUPS.items() if name not in tables}
+    return {
+        "all": asdict(Errors.of(results)),
+        "macro_mean": macro_mean(tables["campaign"]),
+        "groups": {name: {k: asdict(e) for k, e in groups.items()} for name, groups in tables.items()},
+        "ranking": {k: {"pairs": p, "right": r, "sweeps": n} for k, (p, r, n) in ranked_pairs(results).items()},
+        "memory": {k: asdict(e) for k, e in memory_errors(results).items()},
+        "not_priced": dict(reasons(results)),
+    }
+
+
+@dataclass(frozen=True)
+class MemoryErrors:
+    """Of one kind of memory figure. `comparable`: the figure counts live tensors only."""
+
+    num_rows: int
+    mean: float
+    bias: float
+    p90: float
+    comparable: bool
+
+
+def memory_errors(results: Sequence[Result]) -> dict[str, MemoryErrors]:
+    """By kind of figure and campaign."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for r in results:
+        if not r.reason and not math.isnan(r.measured_bytes):
+            groups[f"{r.campaign}: {r.memory_kind}"].append(r)
+    out = {}
+    for name, found in groups.items():
+        errors = [r.predicted_bytes / r.measured_bytes - 1 for r in found]
+        sizes = sorted(map(abs, errors))
+        p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        out[name] = MemoryErrors(
+            len(found), statistics.fmean(sizes), statistics.fmean(errors), p90, found[0].memory_comparable
+        )
+    return out
+
+
+def reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
+    """Why rows are not priced, most frequent first; numbers do not tell reasons apart."""
+    return Counter(re.sub(r"\d+", "N", r.reason) for r in results if r.reason).most_common()
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _percent(value: float, signed: bool = False) -> str:
+    return "-" if math.isnan(value) else f"{value:+.1%}" if signed else f"{value:.1%}"
+
+
+def _errors_table(title: str, groups: Mapping[str, Errors]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in (title, "rows", "priced", "mean error", "median", "bias", "p90", "covered", "width"):
+        table.add_column(name, justify="left" if name == title else "right")
+    for name, e in groups.items():
+        figures = (_percent(e.mean), _percent(e.median), _percent(e.bias, True), _percent(e.p90))
+        share = _percent(e.num_priced / e.num_rows)
+        table.add_row(name, str(e.num_rows), share, *figures, _percent(e.coverage), _percent(e.width))
+    return table
+
+
+def show(results: Sequence[Result], console: Console) -> None:
+    """Print every table."""
+    priced = [r for r in results if not r.reason]
+    campaigns = grouped(results, GROUPS["campaign"])
+    for name, key in GROUPS.items():
+        # what a row that is not priced has is not known beyond its campaign and device
+        console.print(_errors_table(name, grouped(results if name in ("campaign", "device") else priced, key)))
+    console.print(_errors_table("all", {"all rows": Errors.of(results)}))
+    console.print(f"mean error, macro average over campaigns: {_percent(macro_mean(campaigns))}")
+    ranking = Table("campaign", "sweeps", "pairs", "right order", title="Order within sweeps", title_justify="left")
+    for name, (pairs, right, sweeps) in ranked_pairs(results).items():
+        ranking.add_row(name, str(sweeps), str(pairs), _percent(right / pairs))
+    console.print(ranking)
+    memory = Table("peak memory", "rows", "mean error", "bias", "p90", title="Memory", title_justify="left")
+    for name, m in memory_errors(results).items():
+        label = name if m.comparable else f"{name} (not comparable)"
+        memory.add_row(label, str(m.num_rows), _percent(m.mean), _percent(m.bias, True), _percent(m.p90))
+    console.print(memory)
+    refused = Table("rows", "not priced because", title="Not priced", title_justify="left")
+    for reason, count in reasons(results):
+        refused.add_row(str(count), reason)
+    console.print(refused)
+
+
+def _json_row(r: Result) -> dict[str, Any]:
+    known = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in asdict(r).items()}
+    renamed = {
+        "predicted_s": "predicted_step_time_s",
+        "low_s": "low",
+        "high_s": "high",
+        "measured_s": "measured_step_time_s",
+        "predicted_bytes": "predicted_peak_bytes",
+        "measured_bytes": "measured_peak_bytes",
+    }
+    return {renamed.get(name, name): value for name, value in known.items()}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="CSV of published measurements")],
+    json_path: Annotated[Path | None, typer.Option("--json", help="store all rows and the summary here")] = None,
+    trust: Annotated[str, typer.Option(help="only rows of this trust (A, B or C); all by default")] = "",
+    campaign: Annotated[str, typer.Option(help="only rows of this campaign; all by default")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="at most so many rows, spread over the file; 0: all")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="processes")] = 2,
+) -> None:
+    """Price published measurements and print the planner's error."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    try:
+        everything = read_rows(data)
+        rows = chosen(everything, trust, campaign, limit)
+    except AutoplanError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    results = validate(rows, everything, jobs, console)
+    show(results, console)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        stored = {"rows": [_json_row(r) for r in results], "summary": _plain(summary_of(results))}
+        json_path.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def chosen(rows: Sequence[Row], trust: str, campaign: str, limit: int) -> list[Row]:
+    """The rows that the options ask for. AutoplanError names the values that there are."""
+    for column, wanted in (("trust", trust), ("campaign", campaign)):
+        there = sorted({row[column] for row in rows})
+        if wanted and wanted not in there:
+            raise AutoplanError(f"{column} {wanted!r}: there is only {', '.join(there)}")
+    found = [r for r in rows if r["trust"] == (trust or r["trust"]) and r["campaign"] == (campaign or r["campaign"])]
+    step = max(1, math.ceil(len(found) / limit)) if limit else 1
+    return found[::step]
+
+
+if __name__ == "__main__":
+    typer.run(main)

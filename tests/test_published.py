@@ -1,0 +1,336 @@
+"""experiments/validate_published.py: how published rows are read, priced and summed up, on made-up rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.catalog import load_model
+from autoplan.cost_models.config import Mode
+from autoplan.cost_models.errors import AutoplanError
+from autoplan.estimate import estimate_config
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+import validate_published as tool
+from published_defaults import Formula
+from published_rows import (
+    COLUMNS,
+    Kind,
+    Row,
+    Shape,
+    Shapes,
+    Unpriced,
+    cluster_of,
+    flops_per_token,
+    interpret,
+    read_rows,
+)
+
+# a small Llama on one node, everything stated
+LLAMA = {
+    "id": "a",
+    "campaign": "made-up",
+    "source": "NVIDIA/Megatron-LM",
+    "trust": "A",
+    "model": "some",
+    "params_b": "",
+    "layers": "16",
+    "hidden": "2048",
+    "ffn_hidden": "8192",
+    "heads": "32",
+    "kv_heads": "8",
+    "vocab": "128256",
+    "seq_len": "4096",
+    "gpu": "H100",
+    "gpu_mem_gb": "80",
+    "n_gpus": "16",
+    "gpus_per_node": "8",
+    "internode": "IB 400 Gb/s per GPU",
+    "tp": "1",
+    "pp": "1",
+    "vpp": "1",
+    "dp": "16",
+    "cp": "1",
+    "zero_stage": "1",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "recompute": "none",
+    "precision": "BF16",
+    "step_time_s": "0.5",
+}
+QWEN = {
+    "layers": "48",
+    "hidden": "2048",
+    "ffn_hidden": "6144",
+    "kv_heads": "4",
+    "vocab": "151936",
+    "moe_experts": "128",
+    "moe_topk": "8",
+    "params_b": "30.5",
+    "notes": "moe_ffn=768 shared_ffn=0 first_dense_layers=0",
+}
+
+
+def row(line: int = 2, **fields: str) -> Row:
+    return Row(line, {c: {**LLAMA, **fields}.get(c, "") for c in COLUMNS})
+
+
+def case_of(**fields: str) -> Any:
+    r = row(**fields)
+    return interpret(r, Shapes([r]))
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({c: {**LLAMA, **r}.get(c, "") for c in COLUMNS} for r in rows)
+    return path
+
+
+@pytest.fixture
+def catalog_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped graph in place of captured ones: these tests are about what is done with it."""
+    graph = load_model("llama-3.2-1b")
+    monkeypatch.setattr(tool, "graph_of", lambda shape: graph)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("id,campaign\n1,2\n")
+    with pytest.raises(AutoplanError, match="no column source, trust"):
+        read_rows(bad)
+    with pytest.raises(AutoplanError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+    with pytest.raises(AutoplanError, match=r"line 7: layers='many' is not a number"):
+        Shapes([row()]).of(row(line=7, layers="many"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"flags": "NeMo; LoRA"}, "LoRA"),
+        ({"precision": "NVFP4"}, "precision"),
+        ({"gpu": "H100", "gpu_mem_gb": "94"}, "no device H100 with 94 GB"),
+        ({"hidden": ""}, "hidden is not stated"),
+        ({"step_time_s": ""}, "nothing measured"),
+        ({"micro_batch": "3"}, "does not divide the global batch"),
+        ({"params_b": "70"}, "of the published number of parameters"),
+        ({"schedule": "ZBV"}, "schedule ZBV"),
+    ],
+)
+def test_what_cannot_be_priced_says_why(fields: dict[str, str], why: str) -> None:
+    with pytest.raises(Unpriced, match=why):
+        case_of(**fields)
+
+
+def test_what_the_dimensions_leave_open_follows_from_the_number_of_parameters() -> None:
+    assert case_of(**QWEN).shape.kind == Kind(True, False, 128)  # 2,048 / 32 heads would be 64
+    gpt = {"hidden": "4096", "ffn_hidden": "16384", "kv_heads": "32", "vocab": "51200", "layers": "24"}
+    assert case_of(**gpt, params_b="5.0").shape.kind == Kind(False, True, 128)
+    deepseek = {
+        "layers": "61",
+        "hidden": "7168",
+        "ffn_hidden": "18432",
+        "heads": "128",
+        "kv_heads": "128",
+        "vocab": "129280",
+        "moe_experts": "256",
+        "moe_topk": "8",
+        "notes": "moe_ffn=2048 shared_ffn=2048 first_dense_layers=3; x",
+    }
+    whole = row(**deepseek, params_b="671.0")
+    latent = Kind(True, False, 128, True, 1536)
+    assert Shapes([whole]).of(whole).kind == latent
+    # a model cut to 4 layers has no number: its layer is that of the whole one
+    part = row(**{**deepseek, "layers": "4", "notes": "moe_ffn=2048 shared_ffn=2048 first_dense_layers=1"})
+    shape = Shapes([part, whole]).of(part)
+    assert (shape.kind, shape.layers, shape.first_dense) == (latent, 4, 1)
+
+
+def test_neither_the_name_of_the_model_nor_the_campaign_nor_the_measurement_changes_what_is_priced() -> None:
+    a = case_of(**QWEN, recompute="")
+    b = case_of(**QWEN, recompute="", id="z", campaign="other", model="GPT", step_time_s="99", trust="C")
+    assert replace(a, row=b.row, measured_s=99.0) == b
+
+
+@pytest.mark.parametrize(
+    ("text", "gbit_s"),
+    [
+        ("IB NDR 400 Gb/s per GPU (DGX)", 400),
+        ("Omni-Path 4x100 Gb/s per node", 50),
+        ("RoCE 1600 Gb/s per node (200 Gb/s per GPU)", 200),
+        ("8x 200 Gb/s RoCE per node", 200),
+        ("", 400),  # the catalog's
+    ],
+)
+def test_the_network_is_the_one_that_the_row_states(text: str, gbit_s: float) -> None:
+    assert cluster_of(row(internode=text)).levels[-1].bytes_per_s == gbit_s * 1e9 / 8
+
+
+def test_a_blank_field_is_read_by_the_frameworks_default_and_leaves_alternatives() -> None:
+    stated = case_of()
+    assert (len(stated.settings), stated.assumed, stated.settings[0].mode) == (1, (), Mode.FUSED)
+    blank = case_of(recompute="", zero_stage="1, optimizer shard group=8")
+    assert blank.assumed == ("zero_stage", "recompute")
+    found = [(s.config.zero_stage, s.config.recompute) for s in blank.settings]
+    assert found == [(1, "none"), (0, "none"), (1, "selective")]
+    assert case_of(source="mosaicml/llm-foundry").settings[0].mode is Mode.EAGER
+    assert case_of(flags="MaxText/JAX", zero_stage="FSDP (degree 8)").settings[0].config.zero_stage == 3
+
+
+def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:
+    degrees = {"pp": "4", "dp": "4", "global_batch": "64"}
+    assert case_of(**degrees).settings[0].config.stages == (4, 4, 4, 4)
+    assert case_of(**degrees, layers="14").settings[0].config.stages == (3, 4, 4, 3)  # embedding and head count
+    config = case_of(**degrees, vpp="2").settings[0].config
+    assert (config.schedule, config.virtual_stages, config.stages) == ("Interleaved1F1B", 2, None)
+
+
+def test_seconds_come_from_tokens_or_from_arithmetic_as_the_row_counts_it() -> None:
+    assert case_of(tokens_per_s_per_gpu="1").measured_s == 0.5  # seconds first
+    assert case_of(step_time_s="", tokens_per_s_per_gpu="10000").measured_s == 64 * 4096 / (10000 * 16)
+    c = case_of(step_time_s="", tflops_per_gpu="200", tflops_kind="hardware (SC21 96Blsh^2 formula)")
+    h, n = 2048, 16
+    flops = 96 * n * h * h * (1 + 4096 / (6 * h) + 128256 / (16 * n * h))
+    assert c.measured_s == pytest.approx(64 * 4096 * flops / (200e12 * 16))
+    full, half = (flops_per_token(f, c.shape, 4096) for f in (Formula.FULL_ATTENTION, Formula.CAUSAL_ATTENTION))
+    assert full - half == 6 * n * h * 4096
+    with pytest.raises(Unpriced, match="nothing measured"):
+        case_of(step_time_s="", tflops_per_gpu="200", tflops_kind="as reported")
+
+
+def test_memory_is_read_in_the_unit_and_of_the_stage_that_the_row_says() -> None:
+    assert case_of(peak_mem_gb="2", mem_kind="torch max allocated GiB").memory[1] == 2 * 2**30
+    kind, size = case_of(peak_mem_gb="2", mem_kind="torch max_memory_allocated, GB=1e9, logged by LAST rank").memory
+    assert (kind.last_stage, kind.comparable, size) == (True, True, 2e9)
+    assert not case_of(peak_mem_gb="2", mem_kind="nvidia-smi, GB, max over nodes").memory[0].comparable
+    assert case_of(peak_mem_gb="2", mem_kind="unheard of").memory is None
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(2, 64, 192, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(True, False, 16)),
+        Shape(2, 64, 256, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(False, False, 16)),
+        Shape(2, 64, 256, 4, 4, 512, 128, 0, 0, 0, 0, 0, Kind(False, True, 16)),
+        Shape(4, 64, 192, 4, 2, 512, 128, 8, 2, 96, 0, 1, Kind(True, False, 32)),
+        Shape(4, 64, 192, 4, 2, 512, 128, 8, 2, 96, 0, 0, Kind(True, False, 32, expert_every=2)),
+        Shape(2, 64, 192, 4, 2, 512, 128, 8, 2, 96, 96, 0, Kind(True, False, 16)),
+        Shape(3, 64, 192, 4, 4, 512, 128, 8, 2, 96, 96, 1, Kind(True, False, 128, True, 1536)),
+        Shape(3, 64, 192, 4, 4, 512, 128, 8, 2, 96, 192, 1, Kind(True, False, 128, True, None)),
+    ],
+    ids=lambda s: f"{s.config()['model_type']}-{s.num_experts}-{s.kind.expert_every}-{s.kind.q_rank}",
+)
+def test_a_shape_makes_a_model_with_the_parameters_that_it_counts(shape: Shape) -> None:
+    from autoplan.capture.source import model_from_config
+
+    model = model_from_config(shape.config(), "test")
+    made = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert made == pytest.approx(shape.num_params, rel=0.002)  # a router may have a gate of one row
+
+
+# -- pricing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("catalog_graph")
+def test_the_first_reading_is_the_price_and_the_others_widen_its_interval() -> None:
+    stated, blank = case_of(), case_of(recompute="")
+    a, b = tool.result_of(stated), tool.result_of(blank)
+    setting = stated.settings[0]
+    step = estimate_config(tool._request(stated, setting), setting.config).estimate.step_time_s
+    assert (a.predicted_s, a.low_s, a.high_s) == (step.mid, step.low, step.high)
+    assert (b.predicted_s, b.low_s, b.assumed) == (a.predicted_s, a.low_s, ("recompute",))
+    assert b.high_s > a.high_s
+    assert a.measured_s == 0.5 and a.error == a.predicted_s / 0.5 - 1 and math.isnan(a.measured_bytes)
+
+
+@pytest.mark.usefixtures("catalog_graph")
+def test_a_reading_priced_with_the_first_layout_costs_what_it_costs_alone() -> None:
+    degrees = {"tp": "2", "pp": "2", "dp": "4", "source": "x", "zero_stage": "", "recompute": ""}
+    case = case_of(**degrees)
+    first, other = case.settings[0], [s for s in case.settings if s.mode is case.settings[0].mode]
+    planned = estimate_config(tool._request(case, first), first.config)
+    assert {(s.config.zero_stage, s.config.recompute) for s in other} >= {(1, "none"), (0, "none"), (1, "full")}
+    for setting in other:
+        request = tool._request(case, setting)
+        alone = estimate_config(request, setting.config).estimate
+        shared = tool._variant(request, planned, first, setting)
+        assert shared.step_time_s == alone.step_time_s
+        assert shared.peak_memory_bytes == alone.peak_memory_bytes
+
+
+@pytest.mark.usefixtures("catalog_graph")
+def test_a_file_is_priced_row_by_row_and_stored(tmp_path: Path) -> None:
+    data = write_csv(
+        tmp_path / "rows.csv",
+        [
+            {"id": "one"},
+            {"id": "two", "global_batch": "128", "step_time_s": "1.0", "campaign": "second", "trust": "B"},
+            {"id": "lora", "flags": "LoRA"},
+            {"id": "refused", "tp": "3", "dp": "2", "n_gpus": "6", "global_batch": "6"},
+        ],
+    )
+    out = tmp_path / "out.json"
+    tool.main(data, out, jobs=1)
+    stored = json.loads(out.read_text())
+    assert [r["id"] for r in stored["rows"]] == ["one", "two", "lora", "refused"]
+    one, two, lora, refused = stored["rows"]
+    assert one["low"] < one["predicted_step_time_s"] < one["high"] and one["predicted_peak_bytes"] > 1e9
+    assert one["measured_step_time_s"] == 0.5 and two["predicted_step_time_s"] > one["predicted_step_time_s"]
+    assert "LoRA" in lora["reason"] and lora["predicted_step_time_s"] is None
+    assert refused["reason"].startswith("refused: ") and "tp=3" in refused["reason"]
+    assert stored["summary"]["all"]["num_rows"] == 4 and stored["summary"]["all"]["num_priced"] == 2
+    assert set(stored["summary"]["groups"]["campaign"]) == {"made-up", "second"}
+    rows = read_rows(data)
+    assert [r["id"] for r in tool.chosen(rows, "A", "", 0)] == ["one", "lora", "refused"]
+    assert [r["id"] for r in tool.chosen(rows, "", "", 2)] == ["one", "lora"]
+    with pytest.raises(AutoplanError, match="there is only made-up, second"):
+        tool.chosen(rows, "", "third", 0)
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
+
+
+def result(predicted: float, measured: float, campaign: str = "c", **fields: Any) -> tool.Result:
+    priced = {"predicted_s": predicted, "low_s": 0.8 * predicted, "high_s": 1.2 * predicted, "measured_s": measured}
+    return tool.Result("id", campaign, "A", "m", "d", "8", **{**priced, **fields})
+
+
+def test_errors_of_a_group() -> None:
+    refused = tool.Result("id", "c", "A", "m", "d", "8", "no 3 of 4")
+    errors = tool.Errors.of([result(1.1, 1.0), result(0.9, 1.0), result(2.0, 1.0), refused])
+    assert (errors.num_rows, errors.num_priced) == (4, 3)
+    assert errors.mean == pytest.approx(0.4) and errors.bias == pytest.approx(1 / 3)
+    assert errors.median == pytest.approx(0.1) and errors.p90 == pytest.approx(1.0)
+    assert errors.coverage == pytest.approx(2 / 3) and errors.width == pytest.approx(0.4)
+    assert tool.reasons([refused, replace(refused, reason="no 5 of 6")]) == [("no N of N", 2)]
+    groups = tool.grouped([result(1.1, 1.0), result(1.3, 1.0, "e"), result(1.3, 1.0, "e")], lambda r: r.campaign)
+    assert list(groups) == ["e", "c"] and tool.macro_mean(groups) == pytest.approx(0.2)
+    assert math.isnan(tool.Errors.of([refused]).mean)
+
+
+def test_order_within_sweeps_counts_pairs_that_differ_enough() -> None:
+    found = [result(1.0, 1.0, sweep="a"), result(2.0, 1.2, sweep="a"), result(1.5, 1.21, sweep="a")]
+    # 1.2 and 1.21 are too near to rank; another sweep is not compared with
+    assert tool.ranked_pairs([*found, result(9.0, 0.1, sweep="b")]) == {"c": (2, 2, 1)}
+    wrong = [result(2.0, 1.0, sweep="a"), result(1.0, 1.2, sweep="a")]
+    assert tool.ranked_pairs(wrong) == {"c": (1, 0, 1)}
+
+
+def test_memory_errors_by_kind() -> None:
+    memory = {"predicted_bytes": 9e9, "measured_bytes": 10e9, "memory_kind": "GiB", "memory_comparable": True}
+    errors = tool.memory_errors([result(1.0, 1.0, **memory), result(1.0, 1.0)])
+    assert list(errors) == ["c: GiB"]
+    assert errors["c: GiB"].num_rows == 1 and errors["c: GiB"].bias == pytest.approx(-0.1)
