@@ -27,8 +27,8 @@ from autoplan.cost_models.work import Workload
 
 # torch.distributed.pipelining posts a receive when it needs it; both ends wait for the transfer
 TRANSFER = Transfer.RECEIVER
-# What the parts do not explain of a step, either way: with it 37 of 40 measured plans lie within their interval, without
-# it 28 (experiments/plan_accuracy.py).
+# What the parts do not explain of a step, either way: with it 37 of 40 measured plans lie within their interval, 28
+# without (experiments/plan_accuracy.py).
 _MODEL_ERROR = 0.05
 _BUCKET_BYTES = 25 * 2**20  # of the gradient all-reduce of ZeRO 0 (autoplan.runtime.zero)
 
