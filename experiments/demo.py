@@ -160,7 +160,7 @@ def parity_table(plans: list[report.Plan], found: dict[str, Parity], reference: 
     title = f"{len(reference.gradients)} gradients"
     table = report.plain_table("relative difference", *losses, title, "largest in the gradient of", left=1)
     table.columns[-1].justify = "left"
-    table.columns[-1].no_wrap = True
+    table.columns[0].no_wrap = table.columns[-1].no_wrap = True
     for p in plans:
         mine = found[p.name]
         cells = [f"{x:.1e}" for x in (*mine.losses, mine.gradients[mine.worst_gradient])]

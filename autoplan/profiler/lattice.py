@@ -120,6 +120,11 @@ def accumulate_task(elements: int, dtype: str) -> Task:
     return Task(work, "")
 
 
+def every_step_tasks(dtype: str) -> list[Task]:
+    """What every step does beside the model's operations: the optimizer, adding gradients."""
+    return [make(1 << k, dtype) for make in (adamw_task, accumulate_task) for k in (8, 12, 16, 20, 22)]
+
+
 def _cheap(task: Task, max_flops: float, max_bytes: float) -> bool:
     return task.work.flops <= max_flops and task.num_bytes <= max_bytes
 
@@ -149,7 +154,7 @@ def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
         loss_task(t, v, dtype)
         for t, v in ((128, 512), (256, 2048), (512, 4096), (1024, 4096), (512, 16000), (1024, 16000), (512, 32000))
     ]
-    small += [make(1 << k, dtype) for make in (adamw_task, accumulate_task) for k in (8, 12, 16, 20, 22)]
+    small += every_step_tasks(dtype)
     return [t for t in _interleave(small, linear, attention) if _cheap(t, max_flops, max_bytes)]
 
 

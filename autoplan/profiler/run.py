@@ -34,7 +34,7 @@ from autoplan.cost_models.errors import PinError, ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
 from autoplan.profiler.job import Job
-from autoplan.profiler.lattice import held_out, lattice
+from autoplan.profiler.lattice import every_step_tasks, held_out, lattice
 from autoplan.profiler.links import measure_links
 from autoplan.profiler.ops import Clock, Task, cache_bytes, measure_op, memory_bytes
 from autoplan.profiler.overheads import measure_overheads
@@ -290,7 +290,10 @@ def _measure(
         notes.lines += [f"{_NO_TIME}{what}" for what in left_out]
     ops: list[OpRecord] = []
     if tasks:
-        ops += _measure_tasks(job.until(0.65 if general else 1.0), clock, tasks, notes, "operations of the model")
+        ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, "operations of the model")
+    if general:
+        others = [t for t in every_step_tasks(dtypes[0]) if t.work.key not in profile.by_key]
+        ops += _measure_tasks(job.until(0.4), clock, others, notes, "operations of every step")
     if general and not profile.overheads:
         profile = replace(profile, overheads=measure_overheads(job.until(0.6), profile))
     if general and (known is None or not known.held_out):
