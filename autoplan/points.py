@@ -130,7 +130,15 @@ class Points:
             solved = time.perf_counter()
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += solved - built
-        works = Works(r.graph, axes, env, context=cp, precision=self.precision, device_type=r.cluster.device_type)
+        works = Works(
+            r.graph,
+            axes,
+            env,
+            context=cp,
+            precision=self.precision,
+            device_type=r.cluster.device_type,
+            fused=r.mode is not Mode.EAGER,
+        )
         work = workload(r.graph, solution.selection, works, experts)
         point = IntraPoint(axes, solution, work, op_times(work, settings.costs))
         self.gap = max(self.gap, solution.gap)

@@ -1,4 +1,4 @@
-"""Workloads: model flops as published, and what dispatched experts send and compute."""
+"""Workloads: model flops as published, what dispatched experts send and compute, what fused kernels keep."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,6 +11,7 @@ from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import I, R
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
+from autoplan.planner import PlanRequest, estimate_config
 from autoplan.search.expert_parallel import ExpertDegrees
 from autoplan.search.intra import solve
 from autoplan.search.pins import make_mesh
@@ -144,3 +145,30 @@ def test_shared_experts_still_need_their_tokens() -> None:
 def test_context_and_tensor_parallel_axes_are_told_apart() -> None:
     work = work_of("llama-3.1-8b", 2, seq_len=8192, cp=2)
     assert {c.axis for b in work.blocks.values() for c in b.comms} == {"tp", "cp"}
+
+
+# -- activations of fused kernels --------------------------------------------------------------------------------------
+
+
+def saved_per_layer(model: str, mode: Mode, seq_len: int) -> float:
+    """Bytes that one layer keeps of one token and hidden unit."""
+    found = estimate_config(
+        PlanRequest(load_model(model), Cluster.parse("1x8xh100-sxm5-80gb"), seq_len, 8, mode=mode), ParallelConfig(dp=8)
+    ).point.workload
+    hidden = found.cut_bytes[5] / 2 / seq_len
+    return found.unit_saved[5] / seq_len / hidden
+
+
+def test_fused_kernels_keep_what_the_rest_follows_from() -> None:
+    """GPT: 34 s b h of Korthikanti et al., 2022, section 4.1, less two dropout masks. Llama: inputs of two norms (4),
+    of the products behind them (4), queries 2, keys and values 2 * 2 / 4, what attention gives 2, gate, up and their
+    product 3 * 2 * 14336 / 4096; eager norms keep float32 besides, and the activation its result."""
+    assert saved_per_layer("gpt3-175b", Mode.FUSED, 2048) == pytest.approx(32, abs=0.1)
+    assert saved_per_layer("llama-3.1-8b", Mode.FUSED, 8192) == pytest.approx(4 + 4 + 2 + 1 + 2 + 21, abs=0.1)
+    assert saved_per_layer("llama-3.1-8b", Mode.EAGER, 8192) > 1.4 * 34
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt3-175b", "llama-3.1-8b"])
+def test_fused_kernels_never_keep_more(model: str) -> None:
+    eager, compiled = (saved_per_layer(model, mode, 2048) for mode in (Mode.EAGER, Mode.COMPILED))
+    assert compiled <= eager * (1 + 1e-9)

@@ -83,6 +83,7 @@ class _Step:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     saved: frozenset[int] = frozenset()
+    fusible: bool = False
     forward: int = 0  # workspace
     backward: int = 0
     # (variable or None for a parameter, bytes, True if it is the output's gradient itself)
@@ -91,6 +92,8 @@ class _Step:
 
 # the statements before which the emitted text lets go of variables that nobody needs (autoplan.codegen.emit)
 _HEAVY = frozenset(("linear", "matmul", "attention", "cross_entropy_sum"))
+# beside element-wise operations and views, what fused kernels take in
+_FUSED = frozenset(("mean", "sum", "cat", "layer_norm", "rms_norm"))
 
 
 def activations(
@@ -101,6 +104,7 @@ def activations(
     *,
     dtypes: Mapping[str, str] | None = None,
     device_type: str = "cpu",
+    fused: bool = False,
 ) -> Activations:
     """Activation memory of one call of a block on one rank.
 
@@ -109,6 +113,8 @@ def activations(
         env: numbers for `b` (micro-batch of this rank) and `s`.
         dtypes: dtype in the graph -> the one it is computed in, where they differ.
         device_type: whose kernels; "cpu" is what the tests can measure.
+        fused: element-wise operations, copies and norms are kernels together with their neighbours, written by hand
+            (Megatron, Transformer Engine) or by a compiler: see `_Walk.fuse`.
 
     The transient is an estimate: a walk over the statements, forward with the variables the text holds, and in reverse
     with the gradients that flow. The backward takes every op's gradients as made at once, the gradient of a parameter
@@ -118,7 +124,7 @@ def activations(
     Raises:
         RuleError: an op without a line in `autoplan.rules.saved`; LayoutError: a size that does not divide.
     """
-    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type).run()
+    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type).run(fused)
 
 
 def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:
@@ -237,7 +243,7 @@ class _Walk:
 
     # -- the block -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Activations:
+    def run(self, fused: bool) -> Activations:
         low = self.lowered
         inputs = []
         for var, value, layout in low.inputs:
@@ -252,7 +258,39 @@ class _Walk:
         first = len(self.storages)
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
+        if fused:
+            self.fuse()
         return self._summary(inputs, first)
+
+    def fuse(self) -> None:
+        """Fused operations keep what they compute the rest from, where that is less.
+
+        What products, attention and collectives keep is there anyway. In the order of the program, a value that a
+        fused operation keeps is replaced by the nearest values that it follows from by fused operations alone, if
+        keeping those that are not kept yet takes less. So a norm keeps its input in the dtype of the model and not in
+        float32, and a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner
+        solves the same problem as a minimum cut). Transients stay those of the operations one by one: an upper bound.
+        """
+        makers: dict[int, _Step] = {}
+        for step in self.steps:
+            views = {self.tensors[var].storage for var in step.reads}
+            for var in step.writes:
+                if self.tensors[var].storage not in views:
+                    makers[self.tensors[var].storage] = step
+        free = {self.tensors[var].storage for var in self.params}
+        there = free.union(*(step.saved for step in self.steps if not step.fusible))
+
+        def sources(storage: int) -> frozenset[int]:
+            maker = makers.get(storage)
+            if storage in there or maker is None or not maker.fusible:
+                return frozenset((storage,))
+            found = frozenset[int]().union(*(sources(self.tensors[v].storage) for v in maker.reads)) - {storage}
+            return found if self._bytes(set(found - there)) < self.storages[storage] else frozenset((storage,))
+
+        for step in self.steps:
+            if step.fusible:
+                step.saved = frozenset[int]().union(*(sources(s) for s in sorted(step.saved)))
+                there |= step.saved
 
     def _convert(self, c: Convert) -> _Step:
         source, value = self.tensors[c.source], c.value
@@ -303,7 +341,8 @@ class _Walk:
             k = int(name[1:])
             saved.add((ins if name[0] == "x" else outs)[k].storage)
         saved |= {self.new(size) for size in extra_bytes(facts, rule)}
-        step = _Step(tuple(args), op.targets, frozenset(saved), forward, backward)
+        fusible = rule.form is not Form.NEW or op.node.op in _FUSED
+        step = _Step(tuple(args), op.targets, frozenset(saved), fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 

@@ -34,7 +34,15 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
         experts = None
     lowered = {n: BlockLowering(graph, b, selection, works.axes).run() for n, b in graph.blocks.items()}
     held = {
-        n: activations(low, graph.factors, works.axes, works.env, dtypes=works.remapped, device_type=works.device_type)
+        n: activations(
+            low,
+            graph.factors,
+            works.axes,
+            works.env,
+            dtypes=works.remapped,
+            device_type=works.device_type,
+            fused=works.fused,
+        )
         for n, low in lowered.items()
     }
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}

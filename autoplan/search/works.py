@@ -47,6 +47,7 @@ class Works:
         context: context-parallel degree; attention sees the keys of the whole sequence.
         precision: dtypes of what the model computes in its own parameters' dtype.
         device_type: whose kernels; they differ in what they keep for the backward.
+        fused: element-wise operations run in kernels together, see `autoplan.search.activations`.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Works:
         context: int = 1,
         precision: Precision = PRECISIONS["native"],
         device_type: str = "cpu",
+        fused: bool = False,
     ) -> None:
         self.graph, self.axes, self.env, self.context = graph, tuple(axes), dict(env), context
-        self.precision, self.device_type = precision, device_type
+        self.precision, self.device_type, self.fused = precision, device_type, fused
         self.sizes = graph.factor_sizes(env)
         self.groups = groups_of(self.axes)
         self.remapped = _dtype_map(graph, precision)
