@@ -320,21 +320,28 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What is priced: the first setting is the prediction, the others widen its interval. Rows may share one."""
+
+    shape: Shape
+    cluster: Cluster
+    precision: str
+    seq_len: int
+    global_batch_size: int
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
 class Case:
-    """What is priced for a row: the first setting is the prediction, the others widen its interval.
+    """A row as the planner sees it.
 
     `measured_s`: seconds of one step, from what the row states first of seconds, tokens, arithmetic. `assumed`: fields
     that the row leaves open.
     """
 
     row: Row
-    shape: Shape
-    cluster: Cluster
-    precision: str
+    task: Task
     framework: Framework
-    seq_len: int
-    global_batch_size: int
-    settings: tuple[Setting, ...]
     measured_s: float
     assumed: tuple[str, ...]
 
@@ -358,18 +365,8 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     framework = find(tables.FRAMEWORKS, f"{row['source']} {row['flags']}") or Framework.OTHER
     settings, batch, assumed = _settings(row, shape, framework)
     seq_len = row.needed("seq_len")
-    return Case(
-        row=row,
-        shape=shape,
-        cluster=cluster_of(row),
-        precision=precision,
-        framework=framework,
-        seq_len=seq_len,
-        global_batch_size=batch,
-        settings=settings,
-        measured_s=_measured_s(row, shape, seq_len, batch),
-        assumed=assumed,
-    )
+    task = Task(shape, cluster_of(row), precision, seq_len, batch, settings)
+    return Case(row, task, framework, _measured_s(row, shape, seq_len, batch), assumed)
 
 
 def cluster_of(row: Row) -> Cluster:

@@ -18,13 +18,13 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from published_rows import Case, Row, Setting, Shape, Shapes, interpret, read_rows
+from published_rows import Case, Row, Setting, Shape, Shapes, Task, interpret, read_rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -112,30 +112,27 @@ def graph_of(shape: Shape) -> ModelGraph:
     return cached(model, example, lambda: capture(model, example))
 
 
-def price(case: Case) -> list[Estimate]:
-    """Of every reading of a row that is legal, at least of the first. AutoplanError if that is not."""
-    first = estimate_config(_request(case, case.settings[0]), case.settings[0].config)
-    out = [first.estimate]
-    for setting in case.settings[1:]:
+@lru_cache(maxsize=4096)
+def price(task: Task) -> tuple[Estimate, ...]:
+    """Of every reading that is legal, at least of the first. AutoplanError if that is not."""
+    usual = task.settings[0]
+    first = estimate_config(request_of(task, usual), usual.config)
+    out = [replace(first.estimate, events=())]  # thousands of them, not needed
+    for setting in task.settings[1:]:
         try:
-            out.append(_variant(_request(case, setting), first, case.settings[0], setting))
+            out.append(variant(request_of(task, setting), first, usual, setting))
         except AutoplanError as exc:
-            _log.debug("%s: a reading is not legal: %s", case.row["id"], exc)
-    return out
+            _log.debug("not legal, and left out: %s: %s", setting, exc)
+    return tuple(out)
 
 
-def _request(case: Case, setting: Setting) -> PlanRequest:
-    return PlanRequest(
-        graph_of(case.shape),
-        case.cluster,
-        case.seq_len,
-        case.global_batch_size,
-        precision=case.precision,
-        mode=setting.mode,
-    )
+def request_of(task: Task, setting: Setting) -> PlanRequest:
+    """What the planner is asked."""
+    graph, batch = graph_of(task.shape), task.global_batch_size
+    return PlanRequest(graph, task.cluster, task.seq_len, batch, precision=task.precision, mode=setting.mode)
 
 
-def _variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:
+def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:
     """The price of another reading, with the layout of the first where that does not depend on what differs."""
     config = setting.config
     same_stages = first.config.virtual_stages == config.virtual_stages
@@ -157,9 +154,9 @@ def blank_result(row: Row, reason: str) -> Result:
 
 def result_of(case: Case) -> Result:
     """Price a case and compare. The reason stands in the result if the planner refuses it."""
-    row, first = case.row, case.settings[0].config
+    row, task, first = case.row, case.task, case.task.settings[0].config
     try:
-        estimates = price(case)
+        estimates = price(task)
     except AutoplanError as exc:
         return blank_result(row, f"refused: {exc}")
     steps, estimate = [e.step_time_s for e in estimates], estimates[0]
@@ -169,8 +166,7 @@ def result_of(case: Case) -> Result:
         comparable = kind.comparable
         if kind.last_stage:
             predicted_bytes = estimate.stages[-1].memory_bytes.mid
-    s = case.shape
-    sweep = (s, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], case.precision, case.seq_len, case.global_batch_size)
+    sweep = (task.shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], task.precision, task.global_batch_size)
     return Result(
         id=row["id"],
         campaign=row["campaign"],
@@ -178,9 +174,9 @@ def result_of(case: Case) -> Result:
         model=row["model"],
         device=row["gpu"],
         num_devices=row["n_gpus"],
-        precision=case.precision,
+        precision=task.precision,
         framework=case.framework.value,
-        experts=s.num_experts > 0,
+        experts=task.shape.num_experts > 0,
         tp=first.tp,
         pp=first.pp,
         cp=first.cp,
@@ -216,7 +212,7 @@ def validate(
     for row in rows:
         try:
             case = interpret(row, shapes)
-            cases[case.shape].append(case)
+            cases[case.task.shape].append(case)
         except AutoplanError as exc:
             done[row.line] = blank_result(row, str(exc))
     groups = sorted(cases.values(), key=len, reverse=True)

@@ -136,9 +136,9 @@ def test_what_cannot_be_priced_says_why(fields: dict[str, str], why: str) -> Non
 
 
 def test_what_the_dimensions_leave_open_follows_from_the_number_of_parameters() -> None:
-    assert case_of(**QWEN).shape.kind == Kind(True, False, 128)  # 2,048 / 32 heads would be 64
+    assert case_of(**QWEN).task.shape.kind == Kind(True, False, 128)  # 2,048 / 32 heads would be 64
     gpt = {"hidden": "4096", "ffn_hidden": "16384", "kv_heads": "32", "vocab": "51200", "layers": "24"}
-    assert case_of(**gpt, params_b="5.0").shape.kind == Kind(False, True, 128)
+    assert case_of(**gpt, params_b="5.0").task.shape.kind == Kind(False, True, 128)
     deepseek = {
         "layers": "61",
         "hidden": "7168",
@@ -181,20 +181,20 @@ def test_the_network_is_the_one_that_the_row_states(text: str, gbit_s: float) ->
 
 def test_a_blank_field_is_read_by_the_frameworks_default_and_leaves_alternatives() -> None:
     stated = case_of()
-    assert (len(stated.settings), stated.assumed, stated.settings[0].mode) == (1, (), Mode.FUSED)
+    assert (len(stated.task.settings), stated.assumed, stated.task.settings[0].mode) == (1, (), Mode.FUSED)
     blank = case_of(recompute="", zero_stage="1, optimizer shard group=8")
     assert blank.assumed == ("zero_stage", "recompute")
-    found = [(s.config.zero_stage, s.config.recompute) for s in blank.settings]
+    found = [(s.config.zero_stage, s.config.recompute) for s in blank.task.settings]
     assert found == [(1, "none"), (0, "none"), (1, "selective")]
-    assert case_of(source="mosaicml/llm-foundry").settings[0].mode is Mode.EAGER
-    assert case_of(flags="MaxText/JAX", zero_stage="FSDP (degree 8)").settings[0].config.zero_stage == 3
+    assert case_of(source="mosaicml/llm-foundry").task.settings[0].mode is Mode.EAGER
+    assert case_of(flags="MaxText/JAX", zero_stage="FSDP (degree 8)").task.settings[0].config.zero_stage == 3
 
 
 def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:
     degrees = {"pp": "4", "dp": "4", "global_batch": "64"}
-    assert case_of(**degrees).settings[0].config.stages == (4, 4, 4, 4)
-    assert case_of(**degrees, layers="14").settings[0].config.stages == (3, 4, 4, 3)  # embedding and head count
-    config = case_of(**degrees, vpp="2").settings[0].config
+    assert case_of(**degrees).task.settings[0].config.stages == (4, 4, 4, 4)
+    assert case_of(**degrees, layers="14").task.settings[0].config.stages == (3, 4, 4, 3)  # embedding and head count
+    config = case_of(**degrees, vpp="2").task.settings[0].config
     assert (config.schedule, config.virtual_stages, config.stages) == ("Interleaved1F1B", 2, None)
 
 
@@ -205,7 +205,7 @@ def test_seconds_come_from_tokens_or_from_arithmetic_as_the_row_counts_it() -> N
     h, n = 2048, 16
     flops = 96 * n * h * h * (1 + 4096 / (6 * h) + 128256 / (16 * n * h))
     assert c.measured_s == pytest.approx(64 * 4096 * flops / (200e12 * 16))
-    full, half = (flops_per_token(f, c.shape, 4096) for f in (Formula.FULL_ATTENTION, Formula.CAUSAL_ATTENTION))
+    full, half = (flops_per_token(f, c.task.shape, 4096) for f in (Formula.FULL_ATTENTION, Formula.CAUSAL_ATTENTION))
     assert full - half == 6 * n * h * 4096
     with pytest.raises(Unpriced, match="nothing measured"):
         case_of(step_time_s="", tflops_per_gpu="200", tflops_kind="as reported")
@@ -248,8 +248,8 @@ def test_a_shape_makes_a_model_with_the_parameters_that_it_counts(shape: Shape) 
 def test_the_first_reading_is_the_price_and_the_others_widen_its_interval() -> None:
     stated, blank = case_of(), case_of(recompute="")
     a, b = tool.result_of(stated), tool.result_of(blank)
-    setting = stated.settings[0]
-    step = estimate_config(tool._request(stated, setting), setting.config).estimate.step_time_s
+    setting = stated.task.settings[0]
+    step = estimate_config(tool.request_of(stated.task, setting), setting.config).estimate.step_time_s
     assert (a.predicted_s, a.low_s, a.high_s) == (step.mid, step.low, step.high)
     assert (b.predicted_s, b.low_s, b.assumed) == (a.predicted_s, a.low_s, ("recompute",))
     assert b.high_s > a.high_s
@@ -260,13 +260,13 @@ def test_the_first_reading_is_the_price_and_the_others_widen_its_interval() -> N
 def test_a_reading_priced_with_the_first_layout_costs_what_it_costs_alone() -> None:
     degrees = {"tp": "2", "pp": "2", "dp": "4", "source": "x", "zero_stage": "", "recompute": ""}
     case = case_of(**degrees)
-    first, other = case.settings[0], [s for s in case.settings if s.mode is case.settings[0].mode]
-    planned = estimate_config(tool._request(case, first), first.config)
+    first, other = case.task.settings[0], [s for s in case.task.settings if s.mode is case.task.settings[0].mode]
+    planned = estimate_config(tool.request_of(case.task, first), first.config)
     assert {(s.config.zero_stage, s.config.recompute) for s in other} >= {(1, "none"), (0, "none"), (1, "full")}
     for setting in other:
-        request = tool._request(case, setting)
+        request = tool.request_of(case.task, setting)
         alone = estimate_config(request, setting.config).estimate
-        shared = tool._variant(request, planned, first, setting)
+        shared = tool.variant(request, planned, first, setting)
         assert shared.step_time_s == alone.step_time_s
         assert shared.peak_memory_bytes == alone.peak_memory_bytes
 
