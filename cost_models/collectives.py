@@ -98,6 +98,10 @@ class CollectiveProfile(Protocol):
         """Seconds of one collective, or None if it was not measured."""
         ...
 
+    def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
+        """Seconds of the largest message that was measured."""
+        ...
+
 
 def _known(kind: str) -> None:
     if kind not in _VOLUME:
@@ -179,10 +183,12 @@ def group_collective_s(
         raise LayoutError(
             f"a group of {group.size} ranks with stride {group.stride} does not fit the {cluster.num_devices} devices"
         )
+    latency = ZERO
     if profile is not None:
         measured = profile.collective_s(kind, num_bytes, group.size, group.stride)
         if measured is not None:
             return measured
+        latency = profile.longest_s(kind, group.size, group.stride) or ZERO  # only small messages were measured
     alpha, per_byte, chunk, spread = _coefficients(kind, group, cluster.levels)
     w = per_byte * num_bytes
-    return Quantity.spread(alpha + w + chunk * math.sqrt(alpha * w), spread, Tag.ASSUMED)
+    return Quantity.spread(alpha + w + chunk * math.sqrt(alpha * w), spread, Tag.ASSUMED) + latency

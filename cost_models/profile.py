@@ -59,6 +59,7 @@ OVERHEADS = (
     "clip_s",  # fixed cost of clip_grad_norm_
     "clip_tensor_s",  # and of one more tensor in it
 )
+_BANDWIDTH_BYTES = 1 << 20  # messages of this size tell a bandwidth
 # The error of an interpolation that was never checked against held-out measurements.
 UNKNOWN_ERROR = 0.5
 
@@ -162,18 +163,29 @@ class Profile:
         """Seconds of one collective, or None if this kind was not measured over such a group.
 
         Linear in log-log between measured sizes, never less for more bytes, constant below the smallest size and at the
-        bandwidth of the largest one above it. ProfileError for an unknown kind.
+        bandwidth of the largest one above it; None above it where only small messages were measured, which tell a
+        latency (`longest_s`) and no bandwidth. ProfileError for an unknown kind.
         """
         if kind not in COLLECTIVES:
             raise ProfileError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVES)}")
         curve = self._curves.get((kind, group_size, stride))
         if curve is None:
             return None
+        if curve.sizes[-1] < min(num_bytes, _BANDWIDTH_BYTES):
+            return None
         low, mid, high = (curve.at(num_bytes, which) for which in range(3))
         if num_bytes in curve.sizes:
             return Quantity(low, mid, high, Tag.MEASURED)
         error = self.held_out[kind].p90 if kind in self.held_out else UNKNOWN_ERROR
         return Quantity(min(low, mid / (1 + error)), mid, max(high, mid * (1 + error)), Tag.FITTED)
+
+    def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
+        """Seconds of the largest message that was measured: a larger one takes no less."""
+        curve = self._curves.get((kind, group_size, stride))
+        if curve is None:
+            return None
+        low, mid, high = (row[-1] for row in curve.times)
+        return Quantity(low, mid, high, Tag.MEASURED)
 
     def merged(self, other: Profile) -> Profile:
         """Both together; `other` wins where both measured the same thing. Its name, hardware and date are kept.

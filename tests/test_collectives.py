@@ -143,6 +143,9 @@ class Measured:
     def collective_s(self, kind: str, num_bytes: float, group_size: int, stride: int) -> Quantity | None:
         return Quantity(1.0, 2.0, 3.0, Tag.MEASURED) if group_size == 2 else None
 
+    def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
+        return None
+
 
 def test_a_profile_goes_before_the_model() -> None:
     cluster = SWITCHED[0]
