@@ -290,6 +290,12 @@ def comparison(
         2,
         "dim",
     )
+    if machine["processes"] > (machine["cores"] or 0):
+        crowded = (
+            f"{machine['processes']} processes share {machine['cores']} cores: operations are priced in processor "
+            "time, so that steps take longer than predicted. This shows that it runs, not how well it predicts."
+        )
+        paragraph(console, crowded, 2, "yellow")
     paragraph(console, clipping(plans[0], predicted), 2, "dim")
     paragraph(console, disturbance(plans, machine), 2, "dim")
     paragraph(console, missing(plans[0]), 2)
