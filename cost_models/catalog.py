@@ -138,7 +138,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
         memory_bytes_per_s=_required(row, "mem_bw_gb_s") * GB / ranks,
         memory_bytes=_usable_bytes(row) // ranks,
         source=row["spec_source"],
-        peak_flops_by_dtype=MappingProxyType(peaks),
+        peak_flops_by_dtype=peaks,
         achievable_fraction=None if mamf is None else min(1.0, mamf * TERA / (peaks[train] * ranks)),
         power_w=None if (watts := _number(row, "power_w")) is None else watts / ranks,
         launch_s=LAUNCH_S,

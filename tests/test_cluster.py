@@ -1,6 +1,7 @@
 """Clusters: reading them, their levels, the hardware catalog, what-ifs, YAML files."""
 
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,3 +262,9 @@ def test_a_wrong_cluster_file_names_the_key(tmp_path: Path, text: str, message: 
     path.write_text(text)
     with pytest.raises(PinError, match=message):
         Cluster.parse(str(path))
+
+
+def test_clusters_travel_between_processes() -> None:
+    for text in ("2x8xh100-sxm5-80gb@nic=400,price=2", "16xp5.48xlarge", "local:2"):
+        cluster = Cluster.parse(text)
+        assert pickle.loads(pickle.dumps(cluster)) == cluster
