@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from published_graphs import graph_of
 from published_rows import Case, Row, Setting, Shape, Shapes, Task, interpret, read_rows
 from rich.console import Console
 from rich.progress import track
@@ -32,7 +33,6 @@ from rich.table import Table
 from autoplan.cost_models.config import precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer
 from autoplan.estimate import Planned, check_config, estimate_config
 from autoplan.points import PlanRequest
@@ -93,23 +93,6 @@ class Result:
 
 
 # -- pricing -----------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4)
-def graph_of(shape: Shape) -> ModelGraph:
-    """The captured graph of a decoder with these dimensions, from the user's cache if it is there."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from autoplan.capture.cache import cached
-    from autoplan.capture.export import capture
-    from autoplan.capture.huggingface import default_example
-    from autoplan.capture.source import model_from_config
-
-    config = shape.config()
-    model = model_from_config(config, f"{config['model_type']} of {shape.layers} layers, {shape.hidden} wide")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        example = default_example(model)
-    return cached(model, example, lambda: capture(model, example))
 
 
 @lru_cache(maxsize=4096)

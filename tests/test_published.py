@@ -14,13 +14,15 @@ import pytest
 
 from autoplan.catalog import load_model
 from autoplan.cost_models.config import Mode
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.cost_models.errors import AutoplanError, GraphError
+from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.estimate import estimate_config
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
 import validate_published as tool
 from published_defaults import Formula
+from published_graphs import deepened
 from published_rows import (
     COLUMNS,
     Kind,
@@ -239,6 +241,40 @@ def test_a_shape_makes_a_model_with_the_parameters_that_it_counts(shape: Shape) 
     model = model_from_config(shape.config(), "test")
     made = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     assert made == pytest.approx(shape.num_params, rel=0.002)  # a router may have a gate of one row
+
+
+def layer_calls(graph: ModelGraph) -> list[Call]:
+    return [c for c in graph.calls if c.params and c.name[-1].isdigit()]
+
+
+def cut(graph: ModelGraph, num_layers: int) -> ModelGraph:
+    """Only its first layers."""
+    layers = layer_calls(graph)
+    gone, last, end = layers[num_layers:], layers[num_layers - 1], layers[-1]
+    handed = dict(zip(end.outputs, last.outputs, strict=True))
+    names = {full for c in gone for full in c.params.values()}
+    return replace(
+        graph,
+        calls=tuple(
+            c if c in layers else replace(c, inputs=tuple(handed.get(v, v) for v in c.inputs))
+            for c in graph.calls
+            if c not in gone
+        ),
+        params={name: p for name, p in graph.params.items() if name not in names},
+    )
+
+
+@pytest.mark.parametrize(("model", "few"), [("gpt2", 2), ("deepseek-v3", 5)])
+def test_repeated_layers_are_those_of_the_whole_model(model: str, few: int) -> None:
+    whole = load_model(model)
+    repeated = deepened(cut(whole, few), len(layer_calls(whole)), 1)
+    assert repeated.params == whole.params
+    maker = [{v: c.name for c in g.calls for v in c.outputs} for g in (repeated, whole)]
+    for mine, theirs in zip(repeated.calls, whole.calls, strict=True):
+        assert (mine.name, mine.block, mine.params) == (theirs.name, theirs.block, theirs.params)
+        assert [maker[0].get(v, v) for v in mine.inputs] == [maker[1].get(v, v) for v in theirs.inputs]
+    with pytest.raises(GraphError, match="too few to repeat"):
+        deepened(cut(whole, 1), 4, 1)
 
 
 # -- pricing -----------------------------------------------------------------------------------------------------------
