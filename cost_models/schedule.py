@@ -65,7 +65,7 @@ class ScheduleRule:
         split_backward: weight gradients are (partly) computed apart from input gradients.
         rounds: micro-batches run in equal rounds of about num_stages.
         least_rounds: the fewest micro-batches are this times num_stages.
-        transfer: who pays for what is sent. RECEIVER: see there.
+        transfer: who pays for what is sent between ranks; in stock torch the receiver.
     """
 
     order: Callable[[int, int, int, tuple[int, ...]], list[Action]]
