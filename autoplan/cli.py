@@ -246,7 +246,12 @@ def estimate(
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
     recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
     virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
-    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule: 1F1B, GPipe, Interleaved1F1B.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Pipeline schedule: 1F1B, GPipe, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBV, DualPipeV."
+        ),
+    ] = None,
     stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",

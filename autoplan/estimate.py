@@ -31,10 +31,12 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time. Raises: PinError for degrees that the cluster or model cannot take;
-    InfeasibleError if no layout exists; StoppedError if none was found in time.
+    Stages that are not given are balanced by time, with virtual stages by number of layers. A schedule that fixes the
+    number of virtual stages sets it where it is left at 1. Raises: PinError for degrees that the cluster or model
+    cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
     """
     r = replace(request, pins={**request.pins, "state_slack": config.state_slack})
+    config = _with_chunks(config)
     check_task(r)
     check_config(r, config)
     experts = None
@@ -57,6 +59,14 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     recompute = _recompute_counts(pricer, config, chunks)
     estimate = pricer.estimate(chunks, recompute, events=True)
     return Planned(replace(config, stages=chunks), estimate, point)
+
+
+def _with_chunks(config: ParallelConfig) -> ParallelConfig:
+    """With the number of virtual stages that a schedule in V shape implies."""
+    rule = SCHEDULES.get(config.schedule)
+    if rule is None or config.virtual_stages != 1 or rule.virtual_stages[1] is None:
+        return config
+    return replace(config, virtual_stages=rule.virtual_stages[1])
 
 
 def _recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,6 +133,9 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
 def _check_schedule(c: ParallelConfig) -> None:
     if c.schedule not in SCHEDULES:
         raise PinError(f"schedule {c.schedule!r} is not known; use {', '.join(SCHEDULES)}")
+    fewest, most = SCHEDULES[c.schedule].virtual_stages
+    if c.pp == 1 and fewest == most == c.virtual_stages > 1:
+        raise PinError(f"schedule {c.schedule!r} needs a pipeline; nearest legal: pp=2, or schedule=1F1B")
     if c.virtual_stages > 1 and c.pp == 1:
         raise PinError(f"virtual_stages={c.virtual_stages} needs a pipeline; nearest legal: virtual_stages=1, or pp=2")
     actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # its own rules

@@ -58,9 +58,10 @@ def precision_of(name: str) -> Precision:
 class ParallelConfig:
     """Degrees and settings of one plan.
 
-    The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `stages`: number of layers per pipeline stage
-    (per chunk with virtual stages, in model order), or None for balanced arithmetic. `recompute`: one value for all
-    layers, a mapping from block call to one, or how many layers of each stage are recomputed in full (a tuple).
+    The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `virtual_stages`: chunks per rank, which the
+    schedule places. `stages`: number of layers per pipeline stage (per chunk with virtual stages, in model order), or
+    None for balanced arithmetic. `recompute`: one value for all layers, a mapping from block call to one, or how many
+    layers of each stage (chunk) are recomputed in full (a tuple).
     """
 
     dp: int = 1

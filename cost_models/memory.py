@@ -28,7 +28,13 @@ from dataclasses import dataclass
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.schedule import actions, held_at_backwards, num_held, peak_activation_bytes
+from autoplan.cost_models.schedule import (
+    actions,
+    chunks_of_ranks,
+    held_at_backwards,
+    num_held,
+    peak_activation_bytes,
+)
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
 from autoplan.cost_models.work import Workload
 
@@ -108,6 +114,7 @@ class MemoryModel:
         self.saved, self.kept = saved, workload.unit_kept
         self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
         self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
         # micro-batches held when gradients come into being, and the most afterwards
         self.flights = tuple(held_at_backwards(row) for row in self.table)
         gpu = cluster.device_type != "cpu"
@@ -147,10 +154,11 @@ class MemoryModel:
         """
         return [self.rank(r, chunks, recompute, pinned) for r in range(self.config.pp)]
 
-    def _chunk(self, units: range, again: Set[int]) -> _Held:
+    def _chunk(self, units: range, again: Set[int], received: bool) -> _Held:
         w = self.workload
-        # the pipeline holds what was received and what was sent until the backward has passed
-        held = w.free_saved + (w.cut_bytes[units.start - 1] if units.start else 0.0)
+        # the pipeline holds what was received and what was sent until the backward has passed; a chunk after one of
+        # the same rank works on what that one holds
+        held = w.free_saved + (w.cut_bytes[units.start - 1] if units.start and received else 0.0)
         held += w.cut_bytes[units.stop - 1] if units.stop < len(w.units) else 0.0
         running = []
         for u in units:
@@ -165,11 +173,13 @@ class MemoryModel:
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
     ) -> RankMemory:
         """One pipeline rank, by term; arguments as for `stages`."""
-        mine = range(rank, len(chunks), self.config.pp)
+        mine = self.chunks_of[rank]
         units = [u for k in mine for u in chunks[k]]
         held = {
             k: self._chunk(
-                chunks[k], pinned or frozenset([u for u in chunks[k] if self.workload.layers[u]][: recompute[k]])
+                chunks[k],
+                pinned or frozenset([u for u in chunks[k] if self.workload.layers[u]][: recompute[k]]),
+                received=k - 1 not in mine,
             )
             for k in mine
         }

@@ -12,6 +12,7 @@ waits for them) and of what data parallelism exposes. What each of these costs i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,18 @@ from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.memory import MemoryModel
 from autoplan.cost_models.quantity import Quantity, Tag, total
-from autoplan.cost_models.schedule import ChunkTimes, Event, Timeline, Transfer, actions, simulate
+from autoplan.cost_models.schedule import (
+    SCHEDULES,
+    ChunkTimes,
+    Event,
+    Timeline,
+    actions,
+    chunks_of_ranks,
+    ranks_of_chunks,
+    simulate,
+)
 from autoplan.cost_models.work import Workload
 
-# torch.distributed.pipelining posts a receive when it needs it; both ends wait for the transfer
-TRANSFER = Transfer.RECEIVER
 # What the parts do not explain of a step, either way: with it 37 of 40 measured plans lie within their interval, 28
 # without (experiments/plan_accuracy.py).
 _MODEL_ERROR = 0.05
@@ -139,9 +147,11 @@ class Pricer:
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
-        self._hop_groups = self._hop_groups_of()
+        self.chunks_of = chunks_of_ranks(config.schedule, config.pp, config.virtual_stages)
+        hops = self._hop_groups_of()
+        self._boundaries = self._boundaries_of(hops)
         self._sends: dict[tuple[Group, str], list[float]] = {}
-        self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
+        self.hops = [self._send_s(group, "mid") for group in hops]
 
     def _table(self, which: str) -> _Table:
         if which not in self._tables:
@@ -166,6 +176,16 @@ class Pricer:
                 if here // level.size != there // level.size:
                     apart = max(apart, level.size)
             out.append(Group(2, apart))
+        return out
+
+    def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:
+        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank."""
+        c = self.config
+        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
+        out: list[Group | None] = []
+        for here, there in itertools.pairwise(homes):
+            up = (here + 1) % c.pp == there  # else down, on the way back of a V
+            out.append(None if here == there else hops[here if up else there])
         return out
 
     def _send_s(self, group: Group, which: str) -> list[float]:
@@ -232,13 +252,16 @@ class Pricer:
         c = self.config
         table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         cuts = [r.stop - 1 for r in self._ranges(chunks)[:-1]]
-        lag = [self._send_s(self._hop_groups[k % c.pp], which)[u] if sends else 0.0 for k, u in enumerate(cuts)]
-        return simulate(table, times, lag, lag, transfer=TRANSFER, events=events)
+        lag = [
+            self._send_s(group, which)[u] if sends and group is not None else 0.0
+            for u, group in zip(cuts, self._boundaries, strict=True)
+        ]
+        return simulate(table, times, lag, lag, transfer=SCHEDULES[c.schedule].transfer, events=events)
 
     def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
         """Units of every pipeline rank, over all of its chunks."""
         ranges = self._ranges(chunks)
-        return [[u for r in ranges[rank :: self.config.pp] for u in r] for rank in range(self.config.pp)]
+        return [[u for k in mine for u in ranges[k]] for mine in self.chunks_of]
 
     def _blocks_of(self, units: Sequence[int]) -> list[BlockCost]:
         return [self.blocks[b] for u in units for b in self.workload.units[u]]
@@ -294,7 +317,7 @@ class Pricer:
         ranges = self._ranges(chunks)
         held = self.memory.stages(ranges, recompute, self.pinned_again)
         for rank, units in enumerate(self._rank_units(chunks)):
-            mine = range(rank, len(chunks), c.pp)
+            mine = self.chunks_of[rank]
             f = sum(times[k].forward_s for k in mine)
             b = sum(times[k].backward_s for k in mine)
             stages.append(
@@ -331,10 +354,10 @@ class Pricer:
         rank_units = self._rank_units(chunks)
         rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
         blocks, ranges = self._blocks_of(rank_units[rank]), self._ranges(chunks)
-        again = [u for k in range(rank, len(chunks), c.pp) for u in self.recomputed(ranges[k], recompute[k])]
+        mine = self.chunks_of[rank]
+        again = [u for k in mine for u in self.recomputed(ranges[k], recompute[k])]
         out: dict[str, Quantity] = {}
-        own_chunks = len(range(rank, len(chunks), c.pp))
-        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * own_chunks) * m
+        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
         out["recompute"] = total([b.again_s for u in again for b in self.layer_blocks(u)]) * m
         if c.recompute == "selective":
             out["recompute"] += total([b.selective for b in blocks]) * m
@@ -346,12 +369,13 @@ class Pricer:
         out["dp_comm"] = zero + total(once) + total(reductions)
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
-        sends = [self.costs.collective_s("send_recv", n, self._hop_groups[k % c.pp]) for k, n in enumerate(cuts)]
+        hops = zip(cuts, self._boundaries, strict=True)
+        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
         out["pp_comm"] = Quantity.spread(sent, 0.0, total(sends).tag)
         out["accumulate"] = total([b.accumulate for b in blocks]) * m
         updates = [total([b.optimizer for b in self._blocks_of(units)]) for units in rank_units]
         out["optimizer"] = max(updates, key=lambda q: q.mid)
-        fixed = self.fixed_s + 2 * m * own_chunks * self.action_s
+        fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
         out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
         rest = step_s - sum(q.mid for q in out.values())
         out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))

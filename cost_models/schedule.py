@@ -1,12 +1,13 @@
 """Pipeline schedules as data: the actions of every rank in order, what they hold in memory, their event simulation.
 
     table = actions("1F1B", num_stages=4, num_micro_batches=8)      # per rank: Action(FORWARD, chunk, micro-batch), ...
-    in_flight("1F1B", 4, 8)                                         # ((4,), (3,), (2,), (1,))
+    [num_held(row) for row in table]                                 # [4, 3, 2, 1] micro-batches
     timeline = simulate(table, [ChunkTimes(1e-3, 2e-3)] * 4)        # seconds
     lower_bound_1f1b([3e-3] * 4, 8) <= timeline.end_s
 
 A chunk is a run of layers on one rank; chunks are counted in model order over the whole pipeline (torch: stage index).
-With v virtual stages, rank r of p holds the chunks r, r + p, ..., r + (v - 1) p.
+With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`). The orders
+themselves: `autoplan.cost_models.orders`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,13 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from autoplan.cost_models import orders
 from autoplan.cost_models.errors import AutoplanError, PinError
+from autoplan.cost_models.orders import Action, ActionKind, B, F, I, W
 
 
 class ScheduleError(AutoplanError):
     """Action lists that can never finish, or durations that do not fit them."""
-
-
-class ActionKind(Enum):
-    """What is run for one micro-batch; the value is torch's letter. I and W are the two parts of a split B."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-
-
-F, B, I, W = ActionKind  # noqa: E741
 
 
 class Transfer(Enum):
@@ -52,107 +43,81 @@ class Transfer(Enum):
     SENDER = "sender"
 
 
-class Action(NamedTuple):
-    """One action of one rank. `chunk` counts over the whole pipeline, in model order."""
+class Placement(Enum):
+    """Which chunks a rank holds, by pass of the model through the ranks.
 
-    kind: ActionKind
-    chunk: int
-    micro_batch: int
+    LOOP: every pass from the first rank to the last: rank r of p holds r, p + r, 2 p + r, ...
+    V: every second pass back from the last rank to the first: r, 2 p - 1 - r, ...
+    """
 
-    def __str__(self) -> str:
-        return f"{self.chunk}{self.kind.value}{self.micro_batch}"  # as torch writes it
+    LOOP = "loop"
+    V = "v"
 
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """One schedule. `order(rank, num_stages, num_micro_batches, virtual_stages)`: the actions of a rank."""
+    """One schedule.
 
-    order: Callable[[int, int, int, int], list[Action]]
-    interleaved: bool = False
+    Attributes:
+        order: the actions of a rank; arguments: rank, num_stages, num_micro_batches, the chunks of the rank.
+        placement: which chunks those are.
+        virtual_stages: the fewest and the most chunks per rank; None: any number.
+        split_backward: weight gradients are (partly) computed apart from input gradients.
+        rounds: micro-batches run in equal rounds of about num_stages.
+        least_rounds: the fewest micro-batches are this times num_stages.
+        transfer: who pays for what is sent between ranks; in stock torch the receiver.
+    """
+
+    order: Callable[[int, int, int, tuple[int, ...]], list[Action]]
+    placement: Placement = Placement.LOOP
+    virtual_stages: tuple[int, int | None] = (1, 1)
     split_backward: bool = False
-    rounds: bool = False  # micro-batches run in equal rounds of about num_stages
+    rounds: bool = False
+    least_rounds: int = 0
+    transfer: Transfer = Transfer.RECEIVER
 
-
-def _gpipe(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al., GPipe, 2019; torch's ScheduleGPipe)."""
-    return [Action(kind, rank, m) for kind in (F, B) for m in range(num_micro_batches)]
-
-
-def _one_f_one_b(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
-    """Narayanan et al., PipeDream, 2019; torch's Schedule1F1B, which refuses fewer micro-batches than stages: the
-    runtime then runs GPipe."""
-    if num_micro_batches < num_stages:
-        return _gpipe(rank, num_stages, num_micro_batches, virtual_stages)
-    return _warmed_up(rank, num_stages, num_micro_batches, 1, num_stages - 1 - rank)
-
-
-def _interleaved(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
-    """Narayanan et al., Megatron-LM, 2021, section 2.2, in the order of torch's ScheduleInterleaved1F1B."""
-    warmup = (virtual_stages - 1) * _round_size(num_stages, num_micro_batches) + 2 * (num_stages - 1 - rank)
-    return _warmed_up(rank, num_stages, num_micro_batches, virtual_stages, warmup)
-
-
-def _zero_bubble(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
-    """ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism, 2023, as torch's ScheduleInterleavedZeroBubble orders it:
-    a weight gradient comes `rank` input gradients late."""
-    warmup = (virtual_stages - 1) * _round_size(num_stages, num_micro_batches) + num_stages - 1 - rank
-    return _warmed_up(rank, num_stages, num_micro_batches, virtual_stages, warmup, weights_behind=rank)
+    def takes(self, virtual_stages: int) -> bool:
+        """True if a rank may hold that many chunks."""
+        fewest, most = self.virtual_stages
+        return virtual_stages >= fewest and (most is None or virtual_stages <= most)
 
 
 SCHEDULES: Mapping[str, ScheduleRule] = {
-    "GPipe": ScheduleRule(_gpipe),
-    "1F1B": ScheduleRule(_one_f_one_b),
-    "Interleaved1F1B": ScheduleRule(_interleaved, interleaved=True, rounds=True),
-    "ZB-H1": ScheduleRule(_zero_bubble, split_backward=True, rounds=True),
-    "InterleavedZeroBubble": ScheduleRule(_zero_bubble, interleaved=True, split_backward=True, rounds=True),
+    "GPipe": ScheduleRule(orders.gpipe),
+    "1F1B": ScheduleRule(orders.one_f_one_b),
+    "Interleaved1F1B": ScheduleRule(orders.interleaved, virtual_stages=(2, None), rounds=True),
+    "ZB-H1": ScheduleRule(orders.zero_bubble, split_backward=True, rounds=True),
+    "InterleavedZeroBubble": ScheduleRule(
+        orders.zero_bubble, virtual_stages=(2, None), split_backward=True, rounds=True
+    ),
+    "ZBV": ScheduleRule(orders.zero_bubble_v, Placement.V, (2, 2), split_backward=True),
+    # A forward and a backward that overlap hide each other's communication: DeepSeek-V3 Technical Report, 2024,
+    # section 3.2.1. Here only the transfers between ranks are hidden, not the collectives inside layers.
+    "DualPipeV": ScheduleRule(
+        orders.dual_pipe_v, Placement.V, (2, 2), split_backward=True, least_rounds=2, transfer=Transfer.OVERLAPPED
+    ),
 }
 
 
-def _num_rounds(num_stages: int, num_micro_batches: int) -> int:
-    return max(1, num_micro_batches // num_stages)
+def ranks_of_chunks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank of every chunk, in model order. Raises: PinError: unknown schedule."""
+    loop = _rule(schedule).placement is Placement.LOOP
+    ranks = range(num_stages)
+    return tuple(r for turn in range(virtual_stages) for r in (ranks if loop or turn % 2 == 0 else reversed(ranks)))
 
 
-def _round_size(num_stages: int, num_micro_batches: int) -> int:
-    return num_micro_batches // _num_rounds(num_stages, num_micro_batches)
+def chunks_of_ranks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    """The chunks of every rank, in model order. Raises: PinError: unknown schedule."""
+    held: list[list[int]] = [[] for _ in range(num_stages)]
+    for chunk, rank in enumerate(ranks_of_chunks(schedule, num_stages, virtual_stages)):
+        held[rank].append(chunk)
+    return tuple(map(tuple, held))
 
 
-def _warmed_up(
-    rank: int,
-    num_stages: int,
-    num_micro_batches: int,
-    virtual_stages: int,
-    warmup: int,
-    weights_behind: int | None = None,
-) -> list[Action]:
-    """Forwards alone, then one forward and one backward in turn, then backwards alone.
-
-    Chunks take turns after every round of micro-batches: forwards from the first chunk on, backwards from the last.
-    `weights_behind`: split backwards, the weight gradient that many micro-batches behind the input gradient.
-    """
-    size = _round_size(num_stages, num_micro_batches)
-    total = num_micro_batches * virtual_stages
-    warmup = min(warmup, total)
-
-    def nth(step: int, backward: bool) -> tuple[int, int]:
-        """Chunk and micro-batch of the step-th forward or backward of this rank."""
-        turn, place = divmod(step, size)
-        round_, local = divmod(turn, virtual_stages)
-        local = virtual_stages - 1 - local if backward else local
-        return local * num_stages + rank, round_ * size + place
-
-    out = [Action(F, *nth(step, False)) for step in range(warmup)]
-    forwards, weights = warmup, 0
-    for step in range(total):
-        if forwards < total:
-            out.append(Action(F, *nth(forwards, False)))
-            forwards += 1
-        out.append(Action(B if weights_behind is None else I, *nth(step, True)))
-        if weights_behind is not None and step >= weights_behind:
-            out.append(Action(W, *nth(weights, True)))
-            weights += 1
-    if weights_behind is not None:
-        out += [Action(W, *nth(step, True)) for step in range(weights, total)]
-    return out
+def _rule(schedule: str) -> ScheduleRule:
+    if schedule not in SCHEDULES:
+        raise PinError(f"schedule {schedule!r} is not known; use {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule]
 
 
 class ActionLists(tuple[tuple[Action, ...], ...]):
@@ -169,9 +134,7 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
 
     Raises: PinError: unknown schedule, or degrees that it does not take (names the nearest legal ones).
     """
-    if schedule not in SCHEDULES:
-        raise PinError(f"schedule {schedule!r} is not known; use {', '.join(SCHEDULES)}")
-    rule = SCHEDULES[schedule]
+    rule = _rule(schedule)
     for name, value in (
         ("num_stages", num_stages),
         ("num_micro_batches", num_micro_batches),
@@ -179,26 +142,41 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
     ):
         if value < 1:
             raise PinError(f"{name}={value}: must be at least 1; nearest legal: 1")
-    if rule.interleaved and virtual_stages < 2:
-        raise PinError(f"schedule {schedule!r} needs at least 2 virtual stages, not {virtual_stages}; nearest legal: 2")
-    if not rule.interleaved and virtual_stages != 1:
-        others = [name for name, other in SCHEDULES.items() if other.interleaved]
-        raise PinError(
-            f"schedule {schedule!r} has one chunk per rank; nearest legal: virtual_stages=1, or for "
-            f"{virtual_stages} the schedule {' or '.join(others)}"
-        )
-    if rule.rounds and num_micro_batches % _num_rounds(num_stages, num_micro_batches):
+    if not rule.takes(virtual_stages):
+        raise PinError(_wrong_virtual_stages(schedule, virtual_stages))
+    if rule.rounds and num_micro_batches % orders.num_rounds(num_stages, num_micro_batches):
         raise PinError(
             f"schedule {schedule!r} runs {num_micro_batches} micro-batches on {num_stages} stages in "
-            f"{_num_rounds(num_stages, num_micro_batches)} rounds, which must be equal; nearest legal: "
+            f"{orders.num_rounds(num_stages, num_micro_batches)} rounds, which must be equal; nearest legal: "
             f"num_micro_batches={_nearest_rounds(num_stages, num_micro_batches)}"
+        )
+    least = rule.least_rounds * num_stages
+    if num_micro_batches < least:
+        raise PinError(
+            f"schedule {schedule!r} needs at least {rule.least_rounds} micro-batches per stage, not "
+            f"{num_micro_batches} on {num_stages} stages; nearest legal: num_micro_batches={least}"
         )
     return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
 
 
+def _wrong_virtual_stages(schedule: str, virtual_stages: int) -> str:
+    fewest, most = SCHEDULES[schedule].virtual_stages
+    if most is None:
+        return (
+            f"schedule {schedule!r} needs at least {fewest} virtual stages, not {virtual_stages}; "
+            f"nearest legal: {fewest}"
+        )
+    others = [name for name, rule in SCHEDULES.items() if rule.takes(virtual_stages)]
+    number = "one chunk" if most == 1 else f"{most} chunks"
+    return (
+        f"schedule {schedule!r} has {number} per rank; nearest legal: virtual_stages={most}, or for {virtual_stages} "
+        f"the schedule {' or '.join(others)}"
+    )
+
+
 def _nearest_rounds(num_stages: int, num_micro_batches: int) -> str:
     def legal(number: int) -> bool:
-        return number % _num_rounds(num_stages, number) == 0
+        return number % orders.num_rounds(num_stages, number) == 0
 
     below = next(n for n in range(num_micro_batches, 0, -1) if legal(n))
     above = next(n for n in range(num_micro_batches, 2 * num_micro_batches + num_stages) if legal(n))
@@ -208,7 +186,8 @@ def _nearest_rounds(num_stages: int, num_micro_batches: int) -> str:
 @lru_cache(maxsize=64)  # a search asks for the same few again and again
 def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
     order = SCHEDULES[schedule].order
-    return ActionLists(tuple(order(r, num_stages, num_micro_batches, virtual_stages)) for r in range(num_stages))
+    held = chunks_of_ranks(schedule, num_stages, virtual_stages)
+    return ActionLists(tuple(order(r, num_stages, num_micro_batches, mine)) for r, mine in enumerate(held))
 
 
 def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
@@ -218,7 +197,7 @@ def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
     """
     held, most = 0, [0, 0]
     begun = False
-    for kind, _, _ in row:
+    for kind, *_ in row:
         if kind is F:
             held += 1
         most[begun] = max(most[begun], held)
@@ -243,7 +222,7 @@ def peak_activation_bytes(table: Iterable[Sequence[Action]], chunk_bytes: Sequen
     out = []
     for row in table:
         held = peak = 0.0
-        for kind, chunk, _ in row:
+        for kind, chunk, *_ in row:
             if kind is F:
                 held += chunk_bytes[chunk]
                 peak = max(peak, held)
@@ -325,20 +304,22 @@ def _compile(table: Sequence[Sequence[Action]]) -> _Program:
     num_chunks = len(home)
     if sorted(home) != list(range(num_chunks)):
         raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {sorted(home)}")
-    last = {(a.chunk, a.kind is W): i for row in table for i, a in enumerate(row) if a.kind in (B, W)}
+    # gradients of a chunk are complete after its last weight gradient, wherever that was computed
+    last = {a.chunk: i for row in table for i, a in enumerate(row) if a.kind in (B, W)}
     first = {a.chunk: i for row in table for i, a in reversed(list(enumerate(row))) if a.kind is F}
     places: dict[tuple[bool, int, int], int] = {}  # (forward, chunk, micro-batch) -> position of the step
     steps: list[_Step] = []
     what: list[Action] = []
     position = [0] * len(table)
     waiting: dict[tuple[bool, int, int], int] = {}
+    given: list[list[tuple[bool, int, int]]] = [[] for _ in table]  # by actions whose end is that of the next one
     ready = deque(range(len(table)))
     while ready:
         rank = ready.popleft()
         row = table[rank]
         while position[rank] < len(row):
             action = row[position[rank]]
-            kind, chunk, micro_batch = action
+            kind, chunk, micro_batch, joined = action
             needs, lag = None, _NO_LAG
             if kind is F and chunk > 0:
                 needs = (True, chunk - 1, micro_batch)
@@ -353,10 +334,12 @@ def _compile(table: Sequence[Sequence[Action]]) -> _Program:
             if needs is not None and needs not in places:
                 waiting[needs] = rank
                 break
-            edge = position[rank] == (first[chunk] if kind is F else last.get((chunk, kind is W)))
+            edge = position[rank] == (first[chunk] if kind is F else last.get(chunk))
             slot = chunk * _NUM_SLOTS + _SLOTS[kind, edge and kind is not I]
             if kind is not W:
-                key = (kind is F, chunk, micro_batch)
+                given[rank].append((kind is F, chunk, micro_batch))
+            while given[rank] and not joined:
+                key = given[rank].pop()
                 places[key] = len(steps)
                 if key in waiting:
                     ready.append(waiting.pop(key))

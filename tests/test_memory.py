@@ -14,7 +14,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.memory import FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
-from autoplan.cost_models.schedule import actions, held_at_backwards
+from autoplan.cost_models.schedule import Transfer, actions, held_at_backwards, peak_activation_bytes, simulate
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
@@ -103,6 +103,25 @@ def test_chunks_of_one_rank_are_not_full_at_the_same_time() -> None:
                for i in range(32))  # fmt: skip
     assert found.in_flight == held
     assert found.terms["activations"].mid <= held * (SAVED + 2 * SENT)
+
+
+def test_a_rank_of_a_v_holds_the_first_and_the_last_chunk() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="ZBV", virtual_stages=2)
+    outer, inner = memory(config, workload(10)).stages(ranges(1, 2, 3, 4), [0] * 4)
+    assert (outer.terms["parameters"].mid, inner.terms["parameters"].mid) == (5 * GRADS, 5 * GRADS)
+    uneven = memory(config, workload(10)).stages(ranges(1, 1, 1, 7), [0] * 4)
+    assert [rank.terms["parameters"].mid for rank in uneven] == [8 * GRADS, 2 * GRADS]
+    assert outer.in_flight == inner.in_flight == 4
+
+
+def test_what_turns_around_within_a_rank_is_held_once() -> None:
+    """Nothing but what is sent: 4 chunks are held on each rank, of which those on rank 0 border on one chunk each; on
+    rank 1 the second one works on what the first one sends."""
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="ZBV", virtual_stages=2)
+    outer, inner = memory(config, workload(unit_saved=(0.0,) * 4)).stages(ranges(1, 1, 1, 1), [0] * 4)
+    assert outer.terms["activations"].mid == 4 * SENT
+    table = actions("ZBV", 2, 8, 2)[1]
+    assert inner.terms["activations"].mid == peak_activation_bytes((table,), (0.0, 2 * SENT, SENT, 0.0))[0]
 
 
 # -- experts, context parallelism --------------------------------------------------------------------------------------
@@ -200,6 +219,55 @@ def test_split_backwards_fill_the_bubble() -> None:
         return pricer.estimate([1] * 4, [0] * 4).breakdown["bubble"].mid
 
     assert bubble("ZB-H1") < 0.7 * bubble("1F1B")
+
+
+def in_v_shape(schedule: str, cuts: tuple[float, ...] = (SENT,) * 7, per_node: int = 0) -> Pricer:
+    config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule, virtual_stages=2)
+    work = replace(workload(8), cut_bytes=cuts)
+    return Pricer(work, config, Costs(cluster(4, per_node), None, Mode.COMPILED))
+
+
+def test_schedules_in_v_shape_are_priced_where_their_chunks_are() -> None:
+    zbv = in_v_shape("ZBV").estimate([1] * 8, [0] * 8, events=True)
+    assert {(e.chunk, e.rank) for e in zbv.events} == {(k, min(k, 7 - k)) for k in range(8)}
+    config = ParallelConfig(pp=4, num_micro_batches=8, schedule="ZB-H1")
+    plain = Pricer(workload(8), config, Costs(cluster(4), None, Mode.COMPILED)).estimate([2] * 4, [0] * 4)
+    assert zbv.breakdown["bubble"].mid < plain.breakdown["bubble"].mid
+    for schedule in ("ZBV", "DualPipeV"):
+        estimate = in_v_shape(schedule).estimate([1] * 8, [1, 0, 0, 0, 0, 0, 1, 1])
+        assert [s.num_recomputed for s in estimate.stages] == [2, 1, 0, 0]
+        assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
+
+
+def test_nothing_is_sent_at_the_turn_of_a_v() -> None:
+    def step(schedule: str, at: int) -> float:
+        cuts = tuple(1e9 if k == at else SENT for k in range(7))
+        return in_v_shape(schedule, cuts).step_s([1] * 8, [0] * 8)
+
+    for schedule in ("ZBV", "DualPipeV"):
+        assert step(schedule, 3) == step(schedule, -1) < step(schedule, 2) - 0.1
+        assert step(schedule, 3) < step(schedule, 4) - 0.1
+
+
+def test_the_way_back_of_a_v_takes_the_links_of_the_way_there() -> None:
+    """Two nodes of two: only the boundaries between ranks 1 and 2 leave a node; in a loop also from the last rank."""
+    pricer = in_v_shape("ZBV", per_node=2)
+    between = [None if group is None else group.stride > 1 for group in pricer._boundaries]
+    assert between == [False, True, False, None, False, True, False]
+    config = replace(pricer.config, schedule="Interleaved1F1B")
+    loop = Pricer(pricer.workload, config, pricer.costs)._boundaries
+    assert [group is not None and group.stride > 1 for group in loop] == [False, True, False, True, False, True, False]
+
+
+def test_dual_pipe_hides_its_transfers() -> None:
+    """Behind the pairs of a forward and a backward; a receiver would have to wait for each."""
+    pricer = in_v_shape("DualPipeV", (1e6,) * 7)
+    times, table = pricer.chunk_times([1] * 8, [0] * 8, "mid"), actions("DualPipeV", 4, 8, 2)
+    sends = [0.0 if k == 3 else pricer.hops[0][k] for k in range(7)]
+    found = pricer.estimate([1] * 8, [0] * 8, events=True).events
+    assert found == simulate(table, times, sends, sends, transfer=Transfer.OVERLAPPED).events
+    waiting = simulate(table, times, sends, sends, transfer=Transfer.RECEIVER)
+    assert max(e.end_s for e in found) < waiting.end_s
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

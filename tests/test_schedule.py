@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from typer.testing import CliRunner
 
+from autoplan import cli
 from autoplan.cost_models.config import SCHEDULES as CONFIGURED
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.schedule import (
@@ -22,9 +27,11 @@ from autoplan.cost_models.schedule import (
     Transfer,
     actions,
     bound_1f1b,
+    chunks_of_ranks,
     held_at_backwards,
     lower_bound_1f1b,
     peak_activation_bytes,
+    ranks_of_chunks,
     simulate,
 )
 
@@ -73,7 +80,15 @@ def _ordered_by_torch(kind: type, rank: int, num_stages: int, num_micro_batches:
     schedule = object.__new__(kind)
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = num_stages, virtual, num_micro_batches
     schedule.microbatches_per_round = num_micro_batches // max(1, num_micro_batches // num_stages)
-    return [str(a) for a in schedule._calculate_single_rank_operations(rank) if a is not None]
+    schedule.num_stages = num_stages * virtual
+    found = [a for a in schedule._calculate_single_rank_operations(rank) if a is not None]
+    # a pair that overlaps: `+` after its forward
+    return ["+ ".join(map(str, a.sub_actions)) if a.sub_actions else str(a) for a in found]
+
+
+def _written(row: Sequence[Action]) -> list[str]:
+    """Actions as torch writes them."""
+    return [f"{a}+" if a.joined else str(a) for a in row]
 
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
@@ -101,11 +116,37 @@ def test_multi_chunk_order_is_torchs(p: int, m: int) -> None:
                 assert [str(a) for a in row] == _ordered_by_torch(kind, rank, p, m, virtual)
 
 
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_v_shaped_order_and_placement_are_torchs(p: int, m: int) -> None:
+    zero_bubble, dual = torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV
+    for name, kind in (("ZBV", zero_bubble), ("DualPipeV", dual)):
+        homes = generate_stage_to_rank_mapping(p, 2 * p, style="v")
+        assert ranks_of_chunks(name, p, 2) == tuple(homes[chunk] for chunk in range(2 * p))
+        assert chunks_of_ranks(name, p, 2) == tuple((r, 2 * p - 1 - r) for r in range(p))
+        if name == "DualPipeV" and m < 2 * p:  # so does torch
+            with pytest.raises(PinError, match=f"nearest legal: num_micro_batches={2 * p}"):
+                actions(name, p, m, 2)
+            continue
+        table = actions(name, p, m, 2)
+        assert len(simulate(table, [ChunkTimes(1, 2, 1)] * (2 * p)).events) == sum(map(len, table))
+        for rank, row in enumerate(table):
+            assert _written(row) == " ".join(_ordered_by_torch(kind, rank, p, m, 2)).split(" ")
+
+
+def test_loops_are_placed_as_torch_does() -> None:
+    for p, v in ((1, 2), (2, 3), (4, 2)):
+        homes = generate_stage_to_rank_mapping(p, p * v)
+        assert ranks_of_chunks("Interleaved1F1B", p, v) == tuple(homes[chunk] for chunk in range(p * v))
+    with pytest.raises(PinError, match="not known; use GPipe"):
+        ranks_of_chunks("DualPipe", 2, 2)
+
+
 def _legal() -> st.SearchStrategy[tuple[str, int, int, int]]:
     def fits(case: tuple[str, int, int, int]) -> bool:
         name, p, m, virtual = case
         rule = SCHEDULES[name]
-        return rule.interleaved == (virtual > 1) and (not rule.rounds or m % max(1, m // p) == 0)
+        rounds = m >= rule.least_rounds * p and (not rule.rounds or m % max(1, m // p) == 0)
+        return rule.takes(virtual) and rounds
 
     cases = itertools.product(SCHEDULES, (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3))
     return st.sampled_from([case for case in cases if fits(case)])
@@ -132,29 +173,35 @@ def test_every_timeline_respects_what_actions_wait_for(run: Any) -> None:
     table = actions(name, p, m, virtual)
     timeline = simulate(table, chunks, forward, backward, transfer=transfer)
     ends = {(e.kind, e.chunk, e.micro_batch): e for e in timeline.events}
-    split = SCHEDULES[name].split_backward
-    kinds = (F, I, W) if split else (F, B)
-    assert set(ends) == set(itertools.product(kinds, range(p * virtual), range(m))) and len(ends) == len(
-        timeline.events
-    )
-    near = 1e-9
+    assert len(ends) == len(timeline.events)
+    whole, split = frozenset((F, B)), frozenset((F, I, W))
+    kinds: dict[tuple[int, int], set[ActionKind]] = {}
+    for kind, chunk, mb in ends:
+        kinds.setdefault((chunk, mb), set()).add(kind)
+    assert set(kinds) == set(itertools.product(range(p * virtual), range(m)))
+    legal = {split if SCHEDULES[name].split_backward else whole} | ({whole} if name == "DualPipeV" else set())
+    assert set(map(frozenset, kinds.values())) <= legal
+    homes, near = ranks_of_chunks(name, p, virtual), 1e-9
     for rank, row in enumerate(table):
-        mine = [ends[a] for a in row]
+        mine = [ends[a[:3]] for a in row]
         for earlier, later in itertools.pairwise(mine):
             assert earlier.end_s <= later.start_s + near
         assert all(e.rank == rank for e in mine)
         assert timeline.rank_end_s[rank] >= mine[-1].end_s - near
         assert timeline.busy_s[rank] == pytest.approx(sum(e.end_s - e.start_s for e in mine))
-    gradient = I if split else B
+    there = {key: event.end_s for key, event in ends.items()}  # when the result may leave
+    for row in table:
+        there |= {a[:3]: ends[b[:3]].end_s for a, b in itertools.pairwise(row) if a.joined}
     for (kind, chunk, mb), event in ends.items():
         if kind is F and chunk > 0:
-            lag = forward[chunk - 1] if p > 1 else 0.0
-            assert ends[F, chunk - 1, mb].end_s + lag <= event.start_s + near
-        if kind is gradient:
-            assert ends[F, chunk, mb].end_s <= event.start_s + near
+            lag = forward[chunk - 1] if homes[chunk - 1] != homes[chunk] else 0.0
+            assert there[F, chunk - 1, mb] + lag <= event.start_s + near
+        if kind in (B, I):
+            assert there[F, chunk, mb] <= event.start_s + near
             if chunk < p * virtual - 1:
-                lag = backward[chunk] if p > 1 else 0.0
-                assert ends[gradient, chunk + 1, mb].end_s + lag <= event.start_s + near
+                lag = backward[chunk] if homes[chunk + 1] != homes[chunk] else 0.0
+                later = (B if B in kinds[chunk + 1, mb] else I, chunk + 1, mb)
+                assert there[later] + lag <= event.start_s + near
         if kind is W:
             assert ends[I, chunk, mb].end_s <= event.start_s + near
     c = chunks[0]
@@ -230,6 +277,33 @@ def test_interleaving_and_splitting_shrink_the_bubble(p: int, m: int, v: int) ->
     assert split < plain
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_zbv_has_no_bubble_and_the_memory_of_1f1b(p: int) -> None:
+    """Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6: no rank waits between its first and last action if
+    forward, input and weight gradient are equal; the peak is that of 1F1B's first rank, now on every rank."""
+    for m in (2 * p - 1, 2 * p, 3 * p + 1, 4 * p):
+        table = actions("ZBV", p, m, 2)
+        timeline = simulate(table, [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
+        for rank, busy in enumerate(timeline.busy_s):
+            mine = [e for e in timeline.events if e.rank == rank]
+            assert mine[-1].end_s - mine[0].start_s == busy == 6.0 * m
+            assert mine[0].start_s == rank
+        assert peak_activation_bytes(table, [0.5] * (2 * p)) == (float(p),) * p
+        assert max(peak_activation_bytes(actions("1F1B", p, m), [1.0] * p)) == p
+    few = simulate(actions("ZBV", p, p, 2), [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
+    assert few.bubble_s[0] == 2.0 * (p - 1)  # too few micro-batches to fill it
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_dual_pipe_v_has_the_published_bubble_and_memory(p: int) -> None:
+    """(PP / 2 - 1) (F&B + B - 3 W) and PP + 1 chunks, of PP = 2 p stages (DualPipe's README; a pair takes F + B)."""
+    for m in (2 * p, 2 * p + 1, 4 * p):
+        table = actions("DualPipeV", p, m, 2)
+        timeline = simulate(table, [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
+        assert timeline.bubble_s == ((p - 1) * (1.0 + 2.0 + 2.0 - 3.0),) * p
+        assert peak_activation_bytes(table, [1.0] * (2 * p)) == (2.0 * p + 1,) * p
+
+
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_in_flight_counts(p: int, m: int) -> None:
     held = [max(held_at_backwards(row)) for row in actions("1F1B", p, m)]
@@ -256,6 +330,9 @@ def test_refusals_name_what_works() -> None:
         (("Interleaved1F1B", 4, 9, 2), "num_micro_batches=8 or 10"),
         (("1F1B", 0, 4, 1), "num_stages=0"),
         (("GPipe", 2, 0, 1), "num_micro_batches=0"),
+        (("ZBV", 2, 4, 3), "2 chunks per rank; nearest legal: virtual_stages=2, or for 3 the schedule Interleaved1F1B"),
+        (("DualPipeV", 2, 4, 1), "2 chunks per rank; nearest legal: virtual_stages=2, or for 1 the schedule GPipe"),
+        (("DualPipeV", 4, 7, 2), "at least 2 micro-batches per stage, not 7 on 4 stages; .*num_micro_batches=8"),
     ]
     for arguments, message in cases:
         with pytest.raises(PinError, match=message):
@@ -278,6 +355,15 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
         simulate(_two_ranks("B0F0", "F0B0"), [ChunkTimes(1, 1)] * 2)
 
 
+def test_joined_actions_give_their_results_together() -> None:
+    second = [Action(F, 1, 0), Action(F, 1, 1)]
+    for joined, end in ((False, 5.0), (True, 6.0)):
+        table = [[Action(F, 0, 0, joined), Action(F, 0, 1)], second]
+        assert simulate(table, [ChunkTimes(2, 0), ChunkTimes(1, 0)]).end_s == end
+    with pytest.raises(ScheduleError, match="rank 1 at 1F0, for 0F0"):
+        simulate([[Action(F, 0, 0, True)], [Action(F, 1, 0)]], [ChunkTimes(1, 0)] * 2)
+
+
 def test_lists_of_ones_own_run_and_extras_count_once() -> None:
     table = _two_ranks("F0F1B0B1", "F0B0F1B1")
     plain = simulate(table, [ChunkTimes(1, 2)] * 2)
@@ -285,6 +371,9 @@ def test_lists_of_ones_own_run_and_extras_count_once() -> None:
     extra = simulate(table, [ChunkTimes(1, 2, 0.0, 0.5, 0.25), ChunkTimes(1, 2)])
     assert extra.end_s == plain.end_s + 0.75
     assert extra.busy_s == (6.75, 6.0)
+    for name in ("ZBV", "DualPipeV"):  # split backwards and whole ones in one chunk
+        busy = simulate(actions(name, 2, 4, 2), [ChunkTimes(1, 2, 1, 0.5, 0.25), *[ChunkTimes(1, 2, 1)] * 3]).busy_s
+        assert busy == (24.75, 24.0)
 
 
 def _transferred(transfer: Transfer) -> Timeline:
@@ -314,3 +403,22 @@ def test_durations_that_do_not_fit_are_refused() -> None:
         simulate(table, [ChunkTimes(1, 1), ChunkTimes(-1, 1)])
     with pytest.raises(ScheduleError, match="weight gradient longer"):
         simulate(table, [ChunkTimes(1, 1), ChunkTimes(1, 1, 2)])
+
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ZBV", "DualPipeV"])
+def test_v_shaped_schedules_are_priced_by_name(name: str) -> None:
+    task = "estimate gpt2 --cluster 1x4xh100-sxm5-80gb --seq-len 1024 --global-batch-size 16 --dp 1 --schedule".split()
+
+    def run(*options: str) -> Any:
+        return CliRunner().invoke(cli.app, [*task, name, *options])
+
+    plan = json.loads(run("--pp", "4", "--json").stdout)["plan"]
+    assert (plan["schedule"], plan["virtual_stages"], len(plan["stages"])) == (name, 2, 8)
+
+
+def test_help_lists_every_schedule() -> None:
+    option = get_type_hints(cli.estimate, include_extras=True)["schedule"].__metadata__[0]
+    assert {text.strip(" .") for text in option.help.split(":")[1].split(",")} == set(SCHEDULES)

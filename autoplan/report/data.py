@@ -10,6 +10,7 @@ Schema 1:
      "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "profile"},
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
               "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage]},
+              # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
      "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
