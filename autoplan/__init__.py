@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoplan.api import parallelize
-    from autoplan.capacity import whatif
     from autoplan.catalog import load_model
     from autoplan.cost_models.cluster import Cluster
     from autoplan.cost_models.config import ParallelConfig
     from autoplan.cost_models.profile import Profile
+    from autoplan.fleet import capacity
     from autoplan.plan import Plan
     from autoplan.planner import PlanRequest, estimate_config, search_plan
     from autoplan.runtime.model import ParallelModel
+    from autoplan.sweep import whatif
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "PlanRequest",
     "Profile",
     "__version__",
+    "capacity",
     "estimate_config",
     "load_model",
     "parallelize",
@@ -42,11 +44,12 @@ _HOMES = {
     "Plan": "autoplan.plan",
     "PlanRequest": "autoplan.planner",
     "Profile": "autoplan.cost_models.profile",
+    "capacity": "autoplan.fleet",
     "estimate_config": "autoplan.planner",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
     "search_plan": "autoplan.planner",
-    "whatif": "autoplan.capacity",
+    "whatif": "autoplan.sweep",
 }
 
 

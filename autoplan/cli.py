@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | profile | models | hw`.
+"""The command line: `autoplan plan | estimate | whatif | capacity | profile | models | hw`.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is in the way, and the cheapest change),
 130 interrupted. Catalog models need no torch; `--json` is versioned (autoplan.report.data).
@@ -18,7 +18,9 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from autoplan.cost_models.config import ParallelConfig
+    from autoplan.cost_models.run import Assumptions
     from autoplan.planner import PlanRequest
+    from autoplan.sweep import Point
 
 EXIT_BAD_INPUT = 2
 EXIT_NOTHING_FITS = 3
@@ -96,7 +98,12 @@ PinTexts = Annotated[
 PrecisionName = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, or native (the model's own dtypes).")]
 ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: a profile's name or file.")]
-Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days and money.")]
+Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days, money, energy.")]
+Assumed = Annotated[
+    list[str] | None,
+    typer.Option("--assume", help="Of the whole run: mtbf_device_days=2000, pue=1.1; may be repeated."),
+]
+CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
 
@@ -119,7 +126,6 @@ def _request(
     runnable: bool = False,
 ) -> PlanRequest:
     """Everything is read and checked before the model is loaded, which may take long."""
-    from autoplan.capacity import check_task
     from autoplan.catalog import load_model
     from autoplan.cost_models.cluster import Cluster
     from autoplan.cost_models.config import Mode, precision_of
@@ -128,6 +134,7 @@ def _request(
     from autoplan.planner import PlanRequest
     from autoplan.report.arguments import read_pins
     from autoplan.report.numbers import read_count
+    from autoplan.sweep import check_task
 
     if not math.isfinite(time_limit):
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
@@ -168,6 +175,15 @@ def _read_tokens(text: str | None) -> float | None:
     return None if text is None else read_number(text, "--tokens")
 
 
+def _read_assumed(texts: Sequence[str] | None, tokens: float | None) -> Assumptions:
+    from autoplan.cost_models.errors import PinError
+    from autoplan.report.arguments import read_assumptions
+
+    if texts and tokens is None:
+        raise PinError(f"--assume {texts[0]} is about a whole run; give its size too, for example --tokens 300B")
+    return read_assumptions(texts or ())
+
+
 def _print_json(data: dict[str, Any]) -> None:
     from autoplan.report.data import to_text
 
@@ -189,6 +205,7 @@ def plan(
     mode: ModeName = "eager",
     profile: ProfileName = None,
     tokens: Tokens = None,
+    assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
     runnable: Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")] = False,
     as_json: AsJson = False,
@@ -198,6 +215,7 @@ def plan(
     from autoplan.planner import search_plan
 
     total = _read_tokens(tokens)
+    assumed = _read_assumed(assume, total)
     request = _request(
         model,
         cluster,
@@ -223,11 +241,11 @@ def plan(
     if as_json:
         from autoplan.report.data import plan_report
 
-        _print_json(plan_report(request, result, total))
+        _print_json(plan_report(request, result, total, assumed))
     else:
         from autoplan.report.text import console, plan_text
 
-        plan_text(console(), model, cluster, request, result, total)
+        plan_text(console(), model, cluster, request, result, total, assumed)
 
 
 @app.command()
@@ -257,6 +275,7 @@ def estimate(
     mode: ModeName = "eager",
     profile: ProfileName = None,
     tokens: Tokens = None,
+    assume: Assumed = None,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
@@ -265,6 +284,7 @@ def estimate(
     from autoplan.report.arguments import read_list, read_recompute
 
     total = _read_tokens(tokens)
+    assumed = _read_assumed(assume, total)
     request = _request(model, cluster, seq_len, global_batch_size, precision=precision, mode=mode, profile=profile)
     degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp}
     degrees |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages}
@@ -286,7 +306,7 @@ def estimate(
         recompute=read_recompute(recompute),
         stages=None if stages is None else read_list(f"--stages {stages}", stages),
     )
-    _estimate(model, cluster, request, config, total, as_json, estimate_config)
+    _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config)
 
 
 def _estimate(
@@ -295,6 +315,7 @@ def _estimate(
     request: PlanRequest,
     config: ParallelConfig,
     tokens: float | None,
+    assumed: Assumptions,
     as_json: bool,
     price: Any,
 ) -> None:
@@ -303,11 +324,11 @@ def _estimate(
     if as_json:
         from autoplan.report.data import estimate_report
 
-        _print_json(estimate_report(request, planned, tokens))
+        _print_json(estimate_report(request, planned, tokens, assumed))
     else:
         from autoplan.report.text import console, estimate_text
 
-        estimate_text(console(), model, cluster, request, planned, tokens)
+        estimate_text(console(), model, cluster, request, planned, tokens, assumed)
     e = planned.estimate
     if not e.fits:
         fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
@@ -387,8 +408,9 @@ def whatif(
     mode: ModeName = "eager",
     profile: ProfileName = None,
     tokens: Tokens = None,
+    assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    csv: CsvPath = None,
     as_json: AsJson = False,
 ) -> None:
     """The best plan at every point of a sweep over hardware and task.
@@ -396,10 +418,11 @@ def whatif(
     Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, price, cluster, seq_len,
     global_batch_size, precision, mode, and the pins tp, pp, dp, zero_stage, micro_batch_size, recompute.
     """
-    from autoplan.capacity import Point, check_varied, points, row
     from autoplan.report.arguments import read_vary
+    from autoplan.sweep import check_varied, points, row
 
     total = _read_tokens(tokens)
+    assumed = _read_assumed(assume, total)
     values = read_vary(vary)
     check_varied(values)
     request = _request(
@@ -424,19 +447,31 @@ def whatif(
         except KeyboardInterrupt:
             interrupted = True
     interrupted = interrupted or (bool(found) and found[-1].interrupted)
-    rows = [row(point, total) for point in found]
+    rows = [row(point, total, assumed) for point in found]
     if csv is not None:
         _write_csv(csv, rows)
-    states = {point.status for point in found}
-    outcome = next((name for state, name in _OUTCOMES.items() if state in states), "illegal")
-    outcome = "interrupted" if interrupted else outcome
+    outcome = _outcome(found, interrupted)
     if as_json:
         _print_json({"schema": 1, "status": outcome, "command": "whatif", "vary": values, "rows": rows})
     else:
         from autoplan.report.text import console, whatif_text
 
-        whatif_text(console(), request, found, total)
-    if interrupted:
+        whatif_text(console(), request, found, total, assumed)
+    _end_sweep(outcome, found, count)
+
+
+# of a sweep by the best state among its points
+_OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
+
+
+def _outcome(found: Sequence[Point], interrupted: bool) -> str:
+    states = {point.status for point in found}
+    return "interrupted" if interrupted else next((n for s, n in _OUTCOMES.items() if s in states), "illegal")
+
+
+def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
+    """The exit code of a sweep: 0 if any point has a plan."""
+    if outcome == "interrupted":
         raise _stop(f"interrupted after {len(found)} of {count} points", EXIT_INTERRUPTED)
     if outcome == "infeasible":
         raise _stop("nothing fits at any point", EXIT_NOTHING_FITS)
@@ -446,8 +481,46 @@ def whatif(
         raise _stop(f"no point is legal: {found[0].reason}", EXIT_BAD_INPUT)
 
 
-# of a sweep by the best state among its points
-_OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
+@app.command()
+def capacity(
+    file: Annotated[Path, typer.Argument(help="YAML: models, clusters, tokens, seq_len, global_batch_size, ...")],
+    csv: CsvPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Many models on many clusters: plan, days, money, energy and goodput, a row each.
+
+    The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
+    precision, mode, pins, profile, assumptions (mtbf_device_days, pue, ...) and time_limit_s.
+    """
+    from autoplan.fleet import Cell, cell_row, cells, read_task
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a factory in the folder where the user stands
+    found: list[Cell] = []
+    interrupted = False
+    with _waiting("planning", as_json) as status:
+        task = read_task(file)
+        count = task.num_searches * len(task.tokens)
+        try:
+            for cell in cells(task):
+                found.append(cell)
+                status.update(f"planning: {len(found)} of {count} rows")
+        except KeyboardInterrupt:
+            interrupted = True
+    found_points = [cell.point for cell in found]
+    interrupted = interrupted or (bool(found) and found[-1].point.interrupted)
+    if csv is not None:
+        _write_csv(csv, [cell_row(cell, task.assumptions) for cell in found])
+    outcome = _outcome(found_points, interrupted)
+    from autoplan.report.capacity import capacity_report, capacity_text
+
+    if as_json:
+        _print_json(capacity_report(str(file), outcome, task, found))
+    else:
+        from autoplan.report.text import console
+
+        capacity_text(console(), str(file), task, found)
+    _end_sweep(outcome, found_points, count)
 
 
 def _product(values: dict[str, list[Any]]) -> int:

@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import autoplan
-from autoplan.capacity import Point, points, row, whatif, whole_run
 from autoplan.catalog import load_model, names
 from autoplan.cli import app
 from autoplan.cost_models.catalog import entries
@@ -31,6 +30,7 @@ from autoplan.report import numbers
 from autoplan.report.arguments import read_pins, read_vary
 from autoplan.report.label import plan_label
 from autoplan.report.text import estimate_command
+from autoplan.sweep import Point, points, row, whatif, whole_run
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = ("gpt2", "--cluster", "1x4xh100-sxm5-80gb", "--seq-len", "1k", "--global-batch-size", "16")
@@ -72,6 +72,9 @@ def test_plan_answers_first_with_units_and_evidence() -> None:
     assert [out.index(text) for text in order] == sorted(out.index(text) for text in order)
     assert re.search(r"step [\d.]+ ms \([\d.]+ to [\d.]+\)", out) and "tokens/s per device" in out
     assert re.search(r"300 B tokens: [\d.]+ d \(.*\), \$[\d,.]+k? \(", out)
+    words = " ".join(out.split())
+    assert re.search(r"with failures: [\d.]+ d \(.*?\), \$[\d,.]+k? \(.*?\); goodput 99\.9\d %", words)
+    assert re.search(r"energy: [\d,.]+ [kM]Wh \(.*?\), with failures", words) and "mtbf_device_days 2,112" in words
     assert all(len(line) <= 110 for line in out.splitlines())
     assert "\x1b[" not in out
 
@@ -96,6 +99,12 @@ def test_plan_as_json_is_the_documented_schema() -> None:
     assert certificate["considered"] == sum(parts) and certificate["gap"] >= 0 and certificate["restrictions"]
     assert estimate["run"]["days"]["mid"] == pytest.approx(1e9 / (16 * 1024) * step["mid"] / 86400)
     assert estimate["run"]["usd"]["mid"] == pytest.approx(estimate["run"]["days"]["mid"] * 24 * 4 * 6.88)
+    whole = estimate["run"]
+    assert whole["kwh"]["evidence"] == "assumed" and 0 < whole["goodput"]["share"]["mid"] < 1
+    kept = whole["days"]["mid"] / whole["days_with_failures"]["mid"]
+    assert kept == pytest.approx(whole["goodput"]["share"]["mid"]) and whole["usd_energy"] is None
+    assert "table 5" in whole["assumptions"]["mtbf_device_days"]["source"] and whole["notes"] == []
+    assert whole["critical_batch_tokens"] > 16 * 1024 and "Kaplan" in whole["critical_batch_source"]
     times = [p["estimate"]["step_time_s"]["mid"] for p in data["alternatives"]]
     assert len(times) == 2 and [step["mid"], *times] == sorted([step["mid"], *times])
 
@@ -131,6 +140,10 @@ BAD = [
     (("plan", *TASK, "--precision", "int4"), "'int4' is not known; use native, bf16"),
     (("plan", *TASK, "--profile", "nobody"), "profile 'nobody' is not known"),
     (("plan", *TASK, "--tokens", "lots"), "--tokens 'lots' must be a number above 0"),
+    (("plan", *TASK, "--assume", "pue=1.1"), "give its size too, for example --tokens 300B"),
+    (("plan", *TASK, "--tokens", "1B", "--assume", "pue"), "--assume 'pue' is not name=number"),
+    (("estimate", *TASK, "--tokens", "1B", "--assume", "pue=20"), "--assume: pue=20.0 must be a number from 1 to 10"),
+    (("whatif", *TASK, "--vary", "tp=1", "--tokens", "1B", "--assume", "mtbf=1"), "unknown name 'mtbf'; known: mtbf_d"),
     (("plan", *TASK[:4], "0", *TASK[5:]), "--seq-len '0'"),
     (("plan", *TASK[:6], "1.5"), "--global-batch-size '1.5' must be a whole number"),
     (("estimate", *TASK, "--tp", "3"), "does not divide the 4 devices"),
@@ -209,6 +222,7 @@ def test_whatif_is_a_table_of_plans(tmp_path: Path) -> None:
     assert float(rows[0]["step_time_s"]) > float(rows[3]["step_time_s"])  # 4 devices are faster than 2
     assert float(rows[2]["usd"]) == pytest.approx(4 * float(rows[0]["usd"]))
     assert float(rows[0]["usd"]) == pytest.approx(float(rows[0]["days"]) * 24 * 2)
+    assert float(rows[0]["days_with_failures"]) > float(rows[0]["days"]) and float(rows[0]["kwh"]) > 0
     assert "cost" in result.stdout and rows[0]["plan"].split()[0] in result.stdout
 
 
@@ -291,7 +305,7 @@ def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch)
             raise KeyboardInterrupt
         return real
 
-    monkeypatch.setattr("autoplan.capacity.points", lambda base, vary: points(base, vary, stopped))
+    monkeypatch.setattr("autoplan.sweep.points", lambda base, vary: points(base, vary, stopped))
     result = CliRunner().invoke(app, ["whatif", *TASK, "--vary", "memory_gb=80,70,60", "--json"], env=PLAIN)
     assert result.exit_code == 130 and "interrupted after 2 of 3 points" in result.stderr
     data = json.loads(result.stdout)

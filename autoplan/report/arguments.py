@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.capacity import TEXTS, VARIED, WHOLE
 from autoplan.cost_models.config import RECOMPUTE
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.run import Assumptions
 from autoplan.report.numbers import read_count, read_series
+from autoplan.sweep import TEXTS, VARIED, WHOLE
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
@@ -36,6 +37,21 @@ def _read_value(name: str, value: str) -> object:
     if re.fullmatch(r"[+-]?\d+", value):
         return int(value)
     return float(value) if re.fullmatch(r"[+-]?\d+\.\d*", value) else value
+
+
+def read_assumptions(texts: Sequence[str]) -> Assumptions:
+    """`mtbf_device_days=2000`, and several of them in one text: `pue=1.1,usd_per_kwh=0.08`."""
+    given: dict[str, object] = {}
+    for text in texts:
+        for part in text.split(","):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            if name in given:
+                raise PinError(f"--assume {name} is given twice")
+            try:
+                given[name] = float(value)
+            except ValueError:
+                raise PinError(f"--assume {part!r} is not name=number, for example --assume pue=1.1") from None
+    return Assumptions.of(given, "--assume")
 
 
 def read_list(what: str, text: str) -> tuple[int, ...]:

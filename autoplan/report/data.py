@@ -15,17 +15,26 @@ Schema 1:
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
                               "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
-                  "breakdown_s": {term: quantity}, "run": null | {"tokens", "days", "usd": null | quantity}},
+                  "breakdown_s": {term: quantity}, "run": null | run},
      "alternatives": [{"plan", "estimate"}],                       # plan: the next best ones
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
                      "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
                     # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
 
+    run: {"tokens", "days", "usd": null | quantity, "kwh": null | quantity, "usd_energy": null | quantity,
+          "days_with_failures", "usd_with_failures", "kwh_with_failures", "num_failures",    # null: not known
+          "goodput": null | {"share", "mtbf_s", "checkpoint_s", "restart_s", "checkpoint_interval_s"},
+          "critical_batch_tokens": null | number, "critical_batch_source", "notes": [str],
+          "assumptions": {name: {"value": null | quantity, "given", "what", "source"}}}
+
     {"schema": 1, "status": "infeasible", "message", "stage", "term", "needed_bytes", "available_bytes", "config",
      "cheapest_change"}                                            # where nothing fits; null for what is not known
 
     {"schema": 1, "status": "ok" | "interrupted" | "infeasible" | "illegal" | "stopped", "command": "whatif",
-     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.capacity.whatif
+     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweep.whatif
+
+    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "assumptions": as of run,
+     "rows": [...]}  # columns: autoplan.fleet.capacity
 """
 
 from __future__ import annotations
@@ -34,13 +43,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.capacity import Run, whole_run
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.search.pins import layer_calls
+from autoplan.sweep import critical_batch, run_of
 
 SCHEMA_VERSION = 1
 
@@ -102,15 +112,55 @@ def plan(c: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def run(r: Run | None) -> dict[str, Any] | None:
+def _maybe(q: Quantity | None) -> dict[str, Any] | None:
+    return None if q is None else quantity(q)
+
+
+def assumptions(assumed: Assumptions | None) -> dict[str, Any]:
+    """What is assumed of a run, with sources. `value` null: not known, or as the source says."""
+    known = assumed if assumed is not None else Assumptions()
+    return {
+        name: {
+            "value": _maybe(known.get(name)),
+            "given": name in known.given,
+            "what": figure.what,
+            "source": "given" if name in known.given else figure.source,
+        }
+        for name, figure in FIGURES.items()
+    }
+
+
+def run(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[str, Any]:
     """A whole run."""
-    if r is None:
-        return None
-    return {"tokens": r.tokens, "days": quantity(r.days), "usd": None if r.usd is None else quantity(r.usd)}
+    g = r.goodput
+    return {
+        "tokens": r.tokens,
+        "days": quantity(r.days),
+        "usd": _maybe(r.usd),
+        "kwh": _maybe(r.kwh),
+        "usd_energy": _maybe(r.usd_energy),
+        "days_with_failures": _maybe(r.days_with_failures),
+        "usd_with_failures": _maybe(r.usd_with_failures),
+        "kwh_with_failures": _maybe(r.kwh_with_failures),
+        "num_failures": r.num_failures,
+        "goodput": None
+        if g is None
+        else {
+            "share": quantity(g.share),
+            "mtbf_s": quantity(g.mtbf_s),
+            "checkpoint_s": quantity(g.checkpoint_s),
+            "restart_s": quantity(g.restart_s),
+            "checkpoint_interval_s": quantity(g.interval_s),
+        },
+        "critical_batch_tokens": critical_batch(request.graph, r.tokens),
+        "critical_batch_source": CRITICAL_BATCH_SOURCE,
+        "notes": list(r.notes),
+        "assumptions": assumptions(assumed),
+    }
 
 
-def estimate(e: Estimate, whole: Run | None = None) -> dict[str, Any]:
-    """An estimate."""
+def estimate(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """An estimate, and the `run` of it."""
     return {
         "step_time_s": quantity(e.step_time_s),
         "tokens_per_s": e.tokens_per_s,
@@ -132,7 +182,7 @@ def estimate(e: Estimate, whole: Run | None = None) -> dict[str, Any]:
             for s in e.stages
         ],
         "breakdown_s": {term: quantity(q) for term, q in e.breakdown.items()},
-        "run": run(whole),
+        "run": whole,
     }
 
 
@@ -179,26 +229,32 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def _planned(p: Planned, request: PlanRequest, tokens: float | None) -> dict[str, Any]:
-    e = p.estimate
-    whole = None if tokens is None else whole_run(e.step_time_s, e.tokens_per_step, tokens, request.cluster)
-    return {"plan": plan(p.config), "estimate": estimate(e, whole)}
+def _planned(p: Planned, request: PlanRequest, tokens: float | None, assumed: Assumptions | None) -> dict[str, Any]:
+    whole = run_of(p.estimate, request, tokens, assumed)
+    return {
+        "plan": plan(p.config),
+        "estimate": estimate(p.estimate, None if whole is None else run(whole, request, assumed)),
+    }
 
 
-def plan_report(request: PlanRequest, result: SearchResult, tokens: float | None) -> dict[str, Any]:
+def plan_report(
+    request: PlanRequest, result: SearchResult, tokens: float | None, assumed: Assumptions | None = None
+) -> dict[str, Any]:
     """The answer of `autoplan plan`."""
     best, *rest = result.plans
     return {
         **_head("plan", request),
-        **_planned(best, request, tokens),
-        "alternatives": [_planned(p, request, tokens) for p in rest],
+        **_planned(best, request, tokens, assumed),
+        "alternatives": [_planned(p, request, tokens, assumed) for p in rest],
         "certificate": certificate(result.certificate),
     }
 
 
-def estimate_report(request: PlanRequest, planned: Planned, tokens: float | None) -> dict[str, Any]:
+def estimate_report(
+    request: PlanRequest, planned: Planned, tokens: float | None, assumed: Assumptions | None = None
+) -> dict[str, Any]:
     """The answer of `autoplan estimate`."""
-    return {**_head("estimate", request), **_planned(planned, request, tokens)}
+    return {**_head("estimate", request), **_planned(planned, request, tokens, assumed)}
 
 
 def infeasible_report(error: Exception) -> dict[str, Any]:

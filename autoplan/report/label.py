@@ -1,9 +1,10 @@
-"""A plan in one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`, of the layers."""
+"""A plan in one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`, of the layers; and what its price rests on."""
 
 from __future__ import annotations
 
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.quantity import Tag
 
 
 def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
@@ -37,3 +38,11 @@ def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
     if c.schedule != "1F1B":
         parts.append(c.schedule)
     return " ".join(parts)
+
+
+def evidence_label(estimate: Estimate) -> str:
+    """`compute fitted, communication assumed, memory exact`: the weakest evidence of each."""
+    comm = [q.tag for name, q in estimate.breakdown.items() if name.endswith("_comm") and q.mid > 0]
+    memory = max((q.tag for s in estimate.stages for q in s.memory.values()), default=Tag.EXACT)
+    parts = [f"compute {estimate.breakdown['compute'].tag}"] if "compute" in estimate.breakdown else []
+    return ", ".join([*parts, f"communication {max(comm)}" if comm else "no communication", f"memory {memory}"])

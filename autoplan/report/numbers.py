@@ -83,6 +83,12 @@ def percent(share: float) -> str:
     return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %" if value >= 0.05 else "<0.1 %"
 
 
+def uptime(share: float) -> str:
+    """`92.6 %`, `99.96 %`: never rounded up to all."""
+    places = next((n for n in (1, 2, 3, 4) if round(100 * share, n) < 100), 1)
+    return f"{100 * share:.{places}f} %"
+
+
 def days(value: float) -> str:
     """`26.6 d`, `5.1 h`."""
     if value * 24 < 1:
@@ -90,6 +96,14 @@ def days(value: float) -> str:
     if value < 2:
         return f"{value * 24:.1f} h"
     return f"{value:.1f} d" if value < 1000 else f"{value:,.0f} d"
+
+
+def energy(kwh: float) -> str:
+    """`812 kWh`, `12.3 MWh`, `1.21 GWh`."""
+    for unit, factor in (("GWh", 1e6), ("MWh", 1e3)):
+        if kwh >= 0.9995 * factor:
+            return f"{digits(kwh / factor)} {unit}"
+    return f"{digits(kwh)} kWh"
 
 
 def dollars(value: float) -> str:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.capacity import Point, Run, row, whole_run
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate, StageEstimate
-from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.run import FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.report import numbers
-from autoplan.report.label import plan_label
+from autoplan.report.label import evidence_label, plan_label
 from autoplan.search.pins import layer_calls
+from autoplan.sweep import Point, batch_warning, row, run_of
 
 WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
@@ -49,7 +50,8 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
-def _paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
+def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
+    """`text` in lines of the console's width; nothing for an empty one."""
     lines = textwrap.wrap(
         text,
         max(40, out.width),
@@ -84,9 +86,9 @@ def _heading(out: Console, request: PlanRequest) -> None:
     layers = len(layer_calls(r.graph))
     model = f"{r.graph.name} ({numbers.scaled(r.graph.num_params)} parameters, {layers} layers)"
     out.print(Text(f"autoplan {__version__} - {model}", style="bold"), soft_wrap=True)
-    _paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
+    paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
     batch = r.seq_len * r.global_batch_size
-    _paragraph(
+    paragraph(
         out,
         f"{r.seq_len:,} tokens x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
         f"{r.precision}, {r.mode}{', pinned ' + _pins(r.pins) if r.pins else ''}",
@@ -112,19 +114,8 @@ def cluster_line(c: Cluster) -> str:
 
 def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
     """Which numbers are measured, fitted, assumed."""
-    comm = [q.tag for name, q in estimate.breakdown.items() if name.endswith("_comm") and q.mid > 0]
-    memory = max((q.tag for s in estimate.stages for q in s.memory.values()), default=Tag.EXACT)
-    parts = [f"compute {estimate.breakdown['compute'].tag}" if "compute" in estimate.breakdown else ""]
-    parts.append(f"communication {max(comm)}" if comm else "no communication")
-    parts.append(f"memory {memory}" if memory is not Tag.EXACT else "memory exact")
     source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
-    _paragraph(out, f"Evidence: {', '.join(p for p in parts if p)} ({source}; times are low to high)", 10, "dim")
-
-
-def _run(estimate: Estimate, request: PlanRequest, tokens: float | None) -> Run | None:
-    if tokens is None:
-        return None
-    return whole_run(estimate.step_time_s, estimate.tokens_per_step, tokens, request.cluster)
+    paragraph(out, f"Evidence: {evidence_label(estimate)} ({source}; times are low to high)", 10, "dim")
 
 
 def _run_text(run: Run) -> str:
@@ -132,10 +123,44 @@ def _run_text(run: Run) -> str:
     text = f"{numbers.scaled(run.tokens)} tokens: {numbers.days(run.days.mid)} {span}"
     if run.usd is None:
         return f"{text}, no price known (cluster@price=USD per device and hour)"
-    return f"{text}, {numbers.dollars(run.usd.mid)} ({numbers.dollars(run.usd.low)} to {numbers.dollars(run.usd.high)})"
+    return f"{text}, {_span(run.usd, numbers.dollars)}"
 
 
-def _answer(out: Console, title: str, planned: Planned, request: PlanRequest, tokens: float | None) -> None:
+def _span(q: Quantity, shown: Callable[[float], str]) -> str:
+    """`$562k ($402k to $850k)`."""
+    return f"{shown(q.mid)} ({shown(q.low)} to {shown(q.high)})"
+
+
+def _failures_text(run: Run) -> str:
+    """The same with failures, restarts and checkpoints."""
+    days, good = run.days_with_failures, run.goodput
+    if days is None or good is None:
+        return ""
+    text = f"with failures: {_span(days, numbers.days)}"
+    if run.usd_with_failures is not None:
+        text += f", {_span(run.usd_with_failures, numbers.dollars)}"
+    every = numbers.days(good.interval_s.mid / 86400)
+    share = _span(good.share, numbers.uptime)
+    return f"{text}; goodput {share}, a checkpoint every {every}"
+
+
+def _energy_text(run: Run) -> str:
+    if run.kwh is None:
+        return ""
+    text = f"energy: {_span(run.kwh, numbers.energy)}"
+    if run.kwh_with_failures is not None:
+        text += f", with failures {_span(run.kwh_with_failures, numbers.energy)}"
+    return text if run.usd_energy is None else f"{text}; {_span(run.usd_energy, numbers.dollars)} of electricity"
+
+
+def _answer(
+    out: Console,
+    title: str,
+    planned: Planned,
+    request: PlanRequest,
+    tokens: float | None,
+    assumed: Assumptions | None,
+) -> None:
     e = planned.estimate
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
@@ -153,9 +178,10 @@ def _answer(out: Console, title: str, planned: Planned, request: PlanRequest, to
         f"{where}: {verdict}"
     )
     out.print(Text(text, style="" if e.fits else "bold red"), soft_wrap=True)
-    run = _run(e, request, tokens)
+    run = run_of(e, request, tokens, assumed)
     if run is not None:
-        _paragraph(out, _run_text(run), 1, first=1)
+        for text in (_run_text(run), _failures_text(run), _energy_text(run)):
+            paragraph(out, text, 1, first=1)
 
 
 def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
@@ -232,13 +258,15 @@ def _breakdown(out: Console, e: Estimate) -> None:
     out.print(table)
 
 
-def _ranking(out: Console, result: SearchResult, request: PlanRequest, tokens: float | None) -> None:
+def _ranking(
+    out: Console, result: SearchResult, request: PlanRequest, tokens: float | None, assumed: Assumptions | None
+) -> None:
     if len(result.plans) < 2:
         return
     out.print()
     heads = ["", "plan", "step s", "MFU %", "memory GB", "tokens/s"]
     if tokens is not None:
-        heads += ["days", "cost"]
+        heads += ["days", "with failures", "cost"]
     table = plain_table(*heads, left=2)
     for i, p in enumerate(result.plans, 1):
         e = p.estimate
@@ -250,11 +278,21 @@ def _ranking(out: Console, result: SearchResult, request: PlanRequest, tokens: f
             f"{e.peak_memory_bytes.mid / 1e9:.1f}",
             numbers.scaled(e.tokens_per_s),
         ]
-        run = _run(e, request, tokens)
-        if run is not None:
-            cells += [numbers.digits(run.days.mid), numbers.dollars(run.usd.mid) if run.usd is not None else "-"]
+        cells += run_cells(run_of(e, request, tokens, assumed))
         table.add_row(*cells)
     out.print(table)
+
+
+def run_cells(run: Run | None) -> list[str]:
+    """Days, days with failures, and cost (without failures); nothing without a run."""
+    if run is None:
+        return []
+    failing = run.days_with_failures
+    return [
+        numbers.digits(run.days.mid),
+        numbers.digits(failing.mid) if failing is not None else "-",
+        numbers.dollars(run.usd.mid) if run.usd is not None else "-",
+    ]
 
 
 def proof_text(gap: float, intra_gap: float) -> str:
@@ -276,7 +314,7 @@ def _certificate(out: Console, c: Certificate) -> None:
     out.print()
     state = "" if c.status == "complete" else f" ({c.status})"
     undecided = f", {c.open:,} left open" if c.open else ""
-    _paragraph(
+    paragraph(
         out,
         f"{c.considered:,} candidates: {c.illegal:,} illegal, {c.too_big:,} too big, {c.bounded_out:,} bounded out, "
         f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof_text(c.gap, c.intra_gap)}, at these "
@@ -286,11 +324,13 @@ def _certificate(out: Console, c: Certificate) -> None:
     for what, counts in (("illegal", c.illegal_by_rule), ("too big", c.too_big_by_term)):
         if counts:
             listed = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda kv: -kv[1]))
-            _paragraph(out, f"{what}: {listed}", 2, "dim")
-    _paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
+            paragraph(out, f"{what}: {listed}", 2, "dim")
+    paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
 
 
-def _warnings(out: Console, e: Estimate, request: PlanRequest) -> None:
+def _warnings(
+    out: Console, e: Estimate, request: PlanRequest, tokens: float | None, assumed: Assumptions | None
+) -> None:
     peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
     found = []
     if e.fits and peak.high > capacity:
@@ -305,12 +345,30 @@ def _warnings(out: Console, e: Estimate, request: PlanRequest) -> None:
             f"no source confirms these catalog fields of {request.cluster.device.name}: "
             f"{', '.join(request.cluster.device.unverified)}"
         )
+    run = run_of(e, request, tokens, assumed)
+    found += run.notes if run is not None else ()
+    warning = batch_warning(request, tokens)
+    found += [warning] if warning is not None else []
     for text in found:
-        _paragraph(out, f"Note: {text}", 6, "yellow")
+        paragraph(out, f"Note: {text}", 6, "yellow")
 
 
-def _prices(out: Console, requests: Sequence[PlanRequest], tokens: float | None) -> None:
-    """Every price that was used, with its source and date."""
+def assumptions_text(assumed: Assumptions | None) -> str:
+    """`mtbf_device_days 2,112 (567 to 3,419), ..., pue 1.1 (given)`."""
+    known = assumed if assumed is not None else Assumptions()
+    parts = []
+    for name in FIGURES:
+        q = known.get(name)
+        if q is not None:
+            span = "given" if name in known.given else f"{numbers.digits(q.low)} to {numbers.digits(q.high)}"
+            parts.append(f"{name} {numbers.digits(q.mid)} ({span})")
+    return ", ".join(parts)
+
+
+def prices(
+    out: Console, requests: Sequence[PlanRequest], tokens: float | None, assumed: Assumptions | None = None
+) -> None:
+    """Every price that was used, with its source and date, and what is assumed of the run."""
     if tokens is None:
         return
     lines = []
@@ -323,9 +381,14 @@ def _prices(out: Console, requests: Sequence[PlanRequest], tokens: float | None)
         )
         lines.append(text if price.as_of in price.source else f"{text}, as of {price.as_of}")
     for text in dict.fromkeys(lines):
-        _paragraph(out, text, 7, "dim")
-    if any(r.cluster.price is not None for r in requests):
-        _paragraph(out, "Days and cost are those of a run without failures and idle time.", 7, "dim")
+        paragraph(out, text, 7, "dim")
+    paragraph(
+        out,
+        "Run: days and cost are those without failures where nothing else is said, and never of idle time. Assumed "
+        f"(sources: --json; others: --assume NAME=VALUE): {assumptions_text(assumed)}",
+        5,
+        "dim",
+    )
 
 
 def estimate_command(model: str, cluster: str, request: PlanRequest, c: ParallelConfig) -> str:
@@ -374,19 +437,25 @@ def _next(out: Console, commands: Sequence[str]) -> None:
 
 
 def plan_text(
-    out: Console, model: str, cluster: str, request: PlanRequest, result: SearchResult, tokens: float | None
+    out: Console,
+    model: str,
+    cluster: str,
+    request: PlanRequest,
+    result: SearchResult,
+    tokens: float | None,
+    assumed: Assumptions | None = None,
 ) -> None:
     """The answer of `autoplan plan`."""
     best = result.plans[0]
     _heading(out, request)
     _evidence(out, request, best.estimate)
-    _answer(out, "BEST", best, request, tokens)
+    _answer(out, "BEST", best, request, tokens, assumed)
     _memory(out, best.estimate)
     _breakdown(out, best.estimate)
-    _ranking(out, result, request, tokens)
+    _ranking(out, result, request, tokens, assumed)
     _certificate(out, result.certificate)
-    _prices(out, [request], tokens)
-    _warnings(out, best.estimate, request)
+    prices(out, [request], tokens, assumed)
+    _warnings(out, best.estimate, request, tokens, assumed)
     task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
     task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
     nodes = request.cluster.num_nodes
@@ -401,22 +470,34 @@ def plan_text(
 
 
 def estimate_text(
-    out: Console, model: str, cluster: str, request: PlanRequest, planned: Planned, tokens: float | None
+    out: Console,
+    model: str,
+    cluster: str,
+    request: PlanRequest,
+    planned: Planned,
+    tokens: float | None,
+    assumed: Assumptions | None = None,
 ) -> None:
     """The answer of `autoplan estimate`."""
     _heading(out, request)
     _evidence(out, request, planned.estimate)
-    _answer(out, "PLAN", planned, request, tokens)
+    _answer(out, "PLAN", planned, request, tokens, assumed)
     _memory(out, planned.estimate)
     _breakdown(out, planned.estimate)
-    _prices(out, [request], tokens)
-    _warnings(out, planned.estimate, request)
+    prices(out, [request], tokens, assumed)
+    _warnings(out, planned.estimate, request, tokens, assumed)
     task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
     task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
     _next(out, [shlex.join(["autoplan", "plan", model, *task])])
 
 
-def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], tokens: float | None) -> None:
+def whatif_text(
+    out: Console,
+    request: PlanRequest,
+    found: Sequence[Point],
+    tokens: float | None,
+    assumed: Assumptions | None = None,
+) -> None:
     """The table of `autoplan whatif`."""
     _heading(out, request)
     out.print()
@@ -430,7 +511,7 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], toke
         column.no_wrap = True
     reasons: dict[str, int] = {}
     for point in found:
-        data = row(point, tokens)
+        data = row(point, tokens, assumed)
         cells = [numbers.plain(point.varied[name]) for name in varied]
         cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
         if point.planned is None:
@@ -442,24 +523,20 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], toke
             span = f"{numbers.digits(step.low)}-{numbers.digits(step.high)}"
             cells += [numbers.digits(step.mid), span, numbers.scaled(e.tokens_per_s)]
             if point.request is not None:
-                run = _run(e, point.request, tokens)
-                if run is not None:
-                    cells += [
-                        numbers.digits(run.days.mid),
-                        numbers.dollars(run.usd.mid) if run.usd is not None else "-",
-                    ]
+                days_and_cost = run_cells(run_of(e, point.request, tokens, assumed))
+                cells += days_and_cost[::2]  # with failures: in the rows of --csv and --json; here is no room
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
             ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
             cells.append(plan_label(point.planned.config, e) + ended)
         table.add_row(*cells)
     out.print(table)
     for reason, number in reasons.items():
-        _paragraph(out, f"[{number}] {reason}", 4, "yellow")
+        paragraph(out, f"[{number}] {reason}", 4, "yellow")
     planned = next((p for p in found if p.planned is not None), None)
     out.print()
     if planned is not None and planned.planned is not None:
         tag = planned.planned.estimate.step_time_s.tag
-        _paragraph(
+        paragraph(
             out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
         )
-    _prices(out, [p.request for p in found if p.request is not None and p.planned is not None], tokens)
+    prices(out, [p.request for p in found if p.request is not None and p.planned is not None], tokens, assumed)

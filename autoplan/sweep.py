@@ -1,4 +1,4 @@
-"""Capacity questions: how long and how much money for so many tokens, and what changes if the hardware or task does.
+"""What-if: the best plan at every point of a sweep over hardware and task, and what a whole run of it takes.
 
     whatif("llama-3.1-8b", "8x8xh100-sxm5-80gb", 8192, 1024, vary={"nodes": [8, 16, 32], "nic": [100, 400]})
 
@@ -14,19 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.catalog import active_params
 from autoplan.cost_models.cluster import OVERRIDES, Cluster
-from autoplan.cost_models.config import PRECISIONS, Mode
+from autoplan.cost_models.config import PRECISIONS, Mode, precision_of
 from autoplan.cost_models.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.run import CRITICAL_BATCH_SOURCE, Assumptions, Run, critical_batch_tokens, whole_run
+from autoplan.cost_models.units import dtype_bytes
 from autoplan.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
-from autoplan.report.label import plan_label
+from autoplan.report.label import evidence_label, plan_label
+from autoplan.report.numbers import scaled
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_DAY_S = 86400.0
 
 # What can be varied, and what it is. A pin of the search (tp, zero_stage, ...) can be varied too.
 TASK = {
@@ -42,27 +45,62 @@ VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PIN
 INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
 # Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
 _MOST = {"seq_len": 10**9, "global_batch_size": 10**7}
+_MOST_TOKENS = 1e30
 TEXTS = ("device", "cluster", "precision", "mode", "recompute")  # the others are numbers
 WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p != "recompute"))
 
 
-@dataclass(frozen=True)
-class Run:
-    """A whole training run without failures: days, and US dollars where the cluster has a price."""
-
-    tokens: float
-    days: Quantity
-    usd: Quantity | None
+# Of a step: seconds in which a device computes. In the rest it waits, and draws less power.
+_BUSY = ("compute", "recompute", "accumulate", "optimizer")
 
 
-def whole_run(step_time_s: Quantity, tokens_per_step: float, tokens: float, cluster: Cluster) -> Run:
-    """Time and money to train on `tokens` tokens at a constant step time."""
-    num_steps = tokens / tokens_per_step
-    days = step_time_s * (num_steps / _DAY_S)
-    if cluster.price is None:
-        return Run(tokens, days, None)
-    per_day = 24 * cluster.num_devices * cluster.price.usd_per_device_hour
-    return Run(tokens, days, days * per_day)
+def run_of(
+    estimate: Estimate, request: PlanRequest, tokens: float | None, assumptions: Assumptions | None = None
+) -> Run | None:
+    """The whole run of one plan on `tokens` tokens; None without tokens."""
+    if tokens is None:
+        return None
+    busy = sum(q.mid for name, q in estimate.breakdown.items() if name in _BUSY)
+    return whole_run(
+        estimate.step_time_s,
+        estimate.tokens_per_step,
+        tokens,
+        request.cluster,
+        state_bytes=checkpoint_bytes(request.graph, request.precision),
+        busy=min(1.0, busy / estimate.step_time_s.mid),
+        assumptions=assumptions,
+    )
+
+
+def checkpoint_bytes(graph: ModelGraph, precision: str) -> float:
+    """Parameters and AdamW's state, once: what all ranks together write."""
+    p = precision_of(precision)
+    out = 0.0
+    for param in graph.params.values():
+        width = dtype_bytes(param.dtype if p.compute is None else p.compute)
+        state = (2 * width if p.state_bytes is None else p.state_bytes) if param.trainable else 0
+        out += param.num_elements * (width + state)
+    return out
+
+
+def batch_warning(request: PlanRequest, tokens: float | None) -> str | None:
+    """Where the global batch is beyond the critical one at the end of so many tokens; None also for sparse models, of
+    which no law is known here."""
+    critical = critical_batch(request.graph, tokens)
+    batch = request.seq_len * request.global_batch_size
+    if critical is None or tokens is None or batch <= critical:
+        return None
+    return (
+        f"a batch of {scaled(batch)} tokens is beyond the critical batch of about {scaled(critical)} after "
+        f"{scaled(tokens)} tokens ({CRITICAL_BATCH_SOURCE}; order of magnitude): it needs more tokens for the same loss"
+    )
+
+
+def critical_batch(graph: ModelGraph, tokens: float | None) -> float | None:
+    """Tokens per step (`cost_models.run.critical_batch_tokens`); None without tokens, and for mixtures of experts."""
+    if tokens is None or active_params(graph) != graph.num_params:
+        return None
+    return critical_batch_tokens(graph.num_params, tokens)
 
 
 @dataclass(frozen=True)
@@ -96,6 +134,15 @@ def check_task(seq_len: object, global_batch_size: object) -> None:
     for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
             raise PinError(f"{name}={value!r} must be a whole number from 1 to {_MOST[name]:,}")
+
+
+def check_tokens(tokens: object) -> None:
+    """PinError for what is no number of tokens; None is fine."""
+    if tokens is None:
+        return
+    number = isinstance(tokens, int | float) and not isinstance(tokens, bool) and math.isfinite(tokens)
+    if not number or not 0 < tokens <= _MOST_TOKENS:  # type: ignore[operator]
+        raise PinError(f"tokens={tokens!r} must be a number above 0 and at most {_MOST_TOKENS:g}")
 
 
 def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
@@ -212,8 +259,8 @@ def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
         return Point({}, request, None, "illegal", str(error))
 
 
-def row(point: Point, tokens: float | None = None) -> dict[str, object]:
-    """A point as one flat row; None where there is no plan."""
+def row(point: Point, tokens: float | None = None, assumptions: Assumptions | None = None) -> dict[str, object]:
+    """A point as one flat row; None where there is no plan, and for what is not known."""
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
     out["search_status"] = str(point.certificate.status) if point.certificate is not None else None
@@ -234,11 +281,44 @@ def row(point: Point, tokens: float | None = None) -> dict[str, object]:
     if tokens is not None:
         run = None
         if estimate is not None and point.request is not None:
-            run = whole_run(estimate.step_time_s, estimate.tokens_per_step, tokens, point.request.cluster)
-        out["days"] = run.days.mid if run is not None else None
-        out["usd"] = run.usd.mid if run is not None and run.usd is not None else None
+            run = run_of(estimate, point.request, tokens, assumptions)
+        out |= _run_columns(run)
     out["plan"] = plan_label(point.planned.config, point.planned.estimate) if point.planned is not None else None
+    out["evidence"] = evidence_label(estimate) if estimate is not None else None
+    if tokens is not None:
+        out["notes"] = "; ".join(notes(point, tokens, assumptions))
     return out
+
+
+def _run_columns(run: Run | None) -> dict[str, object]:
+    good = run.goodput if run is not None else None
+    interval = good.interval_s if good is not None else None
+    spread: dict[str, Quantity | None] = {
+        "days": run.days if run is not None else None,
+        "usd": run.usd if run is not None else None,
+        "kwh": run.kwh if run is not None else None,
+        "goodput": good.share if good is not None else None,
+        "days_with_failures": run.days_with_failures if run is not None else None,
+        "usd_with_failures": run.usd_with_failures if run is not None else None,
+        "kwh_with_failures": run.kwh_with_failures if run is not None else None,
+    }
+    out: dict[str, object] = {}
+    for name, quantity in spread.items():
+        for end, column in (("mid", name), ("low", f"{name}_low"), ("high", f"{name}_high")):
+            out[column] = getattr(quantity, end) if quantity is not None else None
+    out["usd_energy"] = run.usd_energy.mid if run is not None and run.usd_energy is not None else None
+    out["checkpoint_interval_s"] = interval.mid if interval is not None else None
+    return out
+
+
+def notes(point: Point, tokens: float | None, assumptions: Assumptions | None = None) -> list[str]:
+    """What is not known of a planned point's run, and what speaks against its batch."""
+    if point.planned is None or point.request is None:
+        return []
+    run = run_of(point.planned.estimate, point.request, tokens, assumptions)
+    found = list(run.notes) if run is not None else []
+    warning = batch_warning(point.request, tokens)
+    return [*found, warning] if warning is not None else found
 
 
 def whatif(
@@ -254,21 +334,25 @@ def whatif(
     mode: Mode | str = Mode.EAGER,
     profile: Profile | str | None = None,
     time_limit_s: float = 60.0,
+    assumptions: Mapping[str, float] | None = None,
 ) -> pd.DataFrame:
     """The best plan at every point of a sweep, one row per point; points without a plan say why.
 
     Args:
         model: a name of the catalog, a path of a Hugging Face config.json, `package.module:factory`, or a graph.
         cluster: as `Cluster.parse` reads it, or a Cluster.
-        vary: lists of values by name (`capacity.VARIED`); rows are their product, the last name fastest.
-        tokens: adds days and US dollars (where the cluster has a price) for so many tokens.
+        vary: lists of values by name (`sweep.VARIED`); rows are their product, the last name fastest.
+        tokens: adds days, US dollars (where the cluster has a price), kWh and goodput for so many tokens.
         profile: measured times, or their name or path.
         time_limit_s: of one point.
+        assumptions: of the whole run, by the names of `cost_models.run.FIGURES`.
 
     Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
-        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd,] plan. After Ctrl-C: the rows
-        so far, the last with `interrupted` as its search_status, or as its status if it has no plan.
+        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
+        goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
+        checkpoint_interval_s,] plan, evidence [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
+        its search_status, or as its status if it has no plan.
 
     Raises: AutoplanError for a model, cluster or name that is not known.
     """
@@ -276,8 +360,8 @@ def whatif(
 
     from autoplan.catalog import load_model
 
-    if tokens is not None and not (math.isfinite(tokens) and tokens > 0):
-        raise PinError(f"tokens={tokens!r} must be a number above 0")
+    check_tokens(tokens)
+    assumed = Assumptions.of(assumptions)
     if mode not in tuple(Mode):
         raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
     base = PlanRequest(
@@ -291,4 +375,4 @@ def whatif(
         Profile.load(profile) if isinstance(profile, str) else profile,
         time_limit_s=time_limit_s,
     )
-    return pd.DataFrame([row(p, tokens) for p in points(base, vary)])
+    return pd.DataFrame([row(p, tokens, assumed) for p in points(base, vary)])

@@ -1,0 +1,122 @@
+"""The capacity table as text and as JSON (see autoplan.report.data for the schema)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.run import Assumptions, Run
+from autoplan.fleet import CapacityTask, Cell, cell_row
+from autoplan.report import data, numbers
+from autoplan.report.label import plan_label
+from autoplan.report.text import paragraph, plain_table, prices, run_cells
+from autoplan.sweep import notes, run_of
+
+_LISTS = {
+    "models": "model",
+    "clusters": "cluster",
+    "tokens": "tokens",
+    "seq_len": "seq_len",
+    "global_batch_size": "global_batch_size",
+    "precision": "precision",
+    "mode": "mode",
+}
+_RUN = ("days", "with failures", "cost", "goodput")
+_FOLDED = {"model": 12, "cluster": 20}  # columns that may take several lines, and from which width on
+
+
+def _shown(name: str, value: object) -> str:
+    return numbers.scaled(value) if name == "tokens" and isinstance(value, float) else numbers.plain(value)
+
+
+def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[Cell]) -> None:
+    """The table of `autoplan capacity`: what all rows share first, then a row each, then reasons and sources."""
+    from autoplan import __version__
+
+    rows = [cell_row(cell, task.assumptions) for cell in found]
+    out.print(Text(f"autoplan {__version__} - capacity of {title}", style="bold"), soft_wrap=True)
+    varied = [column for field, column in _LISTS.items() if len(getattr(task, field)) > 1]
+    if rows:
+        same = [f"{c} {_shown(c, rows[0].get(c))}" for c in _LISTS.values() if c not in varied]
+        pins = [f"pinned {' '.join(f'{k}={v}' for k, v in task.pins.items())}"] if task.pins else []
+        paragraph(out, ", ".join([*same, *pins]), 5, first=2)
+    out.print()
+    table = plain_table("", *varied, *_RUN, left=1 + len(varied))
+    for name, column in zip(["", *varied, *_RUN], table.columns, strict=True):
+        column.no_wrap, column.min_width = name not in _FOLDED, _FOLDED.get(name)
+    plans = plain_table("", "step s", "low-high", "days, low-high", "energy", "GB left", "plan", left=1)
+    plans.columns[-1].justify = "left"
+    marks: dict[str, int] = {}
+    for i, (cell, values) in enumerate(zip(found, rows, strict=True), 1):
+        shown = [_shown(name, values.get(name)) for name in varied]
+        run = _run(cell, task.assumptions)
+        table.add_row(str(i), *shown, *_run_columns(run))
+        plans.add_row(str(i), *_plan_columns(cell, run, task.assumptions, marks))
+    out.print(table)
+    out.print()
+    out.print(plans)
+    for reason, number in marks.items():
+        paragraph(out, f"[{number}] {reason}", 4, "yellow")
+    out.print()
+    paragraph(
+        out,
+        "Each row is planned by itself. Low-high of the days: with failures. Goodput: share of the time that is kept. "
+        "Cost and energy are those without failures; all figures, with failures too: --csv, --json",
+        2,
+    )
+    planned = [c.point.request for c in found if c.point.request is not None and c.point.planned is not None]
+    prices(out, planned, task.tokens[0], task.assumptions)
+
+
+def _run(cell: Cell, assumed: Assumptions) -> Run | None:
+    point = cell.point
+    if point.planned is None or point.request is None:
+        return None
+    return run_of(point.planned.estimate, point.request, cell.tokens, assumed)
+
+
+def _run_columns(run: Run | None) -> list[str]:
+    if run is None:
+        return ["-"] * len(_RUN)
+    return [*run_cells(run), numbers.uptime(run.goodput.share.mid) if run.goodput is not None else "-"]
+
+
+def _plan_columns(cell: Cell, run: Run | None, assumed: Assumptions, marks: dict[str, int]) -> list[str]:
+    """Of the plan, or why there is none; remarks are numbered in `marks`."""
+    point = cell.point
+    if point.planned is None or run is None:
+        return ["-"] * 5 + [f"{point.status} [{marks.setdefault(point.reason, len(marks) + 1)}]"]
+    e = point.planned.estimate
+    words = [plan_label(point.planned.config, e)]
+    c = point.certificate
+    if c is not None and c.status != "complete":
+        words.append(f"({c.status}, gap {numbers.percent(c.gap)})")
+    words += [f"[{marks.setdefault(note, len(marks) + 1)}]" for note in notes(point, cell.tokens, assumed)]
+    return [
+        numbers.digits(e.step_time_s.mid),
+        _ends(e.step_time_s),
+        _ends(run.days_with_failures if run.days_with_failures is not None else run.days),
+        numbers.energy(run.kwh.mid) if run.kwh is not None else "-",
+        f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}",
+        " ".join(words),
+    ]
+
+
+def _ends(q: Quantity) -> str:
+    return f"{numbers.digits(q.low)}-{numbers.digits(q.high)}"
+
+
+def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[Cell]) -> dict[str, Any]:
+    """The answer of `autoplan capacity` as plain data."""
+    return {
+        "schema": data.SCHEMA_VERSION,
+        "status": status,
+        "command": "capacity",
+        "file": path,
+        "assumptions": data.assumptions(task.assumptions),
+        "rows": [cell_row(cell, task.assumptions) for cell in found],
+    }
