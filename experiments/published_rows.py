@@ -176,7 +176,7 @@ class Shape:
                 "n_inner": self.ffn,
                 "n_layer": self.layers,
                 "n_head": self.heads,
-                "activation_function": "gelu_pytorch_tanh",
+                "activation_function": "gelu",
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
                 "tie_word_embeddings": k.tied,
             }
@@ -411,7 +411,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
         zero = defaults.zero_stages
     recompute = _recompute(row, defaults.recompute)
     virtual = (row.count("vpp"),) if row["vpp"] else _virtual_stages(row, shape, pp)
-    etps = (None, 1) if shape.num_experts and tp > 1 else (None,)
+    etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp)
     modes = defaults.modes
     open_fields = {"zero_stage": zero, "recompute": recompute, "vpp": virtual, "etp": etps, "mode": modes}
     blank = [name for name in ("zero_stage", "recompute", "vpp") if not row[name]]
@@ -442,6 +442,14 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
             )
             settings.append(Setting(mode, config))
     return tuple(settings), batch, tuple(assumed)
+
+
+def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int) -> tuple[int | None, ...]:
+    """As tp (None, Megatron's default) and 1, whichever ep leaves ranks for; no row states it."""
+    if not shape.num_experts or tp == 1:
+        return (None,)
+    legal = [etp for etp in (None, 1) if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
+    return tuple(legal) or (None,)
 
 
 def _recompute(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:

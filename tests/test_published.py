@@ -200,6 +200,16 @@ def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:
     assert (config.schedule, config.virtual_stages, config.stages) == ("Interleaved1F1B", 2, None)
 
 
+def test_experts_are_split_as_far_as_their_degree_leaves_ranks() -> None:
+    def etps(**degrees: str) -> list[int | None]:
+        case = case_of(**{**QWEN, "tp": "2", "dp": "8", **degrees})
+        return [s.config.etp for s in case.task.settings]
+
+    assert etps(ep="8") == [None, 1]
+    assert etps(ep="16") == [1]  # tp times ep is more than all ranks
+    assert etps(tp="1", dp="16", ep="16") == [None]
+
+
 def test_seconds_come_from_tokens_or_from_arithmetic_as_the_row_counts_it() -> None:
     assert case_of(tokens_per_s_per_gpu="1").measured_s == 0.5  # seconds first
     assert case_of(step_time_s="", tokens_per_s_per_gpu="10000").measured_s == 64 * 4096 / (10000 * 16)
