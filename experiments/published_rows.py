@@ -320,6 +320,17 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class _Reading:
+    """One choice for every field that rows may leave open."""
+
+    zero_stage: int
+    recompute: str
+    virtual_stages: int
+    etp: int | None
+    mode: Mode
+
+
+@dataclass(frozen=True)
 class Task:
     """What is priced: the first setting is the prediction, the others widen its interval. Rows may share one."""
 
@@ -410,37 +421,38 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     if zero is None:
         zero = defaults.zero_stages
     recompute = _recompute(row, defaults.recompute)
-    virtual = (row.count("vpp"),) if row["vpp"] else _virtual_stages(row, shape, pp)
+    virtual = (row.count("vpp") or 1,) if row["vpp"] else _virtual_stages(row, shape, pp)
     etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp)
-    modes = defaults.modes
-    open_fields = {"zero_stage": zero, "recompute": recompute, "vpp": virtual, "etp": etps, "mode": modes}
-    blank = [name for name in ("zero_stage", "recompute", "vpp") if not row[name]]
-    assumed += [n for n, values in open_fields.items() if len(values) > 1 or (n in blank and (n != "vpp" or pp > 1))]
+    choices = {"zero_stage": zero, "recompute": recompute, "vpp": virtual, "etp": etps, "mode": defaults.modes}
+    blank = [name for name in ("zero_stage", "recompute", "vpp") if not row[name] and (name != "vpp" or pp > 1)]
+    assumed += [name for name, values in choices.items() if len(values) > 1 or name in blank]
+    usual = _Reading(zero[0], recompute[0], virtual[0], etps[0], defaults.modes[0])
+    # one field at a time departs from the usual
+    readings = [usual, *(replace(usual, zero_stage=v) for v in zero[1:])]
+    readings += [replace(usual, recompute=v) for v in recompute[1:]]
+    readings += [replace(usual, virtual_stages=v) for v in virtual[1:]]
+    readings += [replace(usual, etp=v) for v in etps[1:]]
+    readings += [replace(usual, mode=v) for v in defaults.modes[1:]]
     schedule = _schedule(row)
     settings = []
-    for k, values in enumerate(open_fields.values()):
-        # one field at a time departs from the defaults
-        for value in values if k == 0 else values[1:]:
-            chosen = [v[0] for v in open_fields.values()]
-            chosen[k] = value
-            stage, again, chunks, etp, mode = chosen
-            chunks = max(1, chunks or 1) if pp > 1 else 1
-            config = ParallelConfig(
-                dp=dp,
-                tp=tp,
-                pp=pp,
-                cp=cp,
-                ep=ep,
-                etp=etp,
-                zero_stage=stage,
-                micro_batch_size=micro,
-                num_micro_batches=batch // (dp * micro),
-                schedule="Interleaved1F1B" if chunks > 1 else schedule,
-                virtual_stages=chunks,
-                recompute=again,
-                stages=_stages(shape.layers, pp) if chunks == 1 else None,
-            )
-            settings.append(Setting(mode, config))
+    for r in readings:
+        chunks = r.virtual_stages if pp > 1 else 1
+        config = ParallelConfig(
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=ep,
+            etp=r.etp,
+            zero_stage=r.zero_stage,
+            micro_batch_size=micro,
+            num_micro_batches=batch // (dp * micro),
+            schedule="Interleaved1F1B" if chunks > 1 else schedule,
+            virtual_stages=chunks,
+            recompute=r.recompute,
+            stages=_stages(shape.layers, pp) if chunks == 1 else None,
+        )
+        settings.append(Setting(r.mode, config))
     return tuple(settings), batch, tuple(assumed)
 
 
