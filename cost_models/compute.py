@@ -4,7 +4,9 @@
     measured shapes of its class   -> FITTED: t = c0 + c1 flops + c2 bytes (c >= 0, least squares of the relative error)
                                       times the residual of the nearest measured shapes (inverse distance in log space);
                                       the interval is the held-out error
-    neither                        -> ASSUMED: roofline of the device with an efficiency that saturates with size
+    neither                        -> the device's own figures: on an accelerator the kernel model (kernels.py; FITTED
+                                      where published timings hold the device), else ASSUMED: a roofline with an
+                                      efficiency that saturates with size. Memory-bound operations are ASSUMED
 
 The backward is 1x the forward's arithmetic per operand of a product that needs a gradient, 2.5x for attention (scores
 are computed again; Dao, FlashAttention-2, 2023, section 4.1), else twice the bytes (reads the gradient and what was
@@ -14,27 +16,36 @@ saved, writes a gradient).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from autoplan.cost_models.cluster import Device
 from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.kernels import (
+    OPERAND_BYTES,
+    Kernels,
+    Kind,
+    Seconds,
+    cast_bytes,
+    kernels_of,
+    kind_of,
+    memory_ramp_s,
+)
 from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, OpRecord, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.units import dtype_bytes
 from autoplan.cost_models.work import OpWork
 
 # -- what is assumed where nothing was measured ------------------------------------------------------------------------
 
-# Share of the peak that large kernels reach. Dense products: what is said of the device (`achievable`), else, for one
-# made by hand, 75 % (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication Background User's Guide"); attention:
-# 50-70 % on A100 (Dao, FlashAttention-2, 2023, figure 4), less on newer devices; memory-bound kernels: about 80 % of
-# the bandwidth.
+# Share of the peak that large kernels reach on what is no accelerator (a CPU): products what is said of it, else 75 %,
+# attention half, memory-bound ones 80 % of the bandwidth.
 _PRODUCT_EFFICIENCY = 0.75
 _ATTENTION_EFFICIENCY = 0.5
 _MEMORY_EFFICIENCY = 0.8
-# A kernel reaches half of that when it would take this long at the peak: what filling and draining the device costs.
+# There a product reaches half of that when it would take this long at the peak.
 _HALF_S = 10e-6
 # Python, dispatch and launch of one op in eager mode, forward or backward, where the device does not say (`launch_s`).
 _DEFAULT_LAUNCH_S = 6e-6
@@ -45,6 +56,7 @@ _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPI
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
 # Intervals of the roofline: a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
+_UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing holds
 _BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape, from the second on
 
 _PRODUCTS = frozenset({"linear", "matmul"})
@@ -100,10 +112,18 @@ def phase_bytes(work: OpWork, phase: str) -> float:
 
 
 def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity:
-    """Time from the device's figures alone: the larger of arithmetic and traffic, and the launch."""
+    """Time from the device's figures alone: the kernel model, else the larger of arithmetic and traffic; the launch."""
     launch = _LAUNCH_SHARE[mode] * (_DEFAULT_LAUNCH_S if device.launch_s is None else device.launch_s)
     if work.op in VIEWS:
         return Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
+    known = kernels_of(device)
+    if known is not None:
+        model = _KERNELS.get(work.op)
+        found = None if model is None else model(work, phase, device, known)
+        if found is not None:  # a program that waits for its kernels hides the launch of the next behind this one's
+            return Quantity.spread(found.busy_s + max(launch, found.launch_s), found.error, found.tag)
+        if known.own_launch and not (work.op in _ELEMENTWISE and mode is not Mode.EAGER):
+            launch = max(launch, memory_ramp_s())
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
     said = device.achievable_fraction is not None or device.peak_flops_by_dtype
     product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
@@ -111,10 +131,106 @@ def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity
     # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
     half = device.peak_flops * _HALF_S if work.op == "attention" or work.op in _PRODUCTS else 0.0
     compute_s = (flops + half) / (best * device.peak_flops)
-    traffic_s = moved / (_MEMORY_EFFICIENCY * device.memory_bytes_per_s)
+    share = _MEMORY_EFFICIENCY if known is None else known.memory_share
+    traffic_s = moved / (share * device.memory_bytes_per_s)
     if work.op in _ELEMENTWISE:
         traffic_s *= _FUSED_SHARE[mode]
     return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
+
+
+def _precision(work: OpWork) -> tuple[Kind, float, bool]:
+    """Of the products of an operation: class, bytes of an operand's element, whether published timings hold it."""
+    given = dict(work.attrs).get("matmul_dtype")
+    dtype = given if isinstance(given, str) else _dtype(work)
+    kind = kind_of(dtype)
+    if kind is not Kind.HALF:
+        return kind, OPERAND_BYTES[kind], True
+    return kind, float(dtype_bytes(_dtype(work))), dtype in ("bfloat16", "float16")
+
+
+def _together(parts: Sequence[Seconds], extra_s: float, usual: bool) -> Seconds:
+    """Kernels one after the other, and traffic between them."""
+    return Seconds(
+        sum(p.busy_s for p in parts) + extra_s,
+        sum(p.launch_s for p in parts),
+        max(p.error for p in parts) + (0.0 if usual else _UNUSUAL_ERROR),
+        max(p.tag for p in parts) if usual else Tag.ASSUMED,
+    )
+
+
+def _sides(rows: float, columns: float, depth: float, phase: str, left: bool, right: bool) -> list[_Sizes]:
+    """The products of one phase: in the backward one for each operand (`left`, `right`) that needs a gradient."""
+    if phase == "forward":
+        return [(rows, columns, depth)]
+    return [(rows, depth, columns)] * left + [(columns, depth, rows)] * right
+
+
+def _product_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seconds | None:
+    if len(work.inputs) < 2 or len(work.outputs[0].shape) < 2 or work.flops <= 0:
+        return None
+    left, right, out = work.inputs[0], work.inputs[1], work.outputs[0]
+    groups = 1 if work.op == "linear" or len(right.shape) <= 2 else _size(out.shape[:-2])
+    columns = out.shape[-1]
+    rows = out.num_elements / columns / groups
+    depth = work.flops / (2.0 * out.num_elements)
+    kind, width, usual = _precision(work)
+    parts = [
+        known.product_s(
+            device, kind, *sizes, groups=groups, operand_bytes=width, output_bytes=float(dtype_bytes(out.dtype))
+        )
+        for sizes in _sides(rows, columns, depth, phase, left.requires_grad, right.requires_grad)
+    ]
+    # the forward casts its left operand, the backward the gradient once for both products
+    cast = (depth if phase == "forward" else columns) * rows * groups * cast_bytes(kind)
+    return _together(parts, cast / (known.memory_share * device.memory_bytes_per_s), usual) if parts else None
+
+
+def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seconds | None:
+    if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
+        return None
+    query, _, value = work.inputs[:3]
+    return known.attention_s(
+        device,
+        phase,
+        flops=work.flops,
+        heads=_size(query.shape[:-2]),
+        queries=query.shape[-2],
+        head_dims=query.shape[-1] + value.shape[-1],
+        moved=phase_bytes(work, phase),
+        causal=bool(dict(work.attrs).get("causal")),
+    )
+
+
+def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seconds | None:
+    """Two grouped products with rows spread evenly over the experts, and the traffic of sorting and activation."""
+    if len(work.inputs) < 5 or work.flops <= 0:
+        return None
+    hidden, _, _, first, last = work.inputs[:5]
+    experts, columns, depth = first.shape
+    outer, inner = last.shape[1:]
+    rows = work.flops / (2.0 * (columns * depth + outer * inner))  # of all experts here
+    kind, width, usual = _precision(work)
+    parts = [
+        known.product_s(device, kind, *sizes, groups=experts, operand_bytes=width, grouped=True)
+        for n, k, weight in ((columns, depth, first), (outer, inner, last))
+        for sizes in _sides(rows / experts, n, k, phase, hidden.requires_grad, weight.requires_grad)
+    ]
+    if not parts:
+        return None
+    # rows are gathered (read and written), activated (read, written), weighted and summed (read, written)
+    moved = rows * (2 * depth + columns + inner + 2 * outer) * dtype_bytes(hidden.dtype)
+    cast = rows * (depth + inner if phase == "forward" else columns + outer) * cast_bytes(kind)
+    moved = moved * (1.0 if phase == "forward" else 2.0) + cast
+    return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), usual)
+
+
+_Sizes = tuple[float, float, float]  # rows, columns, depth
+_KERNELS: dict[str, Callable[[OpWork, str, Device, Kernels], Seconds | None]] = {
+    "linear": _product_s,
+    "matmul": _product_s,
+    "attention": _attention_s,
+    "experts": _experts_s,
+}
 
 
 # -- interpolation -----------------------------------------------------------------------------------------------------
