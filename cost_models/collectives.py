@@ -14,8 +14,9 @@ of chunks: with s of them T = (1 + s) * alpha' + w / s ..., whose minimum grows 
 collectives: Thakur, Rabenseifner, Gropp, 2005). NCCL's ring visits all ranks: n / k_(l-1) - n / k_l hops of level l,
 twice for an all-reduce, and (n - 1) / n * N / k_(l-1) bytes per device and direction over it. Its trees have
 2 * log2(n / k_(l-1)) hops between nodes and the chain inside a node. Where the library is not known: one ring per level
-(`Fabric.flat`). all_to_all: a message to each peer, (n - k_(l-1)) / n * N bytes leave the unit below, all levels at
-once. send_recv: one message on the outermost level that the group reaches.
+(`Fabric.flat`). all_to_all: a message of N / n to each peer, (n - k_(l-1)) / n * N bytes leave the unit below, all
+levels at once; over a network each message costs its share of a hop. send_recv: one message on the outermost level that
+the group reaches.
 
 The fastest path is taken, with one exception: inside a node NCCL leaves LL128 at a given share per rank, measured to
 come too early on new devices. Time never falls with N: what a path took where it was left is the floor of the next one.
@@ -182,7 +183,11 @@ def _tree_hops(kind: str, part: _Part, ranks: int) -> float:
 
 
 def _pair_hops(kind: str, part: _Part, ranks: int) -> float:
-    return 1.0 if part.fabric.flat or kind == "send_recv" else part.parts - 1.0
+    if kind == "send_recv":
+        return 1.0
+    if not part.fabric.flat:
+        return part.parts - 1.0
+    return 1.0 + (part.fabric.message_hop * (ranks - part.inside) if kind == "all_to_all" else 0.0)
 
 
 _Hops = Callable[[str, _Part, int], float]

@@ -52,6 +52,7 @@ class Fabric:
     groups of at least `nvls_ranks` on one level.
     switch_bytes: a ring on this level alone leaves LL and LL128 when a rank's share of the tensor exceeds this, even
     where that costs time; nvls_switch_bytes: NVLS begins at this size of the tensor. 0: whatever is fastest.
+    message_hop: hops that each peer beyond the unit below costs in an all_to_all: one after the other over one port.
     efficiency: factor by kind. free_share: how much of what a rank keeps for itself costs nothing, by kind (1: all).
     by_ranks: (ranks, factor of the bandwidth from this many on), where groups get in each other's way.
     spread, latency_spread: the time lies within a factor of 1 + spread + latency_spread * T(0) / T(N), by kind; from
@@ -68,6 +69,7 @@ class Fabric:
     nvls_ranks: int
     switch_bytes: float
     nvls_switch_bytes: float
+    message_hop: float
     efficiency: Mapping[str, float]
     free_share: Mapping[str, float]
     by_ranks: tuple[tuple[int, float], ...]

@@ -158,6 +158,15 @@ def test_groups_that_share_a_node_share_its_network() -> None:
     assert pair == pytest.approx(mid("all_gather", big / 2, Group(64, 8), cluster), rel=0.15)
 
 
+def test_messages_to_peers_of_other_nodes_queue_up() -> None:
+    """Small exchanges: in a node 8 take as long as 4, over the network each peer adds to it."""
+    cluster = SWITCHED[0]
+    four, eight = (mid("all_to_all", 512.0, Group(n), cluster) for n in (4, 8))
+    assert eight == pytest.approx(four, rel=0.01)
+    few, many, most = (mid("all_to_all", 512.0, Group(n), cluster) for n in (64, 128, 256))
+    assert most - many == pytest.approx(2 * (many - few), rel=0.01) and 5e-6 < many - few < 1e-4
+
+
 def test_oversubscription_divides_the_bandwidth_beyond_a_unit() -> None:
     top = {"nodes": 64, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
     rail = cluster_of(top)
