@@ -42,10 +42,14 @@ _USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
 LAUNCH_S = 5e-6
 OVERLAP_FRACTION = 0.8
 
-# link name in the catalog -> (fabric of collectives.FABRICS, seconds per step). NVLink and network: fitted to
-# nccl-tests of 2-8 devices and to all-reduces of 32-8192 H100; the others assumed.
+# link name in the catalog -> (fabric of collectives.FABRICS, seconds per step: what its hops are multiples of)
 _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
+    ("PCIe (no NVLink", "pcie_host", 1.5e-6),  # devices that reach each other through the memory of the host
     ("PCIe", "pcie", 1.5e-6),
+    ("NVLink2", "nvlink2", 0.75e-6),
+    ("NVLink3", "nvlink3", 0.75e-6),
+    ("NVLink4", "nvlink4", 0.75e-6),
+    ("NVLink5", "nvlink5", 0.75e-6),
     ("NVLink", "nvlink", 0.75e-6),
     ("xGMI", "xgmi", 2e-6),
     ("ICI", "ici", 1e-6),

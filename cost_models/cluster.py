@@ -21,7 +21,20 @@ from functools import cached_property
 
 from autoplan.cost_models import catalog
 from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.hardware import COUNT, GB_S, GBIT_S, MEMORY_GB, USD, Device, Group, Level, Link, Price, Range
+from autoplan.cost_models.hardware import (
+    COUNT,
+    GB_S,
+    GBIT_S,
+    MEMORY_GB,
+    OVERSUBSCRIPTION,
+    USD,
+    Device,
+    Group,
+    Level,
+    Link,
+    Price,
+    Range,
+)
 from autoplan.cost_models.units import GB, GIB, MICRO, TERA
 
 __all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
@@ -73,6 +86,8 @@ class Cluster:
         if self.outer and not isinstance(self.link, Level):
             raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
         for level in (self.link, *self.outer):
+            if isinstance(level, Level):
+                OVERSUBSCRIPTION.check(level.oversubscription, f"level {level.name}: oversubscription")
             peer = level.p2p_bytes_per_s if isinstance(level, Level) else None
             speeds = (level.bytes_per_s, level.bytes_per_s if peer is None else peer)
             if not (all(0 < s < math.inf for s in speeds) and 0 <= level.latency_s < math.inf):

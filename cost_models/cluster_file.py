@@ -20,7 +20,8 @@
       network: {latency_us: 10}
 
 Levels of a list have the keys name, gb_s, latency_us, and if they are not the last: size (devices in one unit). All
-take p2p_gb_s (to one peer, in a mesh) and fabric (a row of collectives.FABRICS).
+take p2p_gb_s (to one peer, in a mesh), oversubscription (3: the level carries a third of what all devices send; 1
+unless given) and fabric (a row of collectives.FABRICS).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ _LEVEL: _Table = {
     "gb_s": ("bytes_per_s", GB, hardware.GB_S),
     "latency_us": ("latency_s", MICRO, hardware.MICROSECONDS),
     "p2p_gb_s": ("p2p_bytes_per_s", GB, hardware.GB_S),
+    "oversubscription": ("oversubscription", 1, hardware.OVERSUBSCRIPTION),
     "size": ("size", 1, hardware.COUNT),
 }
 

@@ -54,6 +54,7 @@ WATTS = Range(0, 1e6, "W")
 USD = Range(0, 1e6, "US dollars")
 ACHIEVABLE = Range(0.01, 1)
 SHARE = Range(0, 1)
+OVERSUBSCRIPTION = Range(1, 1000)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Level(Link):
 
     `p2p_bytes_per_s` to a single peer where that is less (a mesh such as xGMI); `within_node`: a unit never crosses a
     node, however few devices of the node are used; `fabric` names the row of `collectives.FABRICS` that says how well
-    collectives run on it.
+    collectives run on it. `oversubscription`: `bytes_per_s` is what a device may send, of which the level carries this
+    fraction's inverse when all of them send beyond the level below at once (3: a third; a rail-optimised fabric: 1).
     """
 
     name: str = "all"
@@ -131,12 +133,14 @@ class Level(Link):
     p2p_bytes_per_s: float | None = None
     within_node: bool = False
     fabric: str = "plain"
+    oversubscription: float = 1.0
 
     def group_bytes_per_s(self, members: int) -> float:
-        """Bandwidth of one device inside a group of `members`: in a mesh it has only the links to them."""
-        if self.p2p_bytes_per_s is None:
-            return self.bytes_per_s
-        return min(self.bytes_per_s, max(1, members - 1) * self.p2p_bytes_per_s)
+        """What one device gets inside a group of `members`: in a mesh it has only the links to them."""
+        speed = self.bytes_per_s
+        if self.p2p_bytes_per_s is not None:
+            speed = min(speed, max(1, members - 1) * self.p2p_bytes_per_s)
+        return speed / self.oversubscription
 
 
 @dataclass(frozen=True)

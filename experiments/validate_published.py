@@ -345,7 +345,7 @@ def memory_errors(results: Sequence[Result]) -> dict[str, MemoryErrors]:
 
 def reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
     """Why rows are not priced, most frequent first; numbers do not tell reasons apart."""
-    return Counter(re.sub(r"\d+", "N", r.reason) for r in results if r.reason).most_common()
+    return Counter(re.sub(r"(?<![A-Za-z\d])\d+", "N", r.reason) for r in results if r.reason).most_common()
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

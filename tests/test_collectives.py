@@ -1,15 +1,28 @@
 """Time of collectives over the levels of a cluster: properties, hand computations, published measurements."""
 
+import json
 import math
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
-from autoplan.cost_models.collectives import FABRICS, collective_s, group_collective_s, wire_bytes
-from autoplan.cost_models.errors import LayoutError
+from autoplan.cost_models.cluster_file import cluster_of
+from autoplan.cost_models.collectives import FABRICS, collective_s, curve, group_collective_s, wire_bytes
+from autoplan.cost_models.collectives import KINDS as ALL_KINDS
+from autoplan.cost_models.errors import LayoutError, PinError
+from autoplan.cost_models.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+import collective_accuracy as tool
+from collective_fit import errors, fit
+from collective_rows import Sample, samples_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 DEVICE = Device("d", 1e12, 1e12, 2**30, "made up")
@@ -19,6 +32,8 @@ PLAIN = Cluster(
 )
 SWITCHED = [Cluster.parse(t) for t in ("64x8xh100-sxm5-80gb", "128x4xgb200-nvl72", "64x8xa100-pcie-80gb", "local:512")]
 SWITCHED.append(Cluster.parse("64x8xh100-nvl-94gb@nic=100"))  # three levels
+
+NVLINK = [*SWITCHED[:2], Cluster.parse("64x8xa100-sxm4-80gb"), Cluster.parse("64x8xb200-sxm-180gb")]
 
 
 def mid(kind: str, num_bytes: float, group: Group, cluster: Cluster) -> float:
@@ -62,26 +77,127 @@ def test_levels_by_hand(kind: str, group: Group, seconds: float) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(SWITCHED),
-    st.sampled_from(KINDS),
-    st.integers(1, 512),
-    st.integers(1, 512),
-    st.floats(0, 1e10),
-    st.floats(0, 1e10),
+    st.sampled_from(ALL_KINDS),
+    st.one_of(st.integers(2, 8), st.integers(2, 512)),
+    st.floats(0, 34),
+    st.one_of(st.floats(0, 34), st.floats(0, 0.01)),
     st.sampled_from((1, 2, 3, 4, 8, 64)),
 )
-def test_more_bytes_or_more_ranks_never_take_less(
-    cluster: Cluster, kind: str, n: int, m: int, a: float, b: float, stride: int
+def test_more_bytes_never_take_less(
+    cluster: Cluster, kind: str, n: int, log_bytes: float, more: float, stride: int
 ) -> None:
-    most = (cluster.num_devices - 1) // stride + 1
-    small, large = sorted((min(n, most), min(m, most)))
-    less, more = sorted((a, b))
-    base = group_collective_s(kind, less, Group(small, stride), cluster)
-    bigger = group_collective_s(kind, more, Group(large, stride), cluster)
+    group = Group(min(n, (cluster.num_devices - 1) // stride + 1), stride)
+    base = group_collective_s(kind, 2**log_bytes - 1, group, cluster)
+    bigger = group_collective_s(kind, 2 ** (log_bytes + more) - 1, group, cluster)
     assert 0 <= base.low <= base.mid <= base.high < math.inf
     slack = 1 + 1e-12
-    assert base.mid <= group_collective_s(kind, more, Group(small, stride), cluster).mid * slack
-    assert base.mid <= group_collective_s(kind, less, Group(large, stride), cluster).mid * slack
-    assert base.high <= bigger.high * slack
+    assert base.mid <= bigger.mid * slack and base.low <= bigger.low * slack and base.high <= bigger.high * slack
+
+
+# Not so inside a node, where this was once asked of every group: reductions in the switch make 8 H100 faster than 4
+# (measured: 512 MiB in 2111 and 2300 us), and a larger group stays with the faster protocol for longer (all-gather of
+# 8 MiB: 44 us over 8 B200, 51 over 4).
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(SWITCHED), st.sampled_from(KINDS), st.integers(1, 64), st.integers(1, 64), st.floats(0, 1e10)
+)
+def test_more_nodes_never_take_less(cluster: Cluster, kind: str, n: int, m: int, num_bytes: float) -> None:
+    if cluster.num_nodes == 1:
+        stride, most = 1, cluster.num_devices
+    else:
+        stride, most = cluster.levels[-2].size, cluster.num_devices // cluster.levels[-2].size
+    small, large = sorted((min(n, most), min(m, most)))
+    less, more = (mid(kind, num_bytes, Group(size, stride), cluster) for size in (small, large))
+    assert less <= more * (1 + 1e-12)
+
+
+# NVLink only: over PCIe, and more so through the memory of the host, the network may be the faster way.
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(NVLINK), st.sampled_from(ALL_KINDS), st.integers(2, 8), st.floats(0, 34))
+def test_crossing_nodes_is_never_faster(cluster: Cluster, kind: str, n: int, log_bytes: float) -> None:
+    inside, size = cluster.levels[-2].size, min(n, cluster.levels[-2].size)
+    if size * inside <= cluster.num_devices:
+        across = mid(kind, 2**log_bytes, Group(size, inside), cluster)
+        assert mid(kind, 2**log_bytes, Group(size), cluster) <= across
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SWITCHED), st.sampled_from(KINDS), st.integers(2, 512), st.floats(0, 40))
+def test_no_collective_is_faster_than_its_link(cluster: Cluster, kind: str, n: int, log_bytes: float) -> None:
+    size, num_bytes = min(n, cluster.num_devices), 2**log_bytes
+    inner, outer = cluster.levels[0], cluster.levels[-1]
+    inside = min(size, inner.size)
+    least = wire_bytes(kind, num_bytes, size) / inner.bytes_per_s
+    if inside == size:
+        if kind == "all_reduce":
+            least /= 2 * (size - 1) / size  # the switch adds: a device sends its tensor once
+    elif kind not in ("send_recv", "all_to_all") and len(cluster.levels) == 2:
+        least = wire_bytes(kind, num_bytes, size) / inside / outer.bytes_per_s
+    else:
+        least = 0.0
+    assert mid(kind, num_bytes, Group(size), cluster) >= least * (1 - 1e-12)
+
+
+def test_two_ranks_gather_in_one_hop() -> None:
+    """Latency is one hop, of the fastest protocol that short messages take."""
+    for name, fabric in FABRICS.items():
+        level = Level(1e-3, 1e9, "", size=2, within_node=True, fabric=name)
+        alpha = curve("all_gather", Group(2), (level,)).seconds(0.0)
+        # a fabric with a switch of protocols starts below it
+        paths = [p for name, p in fabric.ring.items() if not fabric.switch_bytes or name is not Protocol.SIMPLE]
+        assert alpha == pytest.approx(min(path.base_s + 1e-3 * path.hop for path in paths))
+
+
+def test_groups_that_share_a_node_share_its_network() -> None:
+    """8 groups with a rank per node, at once, take as long as one group over everything with 8 times the bytes."""
+    cluster = SWITCHED[0]
+    big = 2.0**36
+    apart, together = mid("all_gather", big / 8, Group(64, 8), cluster), mid("all_gather", big, Group(512), cluster)
+    assert apart == pytest.approx(together, rel=0.15)
+    pair = mid("all_gather", big, Group(128, 4), cluster)  # two ranks per node share the load of a node between them
+    assert pair == pytest.approx(mid("all_gather", big / 2, Group(64, 8), cluster), rel=0.15)
+
+
+def test_messages_to_peers_of_other_nodes_queue_up() -> None:
+    """Small exchanges: in a node 8 take as long as 4, over the network each peer adds to it."""
+    cluster = SWITCHED[0]
+    four, eight = (mid("all_to_all", 512.0, Group(n), cluster) for n in (4, 8))
+    assert eight == pytest.approx(four, rel=0.01)
+    few, many, most = (mid("all_to_all", 512.0, Group(n), cluster) for n in (64, 128, 256))
+    assert most - many == pytest.approx(2 * (many - few), rel=0.01) and 5e-6 < many - few < 1e-4
+
+
+def test_oversubscription_divides_the_bandwidth_beyond_a_unit() -> None:
+    top = {"nodes": 64, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
+    rail = cluster_of(top)
+    thin = cluster_of({**top, "levels": {"network": {"oversubscription": 3}}})
+    assert thin.outer[-1].oversubscription == 3 and rail.outer[-1].oversubscription == 1
+    for kind in ALL_KINDS:
+        inside, across = (mid(kind, 1e12, Group(8, s), thin) / mid(kind, 1e12, Group(8, s), rail) for s in (1, 8))
+        assert inside == 1 and across == pytest.approx(3, rel=0.1)
+    assert thin.with_(nic=800).outer[-1].oversubscription == 3  # of the network, not of its speed
+    with pytest.raises(PinError, match=r"oversubscription.*0\.5.*from 1 to 1000"):
+        cluster_of({**top, "levels": {"network": {"oversubscription": 0.5}}})
+    with pytest.raises(PinError, match="level network: oversubscription=0"):
+        replace(rail, outer=(replace(rail.outer[-1], oversubscription=0.0),))
+
+
+def test_the_switch_reduces_where_it_can() -> None:
+    """NVLS: large all-reduces of 8 H100 beat what their links could ring, those of 4 and of 8 A100 do not."""
+    h100, a100 = SWITCHED[0], Cluster.parse("1x8xa100-sxm4-80gb")
+
+    def bus(cluster: Cluster, size: int) -> float:
+        return wire_bytes("all_reduce", 2.0**34, size) / mid("all_reduce", 2.0**34, Group(size), cluster)
+
+    assert bus(h100, 8) > 450e9 > 380e9 > bus(h100, 4) and bus(a100, 8) < 300e9
+
+
+def test_experts_send_a_token_once_to_a_node() -> None:
+    """Each of 8 copies to another node would be twice the bytes that leave; beyond 8 nodes nothing is saved."""
+    cluster = SWITCHED[0]
+    plain, dedicated = (mid(kind, 1e10, Group(16), cluster) for kind in ("all_to_all", "ep_dispatch"))
+    assert dedicated < plain / 2
+    assert mid("ep_dispatch", 1e10, Group(512), cluster) > mid("all_to_all", 1e10, Group(512), cluster) / 2
 
 
 @settings(max_examples=100, deadline=None)
@@ -125,16 +241,18 @@ MEASURED = [
 
 
 def test_published_measurements_lie_in_the_interval() -> None:
-    """The interval is meant for 90 % of measurements: pairs of A100 are slower than it says, and stay in the list."""
+    """The interval is meant for 90 % of measurements. The tag is as strong as the data: xGMI has two rows."""
     outside = []
     for kind, cluster, num_bytes, measured in MEASURED:
         where = Cluster.parse(cluster)
         time = group_collective_s(kind, num_bytes, Group(where.num_devices), where)
-        assert time.tag is Tag.ASSUMED and time.high / time.low < 2.5
+        assert time.tag is (Tag.ASSUMED if "mi300x" in cluster else Tag.FITTED)
+        # small all-reduces of A100 are wider: two tables of 8 have 26 and 44 us for 32 KiB, 39 and 102 us for 1 MiB
+        assert time.high / time.low < 2.5 or ("a100" in cluster and num_bytes <= 2**21)
         assert measured / 2 < time.mid < measured * 2
         if not time.low <= measured <= time.high:
             outside.append((kind, cluster, num_bytes))
-    assert outside == [("all_reduce", "1x2xa100-sxm4-80gb", 2**21)]
+    assert outside == []
 
 
 class Measured:
@@ -150,7 +268,7 @@ class Measured:
 def test_a_profile_goes_before_the_model() -> None:
     cluster = SWITCHED[0]
     assert group_collective_s("all_reduce", 1.0, Group(2), cluster, Measured()).tag is Tag.MEASURED
-    assert group_collective_s("all_reduce", 1.0, Group(4), cluster, Measured()).tag is Tag.ASSUMED
+    assert group_collective_s("all_reduce", 1.0, Group(4), cluster, Measured()).tag is Tag.FITTED
 
 
 def test_errors_and_nothing() -> None:
@@ -166,4 +284,83 @@ def test_errors_and_nothing() -> None:
     with pytest.raises(LayoutError, match="unknown collective"):
         wire_bytes("gossip", 1.0, 2)
     for fabric in FABRICS.values():
-        assert set(fabric.efficiency) == set(KINDS)
+        assert set(fabric.efficiency) == set(fabric.spread) == set(fabric.latency_spread) == set(ALL_KINDS)
+        assert fabric.fitted <= set(ALL_KINDS)
+        tables = (fabric.ring, fabric.p2p, fabric.experts, fabric.tree)
+        best = max(path.efficiency for table in tables for path in table.values())
+        assert best * max(fabric.efficiency.values()) <= 1.0  # never more than the link
+        assert all(0 <= share <= 1 for share in fabric.free_share.values())
+        assert all(factor <= 1 for _, factor in fabric.by_ranks)
+
+
+# one made-up table of NVLink devices: 20 us and 350 GB/s of bus bandwidth
+HEAD = {"collective": "all_gather", "algo": "auto", "gpu": "h100_sxm", "n_ranks": "8", "nodes": "1", "link": "NVLink4"}
+
+
+def made_up(source: str, factor: float, **columns: str) -> list[dict[str, str]]:
+    return [
+        {
+            **HEAD,
+            **columns,
+            "message_bytes": str(2**k),
+            "time_us": str(factor * (20 + 2**k * 7 / 8 / 350e3)),
+            "source": source,
+        }
+        for k in range(12, 30)
+    ]
+
+
+def test_rows_are_read_or_counted() -> None:
+    odd = [
+        {**made_up("a", 1.0)[0], "time_us": ""},
+        {**made_up("a", 1.0)[0], "collective": "gossip"},
+        {**made_up("a", 1.0)[0], "gpu": "abacus"},
+        {**made_up("a", 1.0)[0], "nodes": "2", "link": "a wire"},
+        {**made_up("a", 1.0)[0], "n_ranks": "1"},
+    ]
+    samples, left_out = samples_of([*made_up("a: b", 1.0), *odd])
+    assert len(samples) == 18 and sum(left_out.values()) == 5 and len(left_out) == 5
+    assert "device or network not known: abacus, NVLink4" in left_out
+    one = samples[0]
+    assert (one.kind, one.ranks, one.fabric, one.num_bytes) == ("all_gather", 8, "nvlink4", 4096)
+    assert one.seconds == pytest.approx(20.01e-6, rel=1e-3)
+    small = {**HEAD, "message_bytes": "8", "time_us": "9", "source": "x"}
+    two_nodes, _ = samples_of([{**small, "nodes": "2", "link": "IB NDR 8x400", "n_ranks": "16"}])
+    assert [level.size for level in two_nodes[0].levels] == [8, 16] and two_nodes[0].fabric == "network"
+    experts, _ = samples_of([{**small, "collective": "ep_dispatch"}])
+    assert experts[0].num_bytes == 64  # a copy per chosen expert, as all_to_all counts
+
+
+def test_a_fit_finds_the_constants_and_its_error_on_another_source() -> None:
+    samples, _ = samples_of([*made_up("a", 1.0), *made_up("b", 1.2)])
+    first = [s for s in samples if s.source == "a"]
+    row = {**rows()["nvlink4"], "switch_bytes": 0.0}
+    fitted = fit("nvlink4", row, first, FABRICS)
+    fabrics = {**FABRICS, "nvlink4": fabric_of(fitted, ALL_KINDS)}
+    assert abs(errors(first, fabrics)).mean() < 0.05
+    held_out = tool.held_out_errors(samples, {"nvlink4": row})
+    for source, expected in (("a", 1.2), ("b", 1 / 1.2)):
+        mine = [e for s, e in zip(samples, held_out, strict=True) if s.source == source]
+        assert math.exp(sum(mine) / len(mine)) == pytest.approx(expected, rel=0.05)
+    alone = tool.held_out_errors(first, {"nvlink4": row})
+    assert all(math.isnan(e) for e in alone)  # nothing else to fit to
+
+
+def test_intervals_come_from_rows_held_out(tmp_path: Path) -> None:
+    """Two sources a factor of 1.5 apart: neither interval that excludes the other is written."""
+    samples, _ = samples_of([*made_up("a", 1.0), *made_up("b", 1.5)])
+    path = tmp_path / "nccl.json"
+    kept = {name: rows()[name] for name in ("nvlink", "nvlink4")}
+    kept["nvlink4"] = {**kept["nvlink4"], "switch_bytes": 0.0, "fitted": []}
+    path.write_text(json.dumps({"fabrics": kept}))
+    tool.write(path, samples)
+    new = json.loads(path.read_text())["fabrics"]["nvlink4"]
+    assert new["fitted"] == ["all_gather"] and new["fit"]["all_gather"]["held_out_n"] == len(samples)
+    assert 0.4 < new["spread"]["all_gather"] < 0.65
+    fabrics = {**FABRICS, "nvlink4": fabric_of(new, ALL_KINDS)}
+
+    def holds(s: Sample) -> bool:
+        time = curve(s.kind, s.group, s.levels, fabrics).quantity(s.num_bytes)
+        return time.low <= s.seconds <= time.high
+
+    assert sum(holds(s) for s in samples) >= 0.9 * len(samples)

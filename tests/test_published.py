@@ -362,6 +362,7 @@ def test_errors_of_a_group() -> None:
     assert errors.median == pytest.approx(0.1) and errors.p90 == pytest.approx(1.0)
     assert errors.coverage == pytest.approx(2 / 3) and errors.width == pytest.approx(0.4)
     assert tool.reasons([refused, replace(refused, reason="no 5 of 6")]) == [("no N of N", 2)]
+    assert tool.reasons([replace(refused, reason="no FP4 on 2 H100")]) == [("no FP4 on N H100", 1)]
     groups = tool.grouped([result(1.1, 1.0), result(1.3, 1.0, "e"), result(1.3, 1.0, "e")], lambda r: r.campaign)
     assert list(groups) == ["e", "c"] and tool.macro_mean(groups) == pytest.approx(0.2)
     assert math.isnan(tool.Errors.of([refused]).mean)
