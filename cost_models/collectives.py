@@ -259,9 +259,7 @@ def curve(kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[s
             switch = outer.nvls_switch_bytes
     floor = _fastest(tuple(small), switch) if small else 0.0
     latency_s = _fastest(tuple(small or large), 0.0)
-    return Curve(
-        tuple(small), tuple(large), switch if small else -1.0, floor, spread, latency_spread * latency_s, tag
-    )
+    return Curve(tuple(small), tuple(large), switch if small else -1.0, floor, spread, latency_spread * latency_s, tag)
 
 
 @lru_cache(maxsize=65536)

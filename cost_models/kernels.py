@@ -326,9 +326,7 @@ def kernels_of(device: Device) -> Kernels | None:
         family=family,
         units=int(listed["units"] if known else shape["units"]),
         tiles=tuple((int(high), int(wide)) for high, wide in shape["tiles"]),
-        gemm=MappingProxyType(
-            {Kind(k): _fit(row, own_gemm.get(k), scale, known, spread) for k, row in rows.items()}
-        ),
+        gemm=MappingProxyType({Kind(k): _fit(row, own_gemm.get(k), scale, known, spread) for k, row in rows.items()}),
         attention=forward,
         backward=backward,
         sustained=float(gemm["sustained"]["factor"]),

@@ -37,9 +37,7 @@ _LIKE = {"nvlink": "nvlink4"}
 _KEEP_ASSUMED = ("pcie",)  # fitted to one system that is not in the catalog
 
 
-def held_out_errors(
-    samples: Sequence[Sample], shipped: Mapping[str, Row], between: bool = False
-) -> np.ndarray:
+def held_out_errors(samples: Sequence[Sample], shipped: Mapping[str, Row], between: bool = False) -> np.ndarray:
     """log(predicted / measured) of each sample by constants fitted without its source; nan if none can be.
 
     `between`: only samples of a size between those of as many ranks that were fitted to: the constants in use were

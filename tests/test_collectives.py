@@ -98,9 +98,7 @@ def test_more_bytes_never_take_less(
 # (measured: 512 MiB in 2111 and 2300 us), and a larger group stays with the faster protocol for longer (all-gather of
 # 8 MiB: 44 us over 8 B200, 51 over 4).
 @settings(max_examples=200, deadline=None)
-@given(
-    st.sampled_from(SWITCHED), st.sampled_from(KINDS), st.integers(1, 64), st.integers(1, 64), st.floats(0, 1e10)
-)
+@given(st.sampled_from(SWITCHED), st.sampled_from(KINDS), st.integers(1, 64), st.integers(1, 64), st.floats(0, 1e10))
 def test_more_nodes_never_take_less(cluster: Cluster, kind: str, n: int, m: int, num_bytes: float) -> None:
     if cluster.num_nodes == 1:
         stride, most = 1, cluster.num_devices

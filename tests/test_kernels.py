@@ -82,9 +82,10 @@ def test_a_product_is_never_above_the_peak_nor_the_bandwidth_and_pays_a_launch(n
     assert device.launch_s is not None
     if "bfloat16" in device.peak_flops_by_dtype:
         assert seconds(tiny, device, mode=Mode.EAGER) >= device.launch_s
-    assert name in OTHERS or seconds(tiny, device) >= kernels.data("gemm")["families"][known(device).family]["half"][
-        "launch_s"
-    ]
+    assert (
+        name in OTHERS
+        or seconds(tiny, device) >= kernels.data("gemm")["families"][known(device).family]["half"]["launch_s"]
+    )
 
 
 @pytest.mark.parametrize("name", ["a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm-180gb", "l40s-48gb", "mi300x-192gb"])
