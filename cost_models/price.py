@@ -140,6 +140,10 @@ class Pricer:
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
         self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
         self.action_s = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
+        # What ZeRO gathers in the first forward and reduces in the last backward holds up the next stage where the
+        # stage's own thread does it (gloo). On GPUs it has a stream of its own: all ranks gather at the same time, and
+        # what a stage sends upstream does not wait for its reductions, so that a step pays for one rank's.
+        self.chained = costs.cluster.device_type == "cpu"
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
@@ -223,8 +227,8 @@ class Pricer:
                     sum(table.forward[u] for u in units) + fixed,
                     sum(table.backward[u] for u in units) + repeated + self.action_s,
                     sum(table.weight[u] for u in units),
-                    sum(table.first[u] for u in units),
-                    sum(table.last[u] for u in units),
+                    sum(table.first[u] for u in units) if self.chained else 0.0,
+                    sum(table.last[u] for u in units) if self.chained else 0.0,
                 )
             )
         return out
@@ -296,11 +300,13 @@ class Pricer:
     def _step(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> tuple[float, Timeline]:
         times = self.chunk_times(chunks, recompute, which)
         timeline = self._timeline(chunks, times, which)
-        ends, updates, optimizer = [], [], self._table(which).optimizer
+        table = self._table(which)
+        ends, once, updates = [], [], []
         for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
             ends.append(end + self._reductions_s(units, which))
-            updates.append(sum(optimizer[u] for u in units))
-        return max(ends) + max(updates) + self.fixed_s, timeline
+            once.append(0.0 if self.chained else sum(table.first[u] + table.last[u] for u in units))
+            updates.append(sum(table.optimizer[u] for u in units))
+        return max(ends) + max(once) + max(updates) + self.fixed_s, timeline
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""

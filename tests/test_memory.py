@@ -279,3 +279,19 @@ def test_the_breakdown_adds_up(zero: int, pp: int) -> None:
     )
     assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
     assert estimate.step_time_s.tag == max(q.tag for q in estimate.breakdown.values())
+
+
+@pytest.mark.parametrize(("device", "paid"), [("cuda", 1), ("cpu", 4)])
+def test_what_zero_moves_once_per_step_is_paid_once_on_gpus(device: str, paid: int) -> None:
+    """All ranks gather at the same time there; over gloo every stage does it before it sends."""
+    fast = Device("made up", 1e12, 1e11, 1 << 40, "made up")
+    machines = Cluster(1, 8, fast, Link(1e-3, 1e10, "made up"), device)
+    work = replace(workload(), cut_bytes=(0.0,) * 3)
+    config = ParallelConfig(pp=4, dp=2, zero_stage=1, num_micro_batches=8)
+    pricer = Pricer(work, config, Costs(machines, None, Mode.FUSED))
+    once = pricer.first[0] + pricer.last[0]
+    bare = Pricer(work, config, Costs(machines, None, Mode.FUSED))
+    for values in (bare._tables["mid"].first, bare._tables["mid"].last):
+        values[:] = [0.0] * 4
+    more = pricer.step_s([1] * 4, [0] * 4) - bare.step_s([1] * 4, [0] * 4)
+    assert once > 1e-3 and more == pytest.approx(paid * once, rel=1e-6)
