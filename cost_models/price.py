@@ -36,8 +36,8 @@ from autoplan.cost_models.schedule import (
 from autoplan.cost_models.work import Workload
 
 # What the parts do not explain of a step, either way. Priced from a profile: with it 37 of 40 measured plans lie within
-# their interval, 28 without (experiments/plan_accuracy.py). Priced from the catalog: with it 90 % of 723 published runs,
-# 74 % without (experiments/validate_published.py).
+# their interval, 28 without (experiments/plan_accuracy.py). Priced from the catalog: with it 90 % of 723 published
+# runs do, 74 % without (experiments/validate_published.py).
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 _BUCKET_BYTES = 25 * 2**20  # of the gradient all-reduce of ZeRO 0 (autoplan.runtime.zero)
 
