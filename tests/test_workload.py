@@ -83,12 +83,15 @@ def test_experts_over_ep_do_not_pay_for_tp_too() -> None:
     apart = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(8, 1)))
     attention = {("mul_1", "all_gather", "forward"): WHOLE, ("mul_1", "reduce_scatter", "backward"): WHOLE}
     attention |= {("o_proj", "reduce_scatter", "forward"): WHOLE, ("o_proj", "all_gather", "backward"): WHOLE}
-    assert sent(apart.comms, "tp") == attention and len(sent(plain.comms, "tp")) == 8
+    assert sent(apart.comms, "tp") == attention
+    before = sent(plain.comms, "tp")  # scores of the router may be gathered too, by what is cheaper
+    assert sum(what != "gate" for what, _, _ in before) == 8
     rows = {(w, "all_to_all", p): DISPATCHED for w in ("dispatch", "combine") for p in ("forward", "backward")}
     assert sent(apart.comms, "ep") == rows and not sent(apart.comms, "etp")
     assert {c.axis for c in apart.comms} == {"tp", "ep"}
     # as many copies less as conversions are gone
-    assert sum(o.op == "clone" for o in plain.ops) == sum(o.op == "clone" for o in apart.ops) + 2
+    gathered = 2 + any(what == "gate" for what, _, _ in before)
+    assert sum(o.op == "clone" for o in plain.ops) == sum(o.op == "clone" for o in apart.ops) + gathered
 
 
 def test_what_is_left_of_other_conversions_around_experts() -> None:
@@ -108,7 +111,7 @@ def test_what_is_left_of_other_conversions_around_experts() -> None:
     before, after = sent(plain.comms, "tp"), sent(apart.comms, "tp")
     assert before["reshape_5", "all_reduce", "forward"] == WHOLE
     left = {("reshape_5", "all_gather", "forward"): WHOLE, ("reshape_5", "reduce_scatter", "backward"): WHOLE}
-    assert after == {k: v for k, v in before.items() if not k[0].startswith("reshape")} | left
+    assert after == {k: v for k, v in before.items() if not k[0].startswith(("reshape", "gate"))} | left
 
 
 def test_products_are_those_of_the_local_experts() -> None:
