@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.price import Estimate, Pricer
+from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task
 from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count
@@ -71,10 +71,7 @@ def _with_chunks(config: ParallelConfig) -> ParallelConfig:
 
 def _recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
     """Layers computed again per chunk. PinError for more than a chunk has."""
-    layers, at = [], 0
-    for count in chunks:
-        layers.append(sum(pricer.workload.layers[at : at + count]))
-        at += count
+    layers = [sum(pricer.workload.layers[u] for u in units) for units in ranges_of(chunks)]
     if isinstance(config.recompute, tuple):
         for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
             if again > most:

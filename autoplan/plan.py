@@ -101,59 +101,57 @@ def make_plan(
     Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
     check_degrees(graph, config)
-    mesh, axes = make_mesh(graph, config)
+    _, axes = make_mesh(graph, config)
     settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
     solution = solve(build_problem(graph, settings))
+    certificate = {
+        "status": solution.status,
+        "gap": solution.gap,
+        "solver": solution.solver,
+        "num_variables": solution.num_variables,
+        "build_time_s": solution.build_time_s,
+        "solve_time_s": solution.solve_time_s,
+        "restrictions": list(solution.restrictions),
+        "prices": f"{cluster.device.source} device and link figures",
+    }
     stages = split_stages(graph, config, env)
-    recompute = _recompute(graph, config)
-    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute)
-    plan = Plan(
-        model=graph.name,
-        graph_hash=graph.content_hash,
-        config=config,
-        num_devices=cluster.num_devices,
-        axes=tuple((a.name, a.size) for a in mesh.axes),
-        stages=stages,
-        recompute=recompute,
-        layout={k: o.name for k, o in solution.selection.items()},
-        intra_cost_s=solution.cost_s,
-        intra_bound_s=solution.bound_s,
-        certificate={
-            "status": solution.status,
-            "gap": solution.gap,
-            "solver": solution.solver,
-            "num_variables": solution.num_variables,
-            "build_time_s": solution.build_time_s,
-            "solve_time_s": solution.solve_time_s,
-            "restrictions": list(solution.restrictions),
-            "prices": f"{cluster.device.source} device and link figures",
-        },
-    )
-    return plan, layouts, solution
+    return *_plan(graph, config, cluster.num_devices, solution, stages, certificate), solution
 
 
 def searched_plan(graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str) -> tuple[Plan, Layouts]:
     """The plan and layouts of what the planner found. `evidence`: what the prices rest on."""
-    config, solution = planned.config, planned.point.solution
+    config, units = planned.config, pipeline_units(graph)
+    stages = stage_calls(units, config.stages or (len(units),))
+    proof = {**asdict(certificate), "prices": evidence}
+    return _plan(graph, config, config.num_devices, planned.point.solution, stages, proof, planned.estimate)
+
+
+def _plan(
+    graph: ModelGraph,
+    config: ParallelConfig,
+    num_devices: int,
+    solution: IntraSolution,
+    stages: tuple[tuple[str, ...], ...],
+    certificate: dict[str, Any],
+    estimate: Estimate | None = None,
+) -> tuple[Plan, Layouts]:
+    """What was decided, as a record and as codegen takes it."""
     mesh, axes = make_mesh(graph, config)
-    units = pipeline_units(graph)
-    counts = config.stages or (len(units),)
-    stages = stage_calls(units, counts)
     recompute = _recompute(graph, config)
     layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute)
     plan = Plan(
         model=graph.name,
         graph_hash=graph.content_hash,
         config=config,
-        num_devices=config.num_devices,
+        num_devices=num_devices,
         axes=tuple((a.name, a.size) for a in mesh.axes),
         stages=stages,
         recompute=recompute,
         layout={k: o.name for k, o in solution.selection.items()},
         intra_cost_s=solution.cost_s,
         intra_bound_s=solution.bound_s,
-        certificate={**asdict(certificate), "prices": evidence},
-        estimate=planned.estimate,
+        certificate=certificate,
+        estimate=estimate,
     )
     return plan, layouts
 

@@ -38,7 +38,8 @@ from autoplan.cost_models.schedule import (
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
 from autoplan.cost_models.work import Workload
 
-_BUCKETS_BYTES = 2 * 25 * MIB  # two flat buffers of the gradient all-reduce of ZeRO 0 (autoplan.runtime.zero)
+# Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: those of autoplan.runtime.zero, which a test holds.
+BUCKET_BYTES = 25 * MIB
 # On a GPU: the CUDA context with its kernels, and the buffers of a communicator (NCCL_BUFFSIZE 4 MiB x channels x
 # peers comes to some hundred MiB per group; NCCL documentation, NCCL_BUFFSIZE). Assumed, not measured here.
 _CONTEXT_BYTES = 0.6 * GIB
@@ -121,7 +122,7 @@ class MemoryModel:
         groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
         self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
-        self.buckets = _BUCKETS_BYTES if c.zero_stage == 0 and max(self.shares.values()) > 1 else 0
+        self.buckets = 2 * BUCKET_BYTES if c.zero_stage == 0 and max(self.shares.values()) > 1 else 0
 
     def _states(self, name: str) -> tuple[float, float, float, float, float, float]:
         """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, and what the

@@ -21,7 +21,7 @@ from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_time
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.memory import MemoryModel
+from autoplan.cost_models.memory import BUCKET_BYTES, MemoryModel
 from autoplan.cost_models.quantity import Quantity, Tag, total
 from autoplan.cost_models.schedule import (
     SCHEDULES,
@@ -39,7 +39,6 @@ from autoplan.cost_models.work import Workload
 # their interval, 28 without (experiments/plan_accuracy.py). Priced from the catalog: with it 90 % of 723 published
 # runs do, 74 % without (experiments/validate_published.py).
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
-_BUCKET_BYTES = 25 * 2**20  # of the gradient all-reduce of ZeRO 0 (autoplan.runtime.zero)
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,11 @@ class Estimate:
     def fits(self) -> bool:
         """True if every stage's expected memory is within the device's."""
         return self.peak_memory_bytes.mid <= self.memory_capacity_bytes
+
+
+def ranges_of(chunks: Sequence[int]) -> list[range]:
+    """Units of every chunk, from how many each holds."""
+    return [range(end - count, end) for count, end in zip(chunks, itertools.accumulate(chunks), strict=True)]
 
 
 class _Table:
@@ -202,22 +206,22 @@ class Pricer:
 
     # -- one plan ---------------------------------------------------------------------------------------------------
 
-    def step_s(self, chunks: Sequence[int], recompute: Sequence[int]) -> float:
-        """Expected seconds of one step."""
-        return self._step(chunks, recompute, "mid")[0]
-
-    def _ranges(self, chunks: Sequence[int]) -> list[range]:
-        out, at = [], 0
-        for count in chunks:
-            out.append(range(at, at + count))
-            at += count
-        return out
+    def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
+        """Seconds of one step in one scenario (`low`, `mid`, `high`)."""
+        timeline = self._timeline(chunks, self.chunk_times(chunks, recompute, which), which)
+        table = self._table(which)
+        ends, once, updates = [], [], []
+        for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
+            ends.append(end + self._reductions_s(units, which))
+            once.append(0.0 if self.chained else sum(table.first[u] + table.last[u] for u in units))
+            updates.append(sum(table.optimizer[u] for u in units))
+        return max(ends) + max(once) + max(updates) + self.fixed_s
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""
         out, table = [], self._table(which)
         fixed = getattr(self.free_forward, which) + self.action_s
-        for units, again in zip(self._ranges(chunks), recompute, strict=True):
+        for units, again in zip(ranges_of(chunks), recompute, strict=True):
             repeated = sum(table.again[u] for u in self.recomputed(units, again))
             if self.config.recompute == "selective":
                 repeated += sum(table.selective[u] for u in units)
@@ -256,7 +260,7 @@ class Pricer:
     ) -> Timeline:
         c = self.config
         table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        cuts = [r.stop - 1 for r in self._ranges(chunks)[:-1]]
+        cuts = [r.stop - 1 for r in ranges_of(chunks)[:-1]]
         lag = [
             self._send_s(group, which)[u] if sends and group is not None else 0.0
             for u, group in zip(cuts, self._boundaries, strict=True)
@@ -265,7 +269,7 @@ class Pricer:
 
     def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
         """Units of every pipeline rank, over all of its chunks."""
-        ranges = self._ranges(chunks)
+        ranges = ranges_of(chunks)
         return [[u for k in mine for u in ranges[k]] for mine in self.chunks_of]
 
     def _blocks_of(self, units: Sequence[int]) -> list[BlockCost]:
@@ -276,7 +280,7 @@ class Pricer:
         for group, sizes in self._reduced.items():
             size = sum(sizes[u] for u in units)
             if size:
-                count = math.ceil(size / _BUCKET_BYTES)
+                count = math.ceil(size / BUCKET_BYTES)
                 yield group, size / count, count
 
     def _reductions_s(self, units: Sequence[int], which: str) -> float:
@@ -296,20 +300,9 @@ class Pricer:
             out.append(self.costs.wait_s(self.config.num_micro_batches * computed))
         return out
 
-    def _step(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> tuple[float, Timeline]:
-        times = self.chunk_times(chunks, recompute, which)
-        timeline = self._timeline(chunks, times, which)
-        table = self._table(which)
-        ends, once, updates = [], [], []
-        for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
-            ends.append(end + self._reductions_s(units, which))
-            once.append(0.0 if self.chained else sum(table.first[u] + table.last[u] for u in units))
-            updates.append(sum(table.optimizer[u] for u in units))
-        return max(ends) + max(once) + max(updates) + self.fixed_s, timeline
-
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
-        low, mid, high = (self._step(chunks, recompute, which)[0] for which in ("low", "mid", "high"))
+        low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
         unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
         low, high = low / (1 + unexplained), high * (1 + unexplained)
         times = self.chunk_times(chunks, recompute, "mid")
@@ -320,9 +313,8 @@ class Pricer:
         tokens = w.tokens * c.num_micro_batches * c.dp
         flops = w.model_flops * c.num_micro_batches * c.dp
         peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
-        timeline = self._timeline(chunks, times, "mid", events=True)
         stages = []
-        ranges = self._ranges(chunks)
+        ranges = ranges_of(chunks)
         held = self.memory.stages(ranges, recompute, self.pinned_again)
         for rank, units in enumerate(self._rank_units(chunks)):
             mine = self.chunks_of[rank]
@@ -349,7 +341,7 @@ class Pricer:
             tokens_per_s_per_device=tokens / mid / c.num_devices,
             mfu=flops / mid / peak,
             memory_capacity_bytes=float(self.device.memory_bytes),
-            events=timeline.events if events else (),
+            events=self._timeline(chunks, times, "mid", events=True).events if events else (),
         )
 
     def _breakdown(
@@ -361,7 +353,7 @@ class Pricer:
         unsent = self._timeline(chunks, times, "mid", sends=False)
         rank_units = self._rank_units(chunks)
         rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
-        blocks, ranges = self._blocks_of(rank_units[rank]), self._ranges(chunks)
+        blocks, ranges = self._blocks_of(rank_units[rank]), ranges_of(chunks)
         mine = self.chunks_of[rank]
         again = [u for k in mine for u in self.recomputed(ranges[k], recompute[k])]
         out: dict[str, Quantity] = {}

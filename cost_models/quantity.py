@@ -45,11 +45,6 @@ class Quantity:
 
     __rmul__ = __mul__
 
-    def at_least(self, other: Quantity) -> Quantity:
-        """Element-wise maximum."""
-        tag = self.tag if self.mid >= other.mid else other.tag
-        return Quantity(max(self.low, other.low), max(self.mid, other.mid), max(self.high, other.high), tag)
-
     def less(self, other: Quantity) -> Quantity:
         """What remains of this after hiding `other`, never below 0: the least remains if most is hidden."""
         return Quantity(

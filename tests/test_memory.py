@@ -11,11 +11,12 @@ from autoplan.cost_models.blocks import BlockPricer, mesh_groups, op_times
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.memory import FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.memory import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.schedule import Transfer, actions, held_at_backwards, peak_activation_bytes, simulate
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
+from autoplan.runtime import zero
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS
@@ -88,6 +89,11 @@ def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
     assert found.moment == REDUCTION
     assert found.terms["communication buffers"].mid == 4 * GRADS == found.terms["gradients"].mid
     assert found.terms["activations"].mid == 0.0
+
+
+def test_buckets_are_those_of_the_runtime() -> None:
+    """The cost models cannot import it."""
+    assert BUCKET_BYTES == zero.BUCKET_BYTES
 
 
 @pytest.mark.parametrize(("m", "first", "later"), [(1, [1, 1], [0, 0]), (2, [2, 1], [1, 1]), (4, [2, 1], [2, 1])])

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.price import Pricer, ranges_of
 from autoplan.cost_models.quantity import Quantity
 
 Array = NDArray[np.float64]
@@ -338,7 +338,7 @@ class Cutter:
     def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
         """Layers to compute again per stage: the fewest that fit, or what is pinned; None if it does not fit."""
         out = []
-        for s, units in enumerate(self._ranges(chunks)):
+        for s, units in enumerate(ranges_of(chunks)):
             key = (s, units.start, units.stop)
             if key not in self._known:
                 self._known[key] = self._least(s, units, len(chunks))
@@ -370,20 +370,13 @@ class Cutter:
             return [layers]
         return [sum(u in self.pricer.pinned_again for u in units)]
 
-    def _ranges(self, chunks: tuple[int, ...]) -> list[range]:
-        out, at = [], 0
-        for count in chunks:
-            out.append(range(at, at + count))
-            at += count
-        return out
-
     def shortage(self) -> Shortage:
         """How far the most even cut with the least memory (everything allowed computed again) is from fitting."""
         self._build()
         chunks = self.pinned or tuple(
             (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
         )
-        ranges = self._ranges(chunks)
+        ranges = ranges_of(chunks)
         worst: Shortage | None = None
         for s, units in enumerate(ranges):
             layers = int(self.layer_count[units.stop] - self.layer_count[units.start])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoplan.cost_models.cluster import Group
+from autoplan.cost_models.compute import VIEWS
 from autoplan.cost_models.config import PRECISIONS, Precision
 from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import Axis, Layout
@@ -18,8 +19,6 @@ from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.rules.strategies import Strategy
 from autoplan.rules.table import flops, rule_for
 
-# these move no data: shapes, or fused into their neighbours
-FREE_OPS = frozenset("reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full".split())
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
 _IGNORED_ATTRS = frozenset(("scale", "bias"))
 
@@ -126,7 +125,7 @@ class Works:
         ]
         if bias:
             inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, True))
-        moved = 0.0 if node.op in FREE_OPS else float(sum(t.num_bytes for t in (*inputs, *outputs)))
+        moved = 0.0 if node.op in VIEWS else float(sum(t.num_bytes for t in (*inputs, *outputs)))
         attrs = tuple(
             sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
         )
