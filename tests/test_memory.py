@@ -16,7 +16,7 @@ from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.schedule import Transfer, actions, held_at_backwards, peak_activation_bytes, simulate
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
-from autoplan.runtime import zero
+from autoplan.runtime import zero as runtime_zero
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS
@@ -93,7 +93,7 @@ def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
 
 def test_buckets_are_those_of_the_runtime() -> None:
     """The cost models cannot import it."""
-    assert BUCKET_BYTES == zero.BUCKET_BYTES
+    assert BUCKET_BYTES == runtime_zero.BUCKET_BYTES
 
 
 @pytest.mark.parametrize(("m", "first", "later"), [(1, [1, 1], [0, 0]), (2, [2, 1], [1, 1]), (4, [2, 1], [2, 1])])
