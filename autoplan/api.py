@@ -213,7 +213,7 @@ def _machine_profile(
         for tp, size in sorted(cases):
             for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len}):
                 tasks.setdefault(task.work.key, task)
-        missing = [t for k, t in tasks.items() if have is None or k not in have.by_key.keys() | have.failed.keys()]
+        missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
         return (None if have is None else have.to_json()), missing
 
     have_json, tasks = _agree(wanted)

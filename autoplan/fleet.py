@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.cluster_file import read_yaml
 from autoplan.cost_models.config import Mode, precision_of
 from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.graph import ModelGraph
@@ -148,17 +149,11 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
 
 def read_task(path: str | Path) -> CapacityTask:
     """The task of a YAML file. PinError names the file, the field and the value that is wrong."""
-    import yaml
-
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PinError(f"capacity file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PinError(f"capacity file {path} cannot be read: {' '.join(str(error).split())}") from error
+    where = f"capacity file {path}"
+    data = read_yaml(path, where)
     if not isinstance(data, Mapping):
-        raise PinError(f"capacity file {path} must be a mapping with the keys {', '.join(_NEEDED)}")
-    return task_of(data, f"capacity file {path}", Path(path).parent)
+        raise PinError(f"{where} must be a mapping with the keys {', '.join(_NEEDED)}")
+    return task_of(data, where, Path(path).parent)
 
 
 def _read(where: str, one: Callable[[Any], Any], value: object) -> Any:

@@ -68,17 +68,22 @@ _LEVEL: _Table = {
 }
 
 
-def read_cluster(path: str | Path) -> Cluster:
-    """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+def read_yaml(path: str | Path, where: str) -> Any:
+    """What a YAML file holds. PinError calls the file `where` if it cannot be read."""
     import yaml
 
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PinError(f"cluster file {path} does not exist") from None
+        raise PinError(f"{where} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PinError(f"cluster file {path} cannot be read: {' '.join(str(error).split())}") from error
-    return cluster_of(data, f"cluster file {path}")
+        raise PinError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+    where = f"cluster file {path}"
+    return cluster_of(read_yaml(path, where), where)
 
 
 def cluster_of(data: object, where: str = "cluster") -> Cluster:

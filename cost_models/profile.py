@@ -145,6 +145,11 @@ class Profile:
         return {r.work.key: r for r in self.ops}
 
     @cached_property
+    def settled(self) -> frozenset[str]:
+        """Keys of operations that need no measuring: measured, or known not to be measurable."""
+        return frozenset(self.by_key.keys() | self.failed.keys())
+
+    @cached_property
     def _curves(self) -> dict[tuple[str, int, int], _Curve]:
         found: dict[tuple[str, int, int], list[LinkRecord]] = {}
         for r in self.links:

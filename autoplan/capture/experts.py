@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from autoplan.capture.huggingface import configured
 from autoplan.cost_models.errors import CaptureError
 
 _MARK = "_autoplan_experts"
@@ -148,12 +149,5 @@ def capture_hf_experts(model: nn.Module) -> Iterator[None]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _hugging_face)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [(c, c._experts_implementation) for c in configs if hasattr(c, "_experts_implementation")]
-    try:
-        for config, _ in before:
-            config._experts_implementation = _NAME
+    with configured(model, "_experts_implementation", _NAME):
         yield
-    finally:
-        for config, old in before:
-            config._experts_implementation = old

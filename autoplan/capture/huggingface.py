@@ -68,21 +68,28 @@ def _attention(
 
 
 @contextmanager
+def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
+    """Every config of the model that has the attribute has this value inside."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [(c, getattr(c, attribute)) for c in configs if hasattr(c, attribute)]
+    try:
+        for config, _ in before:
+            setattr(config, attribute, value)
+        yield
+    finally:
+        for config, old in before:
+            setattr(config, attribute, old)
+
+
+@contextmanager
 def capture_attention(model: nn.Module) -> Iterator[None]:
     """Use the captured form of attention inside; the model's own choice is restored."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [(c, c._attn_implementation) for c in configs if hasattr(c, "_attn_implementation")]
-    try:
-        for config, _ in before:
-            config._attn_implementation = _NAME
+    with configured(model, "_attn_implementation", _NAME):
         yield
-    finally:
-        for config, old in before:
-            config._attn_implementation = old
 
 
 def default_example(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -250,8 +250,7 @@ def measure_in_job(
     Raises: RankFailure if a rank failed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    have = set() if known is None else known.by_key.keys() | known.failed.keys()
-    tasks = [t for t in tasks if t.work.key not in have]
+    tasks = [t for t in tasks if known is None or t.work.key not in known.settled]
     shown = _Shown(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
     )
