@@ -11,7 +11,8 @@ from typing import Any
 
 from autoplan.cost_models.blocks import OpTimes, op_times
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
@@ -39,6 +40,8 @@ class PlanRequest:
         global_batch_size: sequences per step over all data-parallel ranks.
         pins: fixed choices (autoplan.search.space.KNOWN_PINS).
         precision: a name of autoplan.cost_models.config.PRECISIONS.
+        options: kernels of attention, how kernels are started, what overlaps.
+        constants: of the cost model; those of this version, or what `autoplan calibrate` made of measured steps.
         profile: measured times that override the cluster's figures.
         top: how many plans to return, best first, each with other degrees.
         time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
@@ -54,10 +57,17 @@ class PlanRequest:
     precision: str = "bf16"
     mode: Mode = Mode.EAGER
     profile: Profile | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+    constants: Constants = field(default_factory=Constants.shipped)
     top: int = 1
     time_limit_s: float = 60.0
     memory_margin: float = 0.05
     executed: bool = False
+
+    @property
+    def costs(self) -> Costs:
+        """What operations and collectives cost in this task."""
+        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Points:
         self.request = request
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
         self.precision = precision_of(request.precision)
-        self.costs = Costs(request.cluster, request.profile, request.mode)
+        self.costs = request.costs
         self.capacity_bytes = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, IntraPoint | None] = {}
@@ -121,7 +131,19 @@ class Points:
         env = {"b": size, "s": r.seq_len // cp}
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
-        settings = IntraSettings(axes, r.cluster, env, steps, slack, r.profile, r.mode, self.precision, cp)
+        settings = IntraSettings(
+            axes,
+            r.cluster,
+            env,
+            steps,
+            slack,
+            r.profile,
+            r.mode,
+            self.precision,
+            cp,
+            options=r.options,
+            constants=r.constants,
+        )
         problem = build_problem(r.graph, settings)
         built = time.perf_counter()
         try:

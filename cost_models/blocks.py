@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.host import host_s, waited_s
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.units import dtype_bytes
 from autoplan.cost_models.work import BlockWork, OpWork, Workload
@@ -22,13 +23,16 @@ _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 class OpTimes:
     """Seconds of the operations of one call of a block.
 
-    `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again.
+    `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
+    `host_*`: what the host needs to start them.
     """
 
     forward: Quantity
     backward: Quantity
     weight: Quantity
     selective: Quantity
+    host_forward: Quantity = ZERO
+    host_backward: Quantity = ZERO
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -42,6 +46,8 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             total(backward),
             total(weight),
             total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
+            host_s(block.ops, "forward", costs),
+            host_s(block.ops, "backward", costs),
         )
     return out
 
@@ -100,6 +106,9 @@ class BlockCost:
     per_step: Quantity  # reductions that wait until the end of the step
     optimizer: Quantity
     reduced_bytes: Mapping[str, float]
+    waited: Mapping[str, Quantity]  # for the host to start kernels, by phase
+    gather: Quantity  # of ZeRO 1 and 2, once per step, whole
+    reduce: Quantity  # of ZeRO 1, once per step, whole
 
     def comm_s(self, phase: str) -> Quantity:
         """All collectives inside the block in one phase."""
@@ -108,17 +117,17 @@ class BlockCost:
     @property
     def forward_s(self) -> Quantity:
         """A forward with everything that is in every forward."""
-        return self.forward + self.comm_s("forward") + self.zero_forward
+        return self.forward + self.comm_s("forward") + self.zero_forward + self.waited["forward"]
 
     @property
     def backward_s(self) -> Quantity:
         """A backward with everything that is in every backward."""
-        return self.backward + self.comm_s("backward") + self.zero_backward + self.accumulate
+        return self.backward + self.comm_s("backward") + self.zero_backward + self.accumulate + self.waited["backward"]
 
     @property
     def again_s(self) -> Quantity:
         """Its forward once more, parameters at hand."""
-        return self.forward + self.comm_s("forward")
+        return self.forward + self.comm_s("forward") + self.waited["forward"]
 
 
 class BlockPricer:
@@ -128,7 +137,9 @@ class BlockPricer:
         self.config, self.costs, self.precision = config, costs, precision
         self.groups = mesh_groups(config, workload.axes)
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep"}
-        self.hides = costs.cluster.device.overlap_fraction
+        given, c = costs.cluster.device.overlap_fraction, costs.constants
+        self.hides = c.overlap if given is None else given
+        self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
         """Of one call."""
@@ -144,6 +155,14 @@ class BlockPricer:
                 key = self.families.get(c.axis, "tp"), c.phase
                 waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
                 comm[key] = comm.get(key, ZERO) + seconds + waited
+        for (family, phase), seconds in comm.items():
+            if family in self.costs.options.overlap:
+                comm[family, phase] = seconds.less(seconds * self.hidden.get(family, 0.0))
+        hosts = {"forward": times.host_forward, "backward": times.host_backward}
+        launched = {}
+        for phase, ops in (("forward", times.forward), ("backward", times.backward)):
+            busy = ops + total([q for (_, when), q in comm.items() if when == phase])
+            launched[phase] = waited_s(hosts[phase], busy, self.costs.options.launch)
         gather, reduce, sharded = self._zero(block)
         stage = self.config.zero_stage
         hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
@@ -168,6 +187,9 @@ class BlockPricer:
             per_step=per_step,
             optimizer=self._optimizer(block),
             reduced_bytes=self._reduced(block),
+            waited=launched,
+            gather=gather if stage in (1, 2) else ZERO,
+            reduce=reduce if stage == 1 else ZERO,
         )
 
     def _grad_bytes(self, dtype: str) -> float:

@@ -37,11 +37,6 @@ _REPORTED_BYTES: dict[str, int] = {
 # Else assumed: vendors sell GiB as GB; HBM shows about 1.5 % less, GDDR with ECC a sixteenth less.
 _USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
 
-# Assumed costs of a program on an accelerator: one op in PyTorch's eager mode, and how much of a collective
-# hides behind independent compute (it also takes processors and memory bandwidth from it).
-LAUNCH_S = 5e-6
-OVERLAP_FRACTION = 0.8
-
 # link name in the catalog -> (fabric of collectives.FABRICS, seconds per step: what its hops are multiples of)
 _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
     ("PCIe (no NVLink", "pcie_host", 1.5e-6),  # devices that reach each other through the memory of the host
@@ -145,8 +140,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
         peak_flops_by_dtype=peaks,
         achievable_fraction=None if mamf is None else min(1.0, mamf * TERA / (peaks[train] * ranks)),
         power_w=None if (watts := _number(row, "power_w")) is None else watts / ranks,
-        launch_s=LAUNCH_S,
-        overlap_fraction=OVERLAP_FRACTION,
+        overlap_fraction=None,
         unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
     )
     for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below

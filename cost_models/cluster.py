@@ -201,8 +201,7 @@ class Cluster:
                 2000.0 * GB,
                 64 * GIB,
                 "assumed",
-                launch_s=catalog.LAUNCH_S,
-                overlap_fraction=catalog.OVERLAP_FRACTION,
+                overlap_fraction=None,
             )
             link = Link(10 * MICRO, 100.0 * GB, "assumed")
         elif device_type == "cpu":

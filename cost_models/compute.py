@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autoplan.cost_models.cluster import Device
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import Attention, Mode, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.kernels import (
     OPERAND_BYTES,
@@ -48,6 +49,7 @@ _MEMORY_EFFICIENCY = 0.8
 # There a product reaches half of that when it would take this long at the peak.
 _HALF_S = 10e-6
 # Python, dispatch and launch of one op in eager mode, forward or backward, where the device does not say (`launch_s`).
+# What is no accelerator pays it; on one the host runs ahead (host.py).
 _DEFAULT_LAUNCH_S = 6e-6
 # How much of it an op pays: a graph launch pays it once for all ops.
 _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
@@ -68,7 +70,7 @@ _ELEMENTWISE_OPS = (
     "pow_scalar eq_scalar ne_scalar lt_scalar gt_scalar le_scalar ge_scalar silu gelu tanh sigmoid exp log cos sin "
     "rsqrt sqrt erf softplus"
 )
-_ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
+ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
 _TRANSCENDENTAL = frozenset("silu gelu tanh sigmoid exp log cos sin erf softplus pow pow_scalar".split())
 
 
@@ -80,7 +82,7 @@ def class_of(op: str) -> str:
         return "view"
     if op in _TRANSCENDENTAL:
         return "transcendental"
-    if op in _ELEMENTWISE:
+    if op in ELEMENTWISE:
         return "elementwise"
     return {"log_softmax": "softmax", "sum": "reduce", "mean": "reduce", "layer_norm": "norm", "rms_norm": "norm"}.get(
         op, op
@@ -111,19 +113,27 @@ def phase_bytes(work: OpWork, phase: str) -> float:
 # -- the roofline ------------------------------------------------------------------------------------------------------
 
 
-def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity:
+def roofline_s(
+    work: OpWork,
+    phase: str,
+    device: Device,
+    mode: Mode,
+    options: RunOptions | None = None,
+    constants: Constants | None = None,
+) -> Quantity:
     """Time from the device's figures alone: the kernel model, else the larger of arithmetic and traffic; the launch."""
+    known = kernels_of(device, constants or Constants.shipped())
     launch = _LAUNCH_SHARE[mode] * (_DEFAULT_LAUNCH_S if device.launch_s is None else device.launch_s)
     if work.op in VIEWS:
-        return Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
-    known = kernels_of(device)
+        return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     if known is not None:
-        model = _KERNELS.get(work.op)
-        found = None if model is None else model(work, phase, device, known)
-        if found is not None:  # a program that waits for its kernels hides the launch of the next behind this one's
-            return Quantity.spread(found.busy_s + max(launch, found.launch_s), found.error, found.tag)
-        if known.own_launch and not (work.op in _ELEMENTWISE and mode is not Mode.EAGER):
-            launch = max(launch, memory_ramp_s())
+        kernel = (options or RunOptions()).attention_in(mode)
+        model = _unfused_s if work.op == "attention" and kernel is Attention.UNFUSED else _KERNELS.get(work.op)
+        found = None if model is None else model(work, phase, device, known, kernel)
+        if found is not None:
+            return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)
+        fused = work.op in ELEMENTWISE and mode is not Mode.EAGER
+        launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
     said = device.achievable_fraction is not None or device.peak_flops_by_dtype
     product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
@@ -133,7 +143,7 @@ def roofline_s(work: OpWork, phase: str, device: Device, mode: Mode) -> Quantity
     compute_s = (flops + half) / (best * device.peak_flops)
     share = _MEMORY_EFFICIENCY if known is None else known.memory_share
     traffic_s = moved / (share * device.memory_bytes_per_s)
-    if work.op in _ELEMENTWISE:
+    if work.op in ELEMENTWISE:
         traffic_s *= _FUSED_SHARE[mode]
     return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
 
@@ -165,7 +175,7 @@ def _sides(rows: float, columns: float, depth: float, phase: str, left: bool, ri
     return [(rows, depth, columns)] * left + [(columns, depth, rows)] * right
 
 
-def _product_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seconds | None:
+def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
     if len(work.inputs) < 2 or len(work.outputs[0].shape) < 2 or work.flops <= 0:
         return None
     left, right, out = work.inputs[0], work.inputs[1], work.outputs[0]
@@ -185,7 +195,31 @@ def _product_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seco
     return _together(parts, cast / (known.memory_share * device.memory_bytes_per_s), usual) if parts else None
 
 
-def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seconds | None:
+# Passes over the scores of attention outside of the products, elements of 16 bits read or written: scale, mask and
+# softmax in one kernel, dropout of its own with a mask of 8 bits; backwards the gradient beside each of them.
+_SCORE_PASSES = {"forward": 4.5, "backward": 5.5}
+
+
+def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    """Batched products of whole rows of scores (a causal mask saves nothing), and the passes over the scores."""
+    if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
+        return None
+    query, key, value = work.inputs[:3]
+    heads, queries, keys = _size(query.shape[:-2]), query.shape[-2], key.shape[-2]
+    forward = ((queries, keys, query.shape[-1]), (queries, value.shape[-1], keys))
+    width = float(dtype_bytes(query.dtype))
+    parts = [
+        known.product_s(device, Kind.HALF, *sizes, groups=heads, operand_bytes=width, output_bytes=width)
+        for rows, columns, depth in forward
+        for sizes in _sides(rows, columns, depth, phase, query.requires_grad, key.requires_grad)
+    ]
+    if not parts:
+        return None
+    moved = _SCORE_PASSES[phase] * heads * queries * keys * width
+    return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
+
+
+def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kernel: Attention) -> Seconds | None:
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
     query, _, value = work.inputs[:3]
@@ -198,17 +232,18 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Se
         head_dims=query.shape[-1] + value.shape[-1],
         moved=phase_bytes(work, phase),
         causal=bool(dict(work.attrs).get("causal")),
+        kernel=kernel,
     )
 
 
-def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seconds | None:
-    """Two grouped products with rows spread evenly over the experts, and the traffic of sorting and activation."""
+def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    """Two grouped products, rows spread evenly over the experts of the fullest rank; sorting and activation."""
     if len(work.inputs) < 5 or work.flops <= 0:
         return None
-    hidden, _, _, first, last = work.inputs[:5]
+    hidden, first, last = work.inputs[0], work.inputs[3], work.inputs[4]
     experts, columns, depth = first.shape
     outer, inner = last.shape[1:]
-    rows = work.flops / (2.0 * (columns * depth + outer * inner))  # of all experts here
+    rows = known.steps.imbalance * work.flops / (2.0 * (columns * depth + outer * inner))  # of all experts here
     kind, width, usual = _precision(work)
     parts = [
         known.product_s(device, kind, *sizes, groups=experts, operand_bytes=width, grouped=True)
@@ -225,7 +260,7 @@ def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels) -> Seco
 
 
 _Sizes = tuple[float, float, float]  # rows, columns, depth
-_KERNELS: dict[str, Callable[[OpWork, str, Device, Kernels], Seconds | None]] = {
+_KERNELS: dict[str, Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]] = {
     "linear": _product_s,
     "matmul": _product_s,
     "attention": _attention_s,
@@ -399,18 +434,22 @@ def interpolated_s(work: OpWork, phase: str, profile: Profile) -> Quantity | Non
 # -- the one function --------------------------------------------------------------------------------------------------
 
 
-def op_s(work: OpWork, phase: str, device: Device, profile: Profile | None, mode: Mode) -> Quantity:
+@lru_cache(maxsize=1 << 17)
+def op_s(
+    work: OpWork,
+    phase: str,
+    device: Device,
+    profile: Profile | None,
+    mode: Mode,
+    options: RunOptions | None = None,
+    constants: Constants | None = None,
+) -> Quantity:
     """Seconds of the forward or backward of one operation on one rank; nothing for a backward without a gradient.
 
     A profile holds eager times: another mode scales those of element-wise ops by an assumed share.
 
     Raises: ProfileError for an unknown phase.
     """
-    return _cached(work, phase, device, profile, mode)
-
-
-@lru_cache(maxsize=1 << 17)
-def _cached(work: OpWork, phase: str, device: Device, profile: Profile | None, mode: Mode) -> Quantity:
     if phase not in PHASES:
         raise ProfileError(f"phase {phase!r} is not known; use {' or '.join(PHASES)}")
     if phase == "backward" and not work.has_backward:
@@ -419,8 +458,8 @@ def _cached(work: OpWork, phase: str, device: Device, profile: Profile | None, m
     if profile is not None:
         found = profile.op_s(work, phase) or interpolated_s(work, phase, profile)
     if found is None:
-        return roofline_s(work, phase, device, mode)
-    if mode is not Mode.EAGER and (work.op in _ELEMENTWISE or work.op in VIEWS):
+        return roofline_s(work, phase, device, mode, options, constants)
+    if mode is not Mode.EAGER and (work.op in ELEMENTWISE or work.op in VIEWS):
         share = 0.0 if work.op in VIEWS else _FUSED_SHARE[mode]
         return Quantity(found.low * share, found.mid * share, found.high * share, Tag.ASSUMED)
     return found

@@ -20,6 +20,57 @@ class Mode(StrEnum):
     COMPILED = "compiled"
 
 
+class Attention(StrEnum):
+    """Which kernel computes the core of attention.
+
+    UNFUSED: two batched products and a fused softmax, scores in memory (before 2022). FLASH1 (Dao et al., 2022), FLASH2
+    (Dao, 2023; what PyTorch's scaled_dot_product_attention runs on most devices), FUSED: made for the device (cuDNN and
+    Transformer Engine, FlashAttention-3).
+    """
+
+    UNFUSED = "unfused"
+    FLASH1 = "flash1"
+    FLASH2 = "flash2"
+    FUSED = "fused"
+
+
+class Launch(StrEnum):
+    """How the host starts kernels.
+
+    ASYNC: ahead of the device, which waits where the host is slower. GRAPHS: from CUDA graphs, at no cost. BLOCKING:
+    one at a time (CUDA_LAUNCH_BLOCKING=1), so that host and device take turns.
+    """
+
+    ASYNC = "async"
+    GRAPHS = "graphs"
+    BLOCKING = "blocking"
+
+
+# What may run at the same time as computing: Megatron's user buffers or PyTorch's AsyncTP (tp), experts of one
+# micro-batch beside another one (ep), transfers between stages of an interleaved schedule (pp).
+OVERLAPS = ("tp", "ep", "pp")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings."""
+
+    attention: Attention | None = None
+    launch: Launch = Launch.ASYNC
+    overlap: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.overlap):
+            if name not in OVERLAPS:
+                raise PinError(f"overlap of {name!r} is not known; use {', '.join(OVERLAPS)}")
+
+    def attention_in(self, mode: Mode) -> Attention:
+        """The kernel of a mode: fused modes bring their own, else that of scaled_dot_product_attention."""
+        if self.attention is not None:
+            return self.attention
+        return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bytes per parameter and what is computed in which dtype.

@@ -7,13 +7,14 @@ and every answer says which (`Quantity.tag`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.cost_models.cluster import Cluster, Device, Group
 from autoplan.cost_models.collectives import group_collective_s
 from autoplan.cost_models.compute import op_s
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import Mode, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork, TensorWork
@@ -38,6 +39,8 @@ class Costs:
     cluster: Cluster
     profile: Profile | None = None
     mode: Mode = Mode.EAGER
+    options: RunOptions = field(default_factory=RunOptions)
+    constants: Constants = field(default_factory=Constants.shipped)
 
     def forward_s(self, work: OpWork) -> Quantity:
         """Seconds of the forward pass of one operation."""
@@ -51,7 +54,7 @@ class Costs:
 
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
         """Of the operation alone, and what it costs more among others where that was measured (eager only)."""
-        alone = op_s(work, phase, self._device(work), self.profile, self.mode)
+        alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
 
     def _device(self, work: OpWork) -> Device:
@@ -67,7 +70,14 @@ class Costs:
         """Seconds of one collective over ranks `r0 + i * stride`."""
         if group.size == 1 or num_bytes == 0:
             return ZERO
-        return group_collective_s(kind, num_bytes, group, self.cluster, self.profile)
+        seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile)
+        if self.constants.network_share != 1.0 and self._crosses_network(group) and seconds.tag is not Tag.MEASURED:
+            return seconds * (1.0 / self.constants.network_share)
+        return seconds
+
+    def _crosses_network(self, group: Group) -> bool:
+        levels = self.cluster.levels
+        return len(levels) > 1 and (group.size - 1) * group.stride >= levels[0].size
 
     def optimizer_s(self, num_elements: float, dtype: str, state_bytes: float) -> Quantity:
         """Seconds of one AdamW update of `num_elements`: gradient and parameter read, parameter written, state both."""

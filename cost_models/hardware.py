@@ -73,7 +73,8 @@ class Device:
     achievable_fraction: float | None = None  # measured best bfloat16 matmul / peak; None: not measured
     power_w: float | None = None
     launch_s: float | None = None  # of one op in eager mode; None: what `cost_models.compute` assumes
-    overlap_fraction: float = 0.0  # of a collective that can hide behind compute, assumed
+    # of a collective of ZeRO that can hide behind compute; None: what whole steps show (`Constants.overlap`)
+    overlap_fraction: float | None = 0.0
     unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
 
     def __post_init__(self) -> None:
@@ -83,7 +84,8 @@ class Device:
                 raise PinError(f"device {self.name}: {name}={value!r} must be a finite number above 0")
         if self.achievable_fraction is not None:
             ACHIEVABLE.check(self.achievable_fraction, f"device {self.name}: achievable_fraction")
-        SHARE.check(self.overlap_fraction, f"device {self.name}: overlap_fraction")
+        if self.overlap_fraction is not None:
+            SHARE.check(self.overlap_fraction, f"device {self.name}: overlap_fraction")
         if self.launch_s is not None and not 0 <= self.launch_s < math.inf:
             raise PinError(f"device {self.name}: launch_s={self.launch_s!r} must be a finite number of at least 0")
 

@@ -27,6 +27,8 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
+from autoplan.cost_models.config import Attention
+from autoplan.cost_models.constants import Constants as GlobalConstants
 from autoplan.cost_models.hardware import Device
 from autoplan.cost_models.quantity import Tag
 
@@ -98,7 +100,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is known of the kernels of one device. `sustained`: share of a burst's speed that power limits leave."""
+    """What is known of the kernels of one device. `steps`: what whole steps add to bursts of one kernel."""
 
     family: str
     units: int
@@ -106,11 +108,15 @@ class Kernels:
     gemm: Mapping[Kind, Fit]
     attention: Fit
     backward: Fit
-    sustained: float
-    grouped_factor: float
+    older: Mapping[Attention, float]  # speed of other attention kernels over the device's own
     grouped_error: float
-    memory_share: float
     own_launch: bool  # True: the constants' launch times are those of such a device
+    steps: GlobalConstants
+
+    @property
+    def memory_share(self) -> float:
+        """Share of the bandwidth that memory-bound kernels reach."""
+        return self.steps.memory_share
 
     def product_s(
         self,
@@ -133,7 +139,7 @@ class Kernels:
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
-        share = self.sustained * (self.grouped_factor if grouped else 1.0)
+        share = self.steps.sustained(self.family, kind) * (self.steps.grouped_share if grouped else 1.0)
         compute_s = _product_compute_s(
             fit.constants, self.tiles, self.units, rows, columns, depth, groups, device.peak_flops * share, bandwidth
         )
@@ -152,6 +158,7 @@ class Kernels:
         head_dims: float,
         moved: float,
         causal: bool,
+        kernel: Attention = Attention.FUSED,
     ) -> Seconds:
         """Seconds of the core of attention. `heads`: of all sequences; `head_dims`: of keys and values together.
 
@@ -161,7 +168,8 @@ class Kernels:
         keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * causal
         tiles = heads * math.ceil(queries / QUERIES_PER_TILE) / self.units
         area = QUERIES_PER_TILE * head_dims * (1.0 if phase == "forward" else BACKWARD_FLOPS)
-        rate = device.peak_flops * self.sustained / self.units
+        share = self.steps.sustained(self.family, Kind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)
+        rate = device.peak_flops * share / self.units
         compute_s = tiles_s(fit.constants, tiles, area, keys, inverse_head(head_dims / 2.0), rate)
         traffic_s = moved / (device.memory_bytes_per_s * self.memory_share)
         return Seconds(both_s(compute_s, traffic_s), self._launch_s(fit), fit.error, fit.tag)
@@ -294,8 +302,11 @@ def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, kn
 
 
 @lru_cache(maxsize=64)
-def kernels_of(device: Device) -> Kernels | None:
-    """What is known of the kernels of `device`, or of the nearest one; None for what is no accelerator."""
+def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels | None:
+    """What is known of the kernels of `device`, or of the nearest one; None for what is no accelerator.
+
+    `steps` None: the constants of this version.
+    """
     family = family_of(device)
     if family is None:
         return None
@@ -329,9 +340,8 @@ def kernels_of(device: Device) -> Kernels | None:
         gemm=MappingProxyType({Kind(k): _fit(row, own_gemm.get(k), scale, known, spread) for k, row in rows.items()}),
         attention=forward,
         backward=backward,
-        sustained=float(gemm["sustained"]["factor"]),
-        grouped_factor=float(gemm["grouped"]["factor"]),
+        older={Attention(k): float(share) for k, share in attention["older"][family].items()},
         grouped_error=float(gemm["grouped"]["held_out_p90"]),
-        memory_share=float(devices["memory"]["share"]),
         own_launch=known,
+        steps=steps or GlobalConstants.shipped(),
     )

@@ -28,6 +28,7 @@ from autoplan.cost_models.schedule import (
     ChunkTimes,
     Event,
     Timeline,
+    Transfer,
     actions,
     chunks_of_ranks,
     ranks_of_chunks,
@@ -108,6 +109,8 @@ class _Table:
         self.weight = [sum(mid(b.weight + b.accumulate) for b in u) for u in units]
         self.again = [sum(mid(b.again_s) for b in u) for u in layers]
         self.selective = [sum(mid(b.selective) for b in u) for u in units]
+        self.gather = [sum(mid(b.gather) for b in u) for u in units]
+        self.reduce = [sum(mid(b.reduce) for b in u) for u in units]
         self.first = [sum(mid(b.zero_first) for b in u) for u in units]
         self.last = [sum(mid(b.zero_last) for b in u) for u in units]
         self.per_step = [sum(mid(b.per_step) for b in u) for u in units]
@@ -150,6 +153,7 @@ class Pricer:
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
+        self.hides = prices.hides
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
@@ -213,9 +217,26 @@ class Pricer:
         ends, once, updates = [], [], []
         for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
             ends.append(end + self._reductions_s(units, which))
-            once.append(0.0 if self.chained else sum(table.first[u] + table.last[u] for u in units))
+            once.append(0.0 if self.chained else self._once_s(units, table))
             updates.append(sum(table.optimizer[u] for u in units))
         return max(ends) + max(once) + max(updates) + self.fixed_s
+
+    def _once_s(self, units: Sequence[int], table: _Table) -> float:
+        """Seconds of what ZeRO 1 and 2 move once per step that a rank's computing does not hide.
+
+        Gathers hide behind the forwards that come before the last chunk's first, reductions behind the backwards after
+        the first chunk's last: with v chunks per rank those of a round of micro-batches in the other v - 1, and one
+        micro-batch of its own. What comes first or last, of one unit, has nothing to hide behind.
+        """
+        c = self.config
+        v, behind = c.virtual_stages, min(c.pp, c.num_micro_batches)
+        window = ((v - 1) * behind + 1) / v
+        exposed = 0.0
+        for moved, computed in ((table.gather, table.forward), (table.reduce, table.backward)):
+            sizes = [moved[u] for u in units]
+            hidden = self.hides * window * sum(computed[u] for u in units)
+            exposed += max(sum(sizes) - hidden, max(sizes))
+        return exposed
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""
@@ -265,7 +286,10 @@ class Pricer:
             self._send_s(group, which)[u] if sends and group is not None else 0.0
             for u, group in zip(cuts, self._boundaries, strict=True)
         ]
-        return simulate(table, times, lag, lag, transfer=SCHEDULES[c.schedule].transfer, events=events)
+        transfer = SCHEDULES[c.schedule].transfer
+        if "pp" in self.costs.options.overlap and c.virtual_stages > 1:
+            transfer = Transfer.OVERLAPPED
+        return simulate(table, times, lag, lag, transfer=transfer, events=events)
 
     def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
         """Units of every pipeline rank, over all of its chunks."""
@@ -365,8 +389,12 @@ class Pricer:
             out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
         reductions = self._all_reduces(rank_units[rank])
-        once = [b.zero_first + b.zero_last + b.per_step for b in blocks]
-        out["dp_comm"] = zero + total(once) + total(reductions)
+        once = [b.zero_first + b.zero_last for b in blocks]
+        if not self.chained:
+            exposed = self._once_s(rank_units[rank], self._tables["mid"])
+            once = [Quantity.spread(exposed, 0.0, max((q.tag for q in once), default=Tag.EXACT))]
+        out["dp_comm"] = zero + total(once) + total([b.per_step for b in blocks]) + total(reductions)
+        out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
         hops = zip(cuts, self._boundaries, strict=True)

@@ -103,7 +103,7 @@ class Prediction:
             graph, cluster, seq_len, size, precision="native", profile=self.profile, top=TOP, executed=True
         )
         found = search_plan(request)
-        costs = Costs(cluster, self.profile, request.mode)
+        costs = request.costs
         self.why = {
             "model": graph.name,
             "num_params": graph.num_params,

@@ -31,7 +31,6 @@ from rich.progress import track
 from rich.table import Table
 
 from autoplan.cost_models.config import precision_of
-from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.price import Estimate, Pricer
 from autoplan.estimate import Planned, check_config, estimate_config
@@ -122,7 +121,7 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     if was.mode is not setting.mode or was.config.etp != config.etp or not same_stages:
         return estimate_config(request, config).estimate
     check_config(request, config)
-    costs = Costs(request.cluster, request.profile, request.mode)
+    costs = request.costs
     point, chunks = first.point, first.config.stages or ()
     pricer = Pricer(point.workload, config, costs, precision_of(request.precision), point.times)
     ends = list(itertools.accumulate(chunks))

@@ -11,7 +11,9 @@ from autoplan.cost_models import catalog
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
 from autoplan.cost_models.compute import roofline_s
 from autoplan.cost_models.config import Mode
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.host import host_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.units import GB, MIB, TERA
 from autoplan.cost_models.work import OpWork, TensorWork
@@ -116,7 +118,7 @@ def test_what_cannot_be_read_says_what_can(text: str, message: str) -> None:
 def test_local_clusters() -> None:
     assert Cluster.parse("local", 4) == Cluster.local(4) and Cluster.parse("local:2", 8).num_devices == 2
     assert shape(Cluster.local(4)) == [("all", 4)] and Cluster.local(4).device.overlap_fraction == 0
-    assert Cluster.local(2, "cuda").device.overlap_fraction > 0
+    assert Cluster.local(2, "cuda").device.overlap_fraction is None
 
 
 def test_a_cluster_made_by_hand() -> None:
@@ -147,13 +149,18 @@ def test_what_is_said_of_a_device_is_what_it_costs() -> None:
     def seconds(work: OpWork, mode: Mode = Mode.EAGER, **said: float) -> float:
         return roofline_s(work, "forward", replace(device, **said), mode).mid  # type: ignore[arg-type]
 
-    assert seconds(view, launch_s=3e-6) == 3e-6 and seconds(view, launch_s=0.0) == 0.0
-    assert seconds(view) == 6e-6 and seconds(view, Mode.COMPILED, launch_s=3e-6) == 0.0  # where nothing is said
+    cpu = {"peak_flops": 1e12}
+    assert seconds(view, launch_s=3e-6, **cpu) == 3e-6 and seconds(view, launch_s=0.0, **cpu) == 0.0
+    assert seconds(view, **cpu) == 6e-6  # where nothing is said
+    assert seconds(view, Mode.COMPILED, launch_s=3e-6, **cpu) == 0.0
     half, full = (seconds(product, launch_s=0.0, achievable_fraction=f) for f in (0.4, 0.8))
     assert half == pytest.approx(2 * full)
     assert seconds(product, launch_s=0.0) == pytest.approx(full * 0.8 / 0.75)
-    catalog_s = roofline_s(view, "forward", catalog.device("h100-sxm5-80gb"), Mode.EAGER).mid
-    assert catalog_s == catalog.device("h100-sxm5-80gb").launch_s
+    h100 = Cluster.parse("1xh100-sxm5-80gb")  # there the host runs ahead of the device
+    assert roofline_s(view, "forward", h100.device, Mode.EAGER).mid == 0.0
+    slow = replace(h100, device=replace(h100.device, launch_s=3e-6))
+    assert host_s((product,), "forward", Costs(slow)).mid == 3e-6
+    assert host_s((product, view), "forward", Costs(h100)).mid == Costs(h100).constants.host_eager_s
 
 
 def test_what_if() -> None:

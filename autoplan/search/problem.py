@@ -15,11 +15,12 @@ Layers that are calls of one block share their choices (the restriction `uniform
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import PRECISIONS, Mode, Precision
+from autoplan.cost_models.config import PRECISIONS, Mode, Precision, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import InfeasibleError
 from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
@@ -136,11 +137,13 @@ class IntraSettings:
     mode: Mode = Mode.EAGER
     precision: Precision = PRECISIONS["native"]
     context: int = 1  # context-parallel degree: `s` of `env` is one rank's part
+    options: RunOptions = field(default_factory=RunOptions)
+    constants: Constants = field(default_factory=Constants.shipped)
 
     @property
     def costs(self) -> Costs:
         """Prices of this cluster."""
-        return Costs(self.cluster, self.profile, self.mode)
+        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
 class _Classes:

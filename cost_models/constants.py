@@ -1,0 +1,136 @@
+"""The few global constants of the cost model: what whole steps add to the kernels and collectives they are made of.
+
+    constants = Constants.shipped()                     # profiles/constants.json, fitted to published steps
+    constants = Constants.load("mine.json")             # of `autoplan calibrate`
+    constants.with_({"host_fused_s": 3e-5})
+
+Kernels and collectives have constants of their own, fitted to published timings of kernels and collectives
+(profiles/kernels, profiles/links). These here are what only whole training steps show: how much of a burst's speed a
+device keeps, what the host needs per operation, what overlaps. None is of a row, a campaign or a model. Each was fitted
+to steps of at least three campaigns, or is assumed; the file says which, with the error of leaving campaigns out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.errors import ProfileError
+
+# Families of accelerators and classes of precision with a share of a burst's speed of their own.
+_SUSTAINED = {
+    ("ampere", "half"): "sustained_ampere",
+    ("hopper", "half"): "sustained_hopper",
+    ("hopper", "fp8"): "sustained_hopper_fp8",
+    ("blackwell", "half"): "sustained_blackwell",
+    ("blackwell", "fp8"): "sustained_blackwell_fp8",
+    ("blackwell", "fp4"): "sustained_blackwell_fp8",
+}
+
+
+@dataclass(frozen=True, eq=True)
+class Constants:
+    """All of them; shares without a unit.
+
+    Attributes:
+        sustained_*: share of the speed of short bursts of products and attention that long training keeps (power).
+        memory_share: share of the data sheet's bandwidth that memory-bound kernels reach.
+        attention_share: speed of attention in training over that of the fitted timings (of inference runtimes).
+        grouped_share: speed of products of experts over plain ones of the same sizes.
+        imbalance: rows of the fullest rank's experts over the mean: the one factor for uneven routing.
+        host_eager_s: seconds that the host needs per operation and pass, op by op (launch `async` or `blocking`).
+        host_fused_s: the same of fused modules of Megatron and Transformer Engine.
+        host_experts_s: the same of one call of experts (routing, sorting, waiting for the sizes).
+        host_fp8: factor on all of them where products are 8 bits (amax, scales, casts).
+        overlap: share of ZeRO's traffic that hides behind compute.
+        tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
+        network_share: bandwidth of networks among other traffic over that of collective benchmarks.
+    """
+
+    sustained_ampere: float = 0.96
+    sustained_hopper: float = 0.96
+    sustained_hopper_fp8: float = 0.96
+    sustained_blackwell: float = 0.96
+    sustained_blackwell_fp8: float = 0.96
+    memory_share: float = 0.85
+    attention_share: float = 1.0
+    grouped_share: float = 0.6344
+    imbalance: float = 1.0
+    host_eager_s: float = 10e-6
+    host_fused_s: float = 50e-6
+    host_experts_s: float = 2e-3
+    host_fp8: float = 1.5
+    overlap: float = 0.8
+    tp_hidden: float = 0.5
+    ep_hidden: float = 0.5
+    network_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in self.values.items():
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ProfileError(f"constant {name}={value!r} must be a finite number of at least 0")
+            if name.startswith("sustained") or name.endswith("_share"):
+                if not 0 < value <= 2:
+                    raise ProfileError(f"constant {name}={value!r} is a share; it must lie in (0, 2]")
+            elif name in ("overlap", "tp_hidden", "ep_hidden") and value > 1:
+                raise ProfileError(f"constant {name}={value!r} is a share; it must lie in [0, 1]")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(self.values.items()))
+
+    @property
+    def values(self) -> dict[str, float]:
+        """By name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def sustained(self, family: str, kind: str) -> float:
+        """Share of a burst's speed; that of the family's 16-bit products where the class has none of its own."""
+        name = _SUSTAINED.get((family, kind)) or _SUSTAINED.get((family, "half")) or _SUSTAINED["ampere", "half"]
+        return float(getattr(self, name))
+
+    def with_(self, values: Mapping[str, float]) -> Constants:
+        """Some of them replaced. ProfileError names an unknown one and the known ones."""
+        known = self.values
+        for name in values:
+            if name not in known:
+                raise ProfileError(f"constant {name!r} is not known; known are {', '.join(known)}")
+        return replace(self, **values)
+
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def shipped() -> Constants:
+        """Those of this version."""
+        text = files("autoplan.profiles").joinpath("constants.json").read_text(encoding="utf-8")
+        return constants_of(json.loads(text), "profiles/constants.json")
+
+    @staticmethod
+    def load(path: str | Path) -> Constants:
+        """Of a file that `autoplan calibrate` wrote. ProfileError for a file that cannot be read or has other names."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ProfileError(f"constants {path} cannot be read: {error}") from error
+        return constants_of(data, f"constants {path}")
+
+
+def constants_of(data: Any, where: str) -> Constants:
+    """From the data of a file: `constants` by name, each a number or a mapping with `value`; the rest as shipped."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("constants"), Mapping):
+        raise ProfileError(f"{where}: a mapping with the key 'constants' is needed")
+    values: dict[str, float] = {}
+    for name, entry in data["constants"].items():
+        value = entry.get("value") if isinstance(entry, Mapping) else entry
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ProfileError(f"{where}: {name}={value!r} is not a number")
+        values[name] = float(value)
+    return Constants().with_(values)

@@ -1,0 +1,49 @@
+"""What the host needs to start the kernels of a pass, which a device that is faster has to wait for.
+
+Python, dispatch and launch of each operation; a device works off a queue that the host fills, so that a block takes the
+longer of both (launch `async`), the device's share alone (`graphs`), or their sum (`blocking`). Views start no kernel;
+in fused and compiled programs neither do element-wise operations. A call of experts sorts rows by expert and, where the
+number of rows of each is not known beforehand, waits for the device to tell it: Megatron's dropless dispatch.
+
+The constants are fitted to whole steps of small micro-batches (`Constants.host_*`). What is no accelerator pays for
+operations one at a time in `compute`, and a profile of the runtime has it measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.cost_models.compute import ELEMENTWISE, VIEWS
+from autoplan.cost_models.config import Launch, Mode
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.kernels import Kind, kernels_of, kind_of
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.work import OpWork
+
+_SPREAD = 0.5  # from host to host and from one version of a framework to the next
+
+
+def host_s(ops: Sequence[OpWork], phase: str, costs: Costs) -> Quantity:
+    """Seconds of the host for one pass over `ops`; nothing where it costs nothing."""
+    if costs.options.launch is Launch.GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
+        return ZERO
+    return _of(tuple(ops), phase, costs)
+
+
+def _of(ops: tuple[OpWork, ...], phase: str, costs: Costs) -> Quantity:
+    c, eager = costs.constants, costs.mode is Mode.EAGER
+    given = costs.cluster.device.launch_s  # what the user says of one operation in eager mode
+    each = c.host_fused_s if costs.mode is Mode.FUSED else c.host_eager_s if given is None else given
+    seconds = 0.0
+    for op in ops:
+        if op.op in VIEWS or (op.op in ELEMENTWISE and not eager) or (phase == "backward" and not op.has_backward):
+            continue
+        own = c.host_experts_s if op.op == "experts" else each
+        dtype = dict(op.attrs).get("matmul_dtype")
+        seconds += own * (c.host_fp8 if isinstance(dtype, str) and kind_of(dtype) is not Kind.HALF else 1.0)
+    return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
+
+
+def waited_s(host: Quantity, device: Quantity, launch: Launch) -> Quantity:
+    """What the host adds to a block that keeps the device busy for `device`."""
+    return host if launch is Launch.BLOCKING else host.less(device)
