@@ -156,7 +156,7 @@ def test_what_is_said_of_a_device_is_what_it_costs() -> None:
     half, full = (seconds(product, launch_s=0.0, achievable_fraction=f) for f in (0.4, 0.8))
     assert half == pytest.approx(2 * full)
     assert seconds(product, launch_s=0.0) == pytest.approx(full * 0.8 / 0.75)
-    h100 = Cluster.parse("1xh100-sxm5-80gb")  # there the host runs ahead of the device
+    h100 = Cluster.parse("1x8xh100-sxm5-80gb")  # there the host runs ahead of the device
     assert roofline_s(view, "forward", h100.device, Mode.EAGER).mid == 0.0
     slow = replace(h100, device=replace(h100.device, launch_s=3e-6))
     assert host_s((product,), "forward", Costs(slow)).mid == 3e-6
