@@ -37,12 +37,14 @@ class Attention(StrEnum):
 class Launch(StrEnum):
     """How the host starts kernels.
 
-    ASYNC: ahead of the device, which waits where the host is slower. GRAPHS: from CUDA graphs, at no cost. BLOCKING:
-    one at a time (CUDA_LAUNCH_BLOCKING=1), so that host and device take turns.
+    ASYNC: ahead of the device, which waits where the host is slower. GRAPHS: from CUDA graphs, at no cost, but for
+    experts whose numbers of rows the host has to know. FULL_GRAPHS: these too. BLOCKING: one at a time
+    (CUDA_LAUNCH_BLOCKING=1), so that host and device take turns.
     """
 
     ASYNC = "async"
     GRAPHS = "graphs"
+    FULL_GRAPHS = "full_graphs"
     BLOCKING = "blocking"
 
 

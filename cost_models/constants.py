@@ -46,7 +46,8 @@ class Constants:
         imbalance: rows of the fullest rank's experts over the mean: the one factor for uneven routing.
         host_eager_s: seconds that the host needs per operation and pass, op by op (launch `async` or `blocking`).
         host_fused_s: the same of fused modules of Megatron and Transformer Engine.
-        host_experts_s: the same of one call of experts (routing, sorting, waiting for the sizes).
+        host_blocking_s: seconds per operation and pass where the host waits for every kernel (launch `blocking`).
+        host_experts_s: the same as `host_fused_s` of one call of experts (routing, sorting, waiting for the sizes).
         host_fp8: factor on all of them where products are 8 bits (amax, scales, casts).
         overlap: share of ZeRO's traffic that hides behind compute.
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
@@ -64,6 +65,7 @@ class Constants:
     imbalance: float = 1.0
     host_eager_s: float = 10e-6
     host_fused_s: float = 50e-6
+    host_blocking_s: float = 150e-6
     host_experts_s: float = 2e-3
     host_fp8: float = 1.5
     overlap: float = 0.8

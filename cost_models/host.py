@@ -1,8 +1,9 @@
 """What the host needs to start the kernels of a pass, which a device that is faster has to wait for.
 
 Python, dispatch and launch of each operation; a device works off a queue that the host fills, so that a block takes the
-longer of both (launch `async`), the device's share alone (`graphs`), or their sum (`blocking`). Views start no kernel;
-in fused and compiled programs neither do element-wise operations. A call of experts sorts rows by expert and, where the
+longer of both (launch `async`), the device's share alone (`full_graphs`; `graphs`: but for experts), or their sum
+(`blocking`). Views start no kernel; in fused and compiled programs neither do element-wise operations, unless the host
+waits for each kernel (where old fused kernels save few of them). A call of experts sorts rows by expert and, where the
 number of rows of each is not known beforehand, waits for the device to tell it: Megatron's dropless dispatch.
 
 The constants are fitted to whole steps of small micro-batches (`Constants.host_*`). What is no accelerator pays for
@@ -25,7 +26,7 @@ _SPREAD = 0.5  # from host to host and from one version of a framework to the ne
 
 def host_s(ops: Sequence[OpWork], phase: str, costs: Costs) -> Quantity:
     """Seconds of the host for one pass over `ops`; nothing where it costs nothing."""
-    if costs.options.launch is Launch.GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
+    if costs.options.launch is Launch.FULL_GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
         return ZERO
     return _of(tuple(ops), phase, costs)
 
@@ -34,11 +35,16 @@ def _of(ops: tuple[OpWork, ...], phase: str, costs: Costs) -> Quantity:
     c, eager = costs.constants, costs.mode is Mode.EAGER
     given = costs.cluster.device.launch_s  # what the user says of one operation in eager mode
     each = c.host_fused_s if costs.mode is Mode.FUSED else c.host_eager_s if given is None else given
+    waits, blocking = costs.options.launch is Launch.BLOCKING, c.host_blocking_s
     seconds = 0.0
     for op in ops:
-        if op.op in VIEWS or (op.op in ELEMENTWISE and not eager) or (phase == "backward" and not op.has_backward):
+        if op.op in VIEWS or (phase == "backward" and not op.has_backward):
             continue
-        own = c.host_experts_s if op.op == "experts" else each
+        if op.op in ELEMENTWISE and not eager and not waits:
+            continue
+        if op.op != "experts" and costs.options.launch is Launch.GRAPHS:
+            continue
+        own = c.host_experts_s if op.op == "experts" else blocking if waits else each
         dtype = dict(op.attrs).get("matmul_dtype")
         seconds += own * (c.host_fp8 if isinstance(dtype, str) and kind_of(dtype) is not Kind.HALF else 1.0)
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO

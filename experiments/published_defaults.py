@@ -24,7 +24,8 @@ class Framework(StrEnum):
     COMPOSER = "Composer FSDP"
     JAX = "MaxText, Pax"
     MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
-    MEGATRON = "Megatron-LM, NeMo"
+    MEGATRON = "Megatron-LM"
+    NEMO = "NeMo, Megatron Bridge"
     INTERNEVO = "InternEvo"
     TORCHTITAN = "torchtitan"
     OTHER = "other"
@@ -67,7 +68,8 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"torchtitan", Framework.TORCHTITAN),
     (r"InternEvo", Framework.INTERNEVO),
     (r"DeepSpeed|bigscience", Framework.MEGATRON_DEEPSPEED),
-    (r"Megatron|NeMo|Korthikanti|calculon|dgxc-benchmarking|training_results", Framework.MEGATRON),
+    (r"NeMo|Megatron-Bridge|dgxc-benchmarking|training_results", Framework.NEMO),
+    (r"Megatron|Korthikanti|calculon|SC21|2205\.05198|2402\.15627|SimuMax|ModelZoo|Primus", Framework.MEGATRON),
 )
 
 DEFAULTS: Mapping[Framework, Defaults] = {
@@ -79,6 +81,7 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.MEGATRON_DEEPSPEED: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
     # Transformer Engine; performance recipes compute at most the attention core again (NVIDIA NeMo performance guide)
     Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
+    Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.INTERNEVO: Defaults((Mode.FUSED,), ("none", "full"), (1,)),  # apex and flash-attention kernels
     # torch.compile per block and selective activation checkpointing by operation are torchtitan's defaults
     Framework.TORCHTITAN: Defaults((Mode.COMPILED, Mode.EAGER), ("selective", "none", "full"), (3,)),

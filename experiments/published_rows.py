@@ -21,9 +21,10 @@ from typing import Any
 
 import published_defaults as tables
 from published_defaults import Formula, Framework, Memory, find
+from published_options import era_of, options_of
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.errors import AutoplanError
 
 COLUMNS = (
@@ -317,6 +318,7 @@ class Setting:
 
     mode: Mode
     config: ParallelConfig
+    options: RunOptions
 
 
 @dataclass(frozen=True)
@@ -434,6 +436,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     readings += [replace(usual, etp=v) for v in etps[1:]]
     readings += [replace(usual, mode=v) for v in defaults.modes[1:]]
     schedule = _schedule(row)
+    era = era_of(row["source"], row["notes"], row["gpu"])
+    options = options_of(framework, era, row["flags"])
     settings = []
     for r in readings:
         chunks = r.virtual_stages if pp > 1 else 1
@@ -452,7 +456,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
             recompute=r.recompute,
             stages=_stages(shape.layers, pp) if chunks == 1 else None,
         )
-        settings.append(Setting(r.mode, config))
+        settings.append(Setting(r.mode, config, options))
     return tuple(settings), batch, tuple(assumed)
 
 

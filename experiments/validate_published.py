@@ -111,7 +111,15 @@ def price(task: Task) -> tuple[Estimate, ...]:
 def request_of(task: Task, setting: Setting) -> PlanRequest:
     """What the planner is asked."""
     graph, batch = graph_of(task.shape), task.global_batch_size
-    return PlanRequest(graph, task.cluster, task.seq_len, batch, precision=task.precision, mode=setting.mode)
+    return PlanRequest(
+        graph,
+        task.cluster,
+        task.seq_len,
+        batch,
+        precision=task.precision,
+        mode=setting.mode,
+        options=setting.options,
+    )
 
 
 def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:

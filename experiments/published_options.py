@@ -1,0 +1,110 @@
+"""How published runs were set up beyond their degrees: kernels of attention, launch, overlap.
+
+One default per (framework, era), never per row, campaign or model. The era is the date of the release that a row names
+(`container 26.04`, `release v25.02`, `NeMo 24.07`), else of its source, else of the first year that its devices were
+used. What a row's flags say goes first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from published_defaults import Framework, find
+
+from autoplan.cost_models.config import Attention, Launch, RunOptions
+
+# Years with the part of the year that has passed: what was run was set up then, at the latest.
+_RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
+_SOURCES: tuple[tuple[str, float], ...] = (
+    (r"bigscience", 2022.2),
+    (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
+    (r"2205\.05198|SC21|jan2021|Megatron-LM git history", 2021.5),
+    (r"Lucie-Training", 2024.4),
+    (r"2402\.15627", 2023.6),
+    (r"InternEvo|performance_long_sequence|TinyLlama|torchtitan@3faaa1a", 2024.2),
+    (r"Megatron-LM README", 2024.4),
+    (r"SimuMax|Megatron-Bridge|Primus|MoE-ModelZoo|Automodel|functional_tests|torchtitan|maxtext|gpu-recipes", 2025.7),
+)
+_DEVICES: tuple[tuple[str, float], ...] = (
+    (r"V100", 2021.0),
+    (r"A100|A800|TPU v4", 2022.5),
+    (r"H100|H800|MI250|MI300X|v5p|TPU", 2024.0),
+    (r"H200|MI325", 2024.9),
+    (r"B200|GB200", 2025.4),
+    (r".", 2026.0),
+)
+
+_PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
+_INTERLEAVED = frozenset({"pp"})  # Megatron's --overlap-p2p-communication, on by default with virtual stages
+_RECIPES = frozenset({"pp", "tp"})  # NeMo's performance recipes add user buffers for tensor parallelism
+
+# (since, options), the last that applies. FlashAttention: 2022, in Megatron and PyTorch from 2023 on, FlashAttention-2
+# from the end of 2023; Transformer Engine brings cuDNN's own from 2024 on.
+OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
+    Framework.COMPOSER: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
+    Framework.JAX: ((0.0, RunOptions(Attention.FUSED, Launch.GRAPHS)),),  # XLA launches command buffers; cuDNN
+    # the launch scripts of BigScience and those that follow it set CUDA_LAUNCH_BLOCKING=1
+    Framework.MEGATRON_DEEPSPEED: (
+        (0.0, RunOptions(Attention.UNFUSED, Launch.BLOCKING)),
+        (2023.8, RunOptions(Attention.FLASH2, Launch.BLOCKING)),
+    ),
+    Framework.MEGATRON: (
+        (0.0, RunOptions(Attention.UNFUSED, overlap=_INTERLEAVED)),
+        (2023.0, RunOptions(Attention.FLASH1, overlap=_INTERLEAVED)),
+        (2023.8, RunOptions(Attention.FLASH2, overlap=_INTERLEAVED)),
+        (2024.3, RunOptions(Attention.FUSED, overlap=_INTERLEAVED)),
+    ),
+    Framework.NEMO: (
+        (0.0, RunOptions(Attention.FLASH2, overlap=_RECIPES)),
+        (2024.3, RunOptions(Attention.FUSED, overlap=_RECIPES)),
+        # recipes of Megatron Bridge for Blackwell and experts capture CUDA graphs of what has no dynamic sizes
+        (2025.8, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES)),
+        # and from mid 2026 on of whole iterations, with the exchange of experts beside other micro-batches
+        (2026.4, RunOptions(Attention.FUSED, Launch.FULL_GRAPHS, overlap=_RECIPES | {"ep"})),
+    ),
+    Framework.INTERNEVO: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
+    Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2)),),
+    Framework.OTHER: ((0.0, _OLD), (2022.9, RunOptions(Attention.FLASH1)), (2023.8, _PLAIN)),
+}
+
+# What flags say.
+_LAUNCH: tuple[tuple[str, Launch], ...] = (
+    (r"CUDA_LAUNCH_BLOCKING=1", Launch.BLOCKING),
+    (r"full[- ]iteration.{0,12}graph", Launch.FULL_GRAPHS),
+    (r"CUDA[- ]?graph", Launch.GRAPHS),
+)
+_ATTENTION: tuple[tuple[str, Attention], ...] = (
+    (r"FlashAttention-?3|cuDNN", Attention.FUSED),
+    (r"FlashAttention-?2|flash-?attn-?2", Attention.FLASH2),
+    (r"xformers", Attention.FLASH1),
+)
+_OVERLAPS: tuple[tuple[str, str], ...] = (
+    (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),
+    (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe", "ep"),
+    (r"TP/DP/PP overlap|overlap-p2p|PP overlap", "pp"),
+)
+
+
+def era_of(source: str, notes: str, device: str) -> float:
+    """The year of a run, as far as its row says."""
+    if (match := re.search(_RELEASE, f"{source} {notes}")) is not None:
+        return 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
+    if (match := re.search(r"training_results_v(\d)\.(\d)", source)) is not None:
+        return 2020.4 + int(match.group(1)) + 0.5 * int(match.group(2))  # v3.0 in June 2023, two rounds a year
+    year = find(_SOURCES, source)
+    return year if year is not None else find(_DEVICES, device) or 2026.0
+
+
+def options_of(framework: Framework, era: float, flags: str) -> RunOptions:
+    """The options of a framework at a time, and what the flags of a run say of them."""
+    usual = next(options for since, options in reversed(OPTIONS[framework]) if era >= since)
+    launch, attention = find(_LAUNCH, flags), find(_ATTENTION, flags)
+    said = {name for pattern, name in _OVERLAPS if re.search(pattern, flags, re.IGNORECASE)}
+    return replace(
+        usual,
+        launch=launch or usual.launch,
+        attention=attention or usual.attention,
+        overlap=usual.overlap | said,
+    )
