@@ -28,6 +28,7 @@ from autoplan.cost_models.hardware import (
     MEMORY_GB,
     OVERSUBSCRIPTION,
     USD,
+    WATTS,
     Device,
     Group,
     Level,
@@ -47,6 +48,7 @@ OVERRIDES: dict[str, str] = {
     "nic": "Gbit/s per device and direction between nodes",
     "scaleup": "GB/s per device and direction in the scale-up domain",
     "memory_gb": "usable GB (1e9 bytes) per device",
+    "power": "W per device: products slow down under a cap",
     "price": "US dollars per device and hour",
 }
 _RANGES: dict[str, Range] = {
@@ -55,6 +57,7 @@ _RANGES: dict[str, Range] = {
     "nic": GBIT_S,
     "scaleup": GB_S,
     "memory_gb": MEMORY_GB,
+    "power": WATTS,
     "price": USD,
 }
 
@@ -134,10 +137,11 @@ class Cluster:
         nic: float | None = None,
         scaleup: float | None = None,
         memory_gb: float | None = None,
+        power: float | None = None,
         price: float | None = None,
     ) -> Cluster:
         """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
-        figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "price": price}
+        figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "power": power, "price": price}
         given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
             known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -148,6 +152,8 @@ class Cluster:
         device, link, outer = self.device, self.link, self.outer
         if memory_gb is not None:
             device = replace(device, memory_bytes=int(memory_gb * GB))
+        if power is not None:
+            device = replace(device, power_w=float(power))
         if scaleup is not None:
             speed = scaleup * GB
             if isinstance(link, Level) and link.p2p_bytes_per_s is not None:

@@ -40,6 +40,7 @@ class Constants:
 
     Attributes:
         sustained_*: share of the speed of short bursts of products and attention that long training keeps (power).
+        power_exponent: sustained speed grows with the power of a device to this, among devices of one family.
         memory_share: share of the data sheet's bandwidth that memory-bound kernels reach.
         attention_share: speed of attention in training over that of the fitted timings (of inference runtimes).
         grouped_share: speed of products of experts over plain ones of the same sizes.
@@ -59,6 +60,7 @@ class Constants:
     sustained_hopper_fp8: float = 0.96
     sustained_blackwell: float = 0.96
     sustained_blackwell_fp8: float = 0.96
+    power_exponent: float = 0.6
     memory_share: float = 0.85
     attention_share: float = 1.0
     grouped_share: float = 0.6344

@@ -111,7 +111,12 @@ class Kernels:
     older: Mapping[Attention, float]  # speed of other attention kernels over the device's own
     grouped_error: float
     own_launch: bool  # True: the constants' launch times are those of such a device
+    power: float  # of the device over that of its family's usual one
     steps: GlobalConstants
+
+    def sustained(self, kind: Kind) -> float:
+        """Share of a burst's speed that long training keeps."""
+        return float(self.steps.sustained(self.family, kind) * self.power**self.steps.power_exponent)
 
     @property
     def memory_share(self) -> float:
@@ -139,7 +144,7 @@ class Kernels:
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
-        share = self.steps.sustained(self.family, kind) * (self.steps.grouped_share if grouped else 1.0)
+        share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
         compute_s = _product_compute_s(
             fit.constants, self.tiles, self.units, rows, columns, depth, groups, device.peak_flops * share, bandwidth
         )
@@ -168,7 +173,7 @@ class Kernels:
         keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * causal
         tiles = heads * math.ceil(queries / QUERIES_PER_TILE) / self.units
         area = QUERIES_PER_TILE * head_dims * (1.0 if phase == "forward" else BACKWARD_FLOPS)
-        share = self.steps.sustained(self.family, Kind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)
+        share = self.sustained(Kind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)
         rate = device.peak_flops * share / self.units
         compute_s = tiles_s(fit.constants, tiles, area, keys, inverse_head(head_dims / 2.0), rate)
         traffic_s = moved / (device.memory_bytes_per_s * self.memory_share)
@@ -343,5 +348,6 @@ def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels 
         older={Attention(k): float(share) for k, share in attention["older"][family].items()},
         grouped_error=float(gemm["grouped"]["held_out_p90"]),
         own_launch=known,
+        power=1.0 if device.power_w is None or not known else device.power_w / float(shape["power_w"]),
         steps=steps or GlobalConstants.shipped(),
     )

@@ -120,6 +120,10 @@ DEVICES: Mapping[tuple[str, int], tuple[str, str]] = {
     ("A100", 80): ("a100-sxm4-80gb", ""),
     ("A800", 80): ("a100-sxm4-80gb", "scaleup=200"),
     ("H100", 80): ("h100-sxm5-80gb", ""),
+    # Meta's: HBM2e and 500 W (pytorch/torchtitan benchmarks)
+    ("H100", 94): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
+    ("H100", 95): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
+    ("H100", 96): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
     ("H800", 80): ("h800-sxm-80gb", ""),
     ("H200", 141): ("h200-sxm-141gb", ""),
     ("B200", 180): ("b200-sxm-180gb", ""),

@@ -74,6 +74,7 @@ _LAUNCH: tuple[tuple[str, Launch], ...] = (
     (r"CUDA_LAUNCH_BLOCKING=1", Launch.BLOCKING),
     (r"full[- ]iteration.{0,12}graph", Launch.FULL_GRAPHS),
     (r"CUDA[- ]?graph", Launch.GRAPHS),
+    (r"token[- ]?drop", Launch.FULL_GRAPHS),  # experts take a fixed number of rows: nothing waits for their sizes
 )
 _ATTENTION: tuple[tuple[str, Attention], ...] = (
     (r"FlashAttention-?3|cuDNN", Attention.FUSED),

@@ -437,7 +437,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     readings += [replace(usual, mode=v) for v in defaults.modes[1:]]
     schedule = _schedule(row)
     era = era_of(row["source"], row["notes"], row["gpu"])
-    options = options_of(framework, era, row["flags"])
+    options = options_of(framework, era, f"{row['flags']} {row['model']}")
     settings = []
     for r in readings:
         chunks = r.virtual_stages if pp > 1 else 1
