@@ -21,6 +21,7 @@ from autoplan.rules.table import flops, rule_for
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
 _IGNORED_ATTRS = frozenset(("scale", "bias"))
+_NARROW = frozenset(("linear", "matmul", "experts"))
 
 
 def groups_of(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
@@ -65,6 +66,10 @@ class Works:
         self.sizes = graph.factor_sizes(env)
         self.groups = groups_of(self.axes)
         self.remapped = _dtype_map(graph, precision)
+        # 8 and 4 bits are for products with weights inside of layers: the head keeps 16 bits in Transformer Engine,
+        # torchtitan and torchao alike
+        layers = {c.block for c in graph.calls if c.params and "." in c.name}
+        self.narrow = layers or set(graph.blocks)
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
         self._flops: dict[tuple[str, str], float] = {}
 
@@ -129,7 +134,7 @@ class Works:
         attrs = tuple(
             sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
         )
-        if self.precision.matmul and node.op in ("linear", "matmul", "experts"):
+        if self.precision.matmul and node.op in _NARROW and block.name in self.narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
         return OpWork(
             node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
