@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autoplan.cost_models.cluster import Device
@@ -53,8 +53,8 @@ _HALF_S = 10e-6
 _DEFAULT_LAUNCH_S = 6e-6
 # How much of it an op pays: a graph launch pays it once for all ops.
 _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
-# Share of the traffic of an element-wise op that is left when it is fused into its producer: its input stays in
-# registers, its output is still written where a backward needs it.
+# Share of the traffic of an element-wise op that is left when it is fused into its producer, where it is not known what
+# runs together (search.fusion): its input stays in registers, its output is written where a backward needs it.
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
 # Intervals of the roofline: a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
@@ -135,6 +135,9 @@ def roofline_s(
         fused = work.op in ELEMENTWISE and mode is not Mode.EAGER
         launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
+    together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
+    if isinstance(together, int):
+        moved, launch = float(together), 0.0
     said = device.achievable_fraction is not None or device.peak_flops_by_dtype
     product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
     best = _ATTENTION_EFFICIENCY if work.op == "attention" else product
@@ -143,7 +146,7 @@ def roofline_s(
     compute_s = (flops + half) / (best * device.peak_flops)
     share = _MEMORY_EFFICIENCY if known is None else known.memory_share
     traffic_s = moved / (share * device.memory_bytes_per_s)
-    if work.op in ELEMENTWISE:
+    if work.op in ELEMENTWISE and together is None:
         traffic_s *= _FUSED_SHARE[mode]
     return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
 
@@ -456,7 +459,8 @@ def op_s(
         return ZERO
     found = None
     if profile is not None:
-        found = profile.op_s(work, phase) or interpolated_s(work, phase, profile)
+        alone = replace(work, attrs=tuple(a for a in work.attrs if not a[0].startswith("fused_")))
+        found = profile.op_s(alone, phase) or interpolated_s(alone, phase, profile)
     if found is None:
         return roofline_s(work, phase, device, mode, options, constants)
     if mode is not Mode.EAGER and (work.op in ELEMENTWISE or work.op in VIEWS):

@@ -13,6 +13,7 @@ from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Wo
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.expert_parallel import ExpertDegrees, dispatch_comms, local_products, rerouted, rerouted_comms
+from autoplan.search.fusion import fused_works
 from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
@@ -209,6 +210,8 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
             comms += _context_comms(work)
         position[k] = len(ops)
         ops.append(work)
+    if works.fused:
+        ops = fused_works(lowered, ops, position)
     ratio = {v.name: works.width(v) / DTYPE_BYTES[v.dtype] for v in block.values.values()}
     params = tuple(_param(lowered, i, works, experts) for i in range(len(lowered.params)))
     # gradients of dispatched experts are reduced over their own replicas
