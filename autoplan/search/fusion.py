@@ -1,6 +1,6 @@
 """Memory traffic of element-wise operations that run in kernels together.
 
-Fused programs (torch.compile; Megatron's and Transformer Engine's norms, activations, rotary embeddings) run a connected
+Fused programs (torch.compile; norms, activations, rotary embeddings of Megatron and Transformer Engine) run a connected
 run of element-wise operations, views and reductions over the last dim as one kernel: it reads what comes from outside
 once, keeps what lies between in registers, and writes what somebody outside needs. Two operations are in one kernel if
 one feeds the other and no product, attention or collective lies on any way between them.
