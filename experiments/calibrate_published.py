@@ -118,7 +118,7 @@ def main(
     trust: Annotated[str, typer.Option(help="only rows of this trust (A, B or C); empty: all")] = "A",
     only: Annotated[str, typer.Option(help="constants to fit, by comma; all by default")] = "",
     without: Annotated[str, typer.Option(help="constants not to fit, by comma")] = "",
-    start: Annotated[Path | None, typer.Option(help="constants to start from; by default those as shipped")] = None,
+    start: Annotated[Path | None, typer.Option(help="constants to start from; by default the assumed ones")] = None,
     write: Annotated[Path | None, typer.Option(help="store the constants here")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="store the same and every row here")] = None,
     limit: Annotated[int, typer.Option(min=0, help="at most so many rows, spread over the file; 0: all")] = 0,
@@ -134,7 +134,8 @@ def main(
     try:
         everything = read_rows(data)
         cases = cases_of(chosen(everything, trust, "", limit), everything)
-        begin = Constants.shipped() if start is None else Constants.load(start)
+        # not those as shipped: priors around values of an earlier fit would count its steps twice
+        begin = Constants() if start is None else Constants.load(start)
         begin.with_(dict.fromkeys(filter(None, (only + "," + without).split(",")), 1.0))  # names are known
         wanted = [n for n in begin.values if begin.values[n] and (not only or n in only.split(","))]
         wanted = [n for n in wanted if n not in without.split(",")]
@@ -158,7 +159,7 @@ def main(
     console.print(constants_table(fitted, held, "campaign"))
     console.print(groups_table(steps, fitted, held, "campaign"))
     for found in intervals:
-        console.print(interval_text(found))
+        console.print(interval_text(found), soft_wrap=True)
     console.print(f"{fitted.rounds} rounds; constants of fewer than {LEAST_GROUPS} campaigns stay")
     more = {
         "date": date or datetime.date.today().isoformat(),

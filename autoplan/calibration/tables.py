@@ -20,13 +20,18 @@ def rounded(constants: Constants) -> Constants:
 
 
 def constants_table(fitted: Fitted, held: HeldOut | None, group: str) -> Table:
-    """A row per constant. `group`: what a group is called."""
+    """A row per constant that a step depends on. `group`: what a group is called.
+
+    State `few steps`: those of too few groups, so that it stays; `prior holds`: fitted, but not determined.
+    """
     table = Table(title="Constants", title_justify="left")
     table.add_column("constant")
     for name in ("before", "after", "error", "prior", f"{group}s", "steps", *(["without one"] if held else [])):
         table.add_column(name, justify="right")
     table.add_column("state")
     for row in fitted.rows.values():
+        if not row.groups:
+            continue
         span = [" - ".join(f"{v:.3g}" for v in held.span[row.name])] if held else []
         table.add_row(
             row.name,
@@ -45,10 +50,10 @@ def constants_table(fitted: Fitted, held: HeldOut | None, group: str) -> Table:
 def state(row: Row) -> str:
     """What the fit did with a constant, in words."""
     if not row.fitted:
-        return "stays: too few steps depend on it" if row.groups else "stays: no step depends on it"
+        return "few steps"
     if row.at_bound:
-        return "fitted, at the end of its range"
-    return "fitted" if row.determined else "held by its prior: the steps do not determine it"
+        return "at the end of its range"
+    return "fitted" if row.determined else "prior holds"
 
 
 def groups_table(steps: Sequence[Step], fitted: Fitted, held: HeldOut | None, group: str) -> Table:
