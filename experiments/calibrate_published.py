@@ -15,7 +15,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -110,7 +110,7 @@ def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
 def origin(source: str) -> str:
     """The repository or paper that a row names first, without files and lines."""
     repository = re.match(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source)
-    return repository.group(0) if repository else re.split(r"[,;(]| Table| Fig", source)[0].strip()
+    return repository.group(0) if repository else re.split(r";| \(|,? (?:Table|Fig|p\.|section)", source)[0].strip()
 
 
 def main(
@@ -140,7 +140,8 @@ def main(
         wanted = [n for n in begin.values if begin.values[n] and (not only or n in only.split(","))]
         wanted = [n for n in wanted if n not in without.split(",")]
         with ExitStack() as stack:
-            pools = [stack.enter_context(ProcessPoolExecutor(1)) for _ in range(jobs)]
+            kind = ProcessPoolExecutor if jobs > 1 else ThreadPoolExecutor  # one alone: here
+            pools = [stack.enter_context(kind(1)) for _ in range(jobs)]
             tasks = list(dict.fromkeys(case.task for case in cases))
             workers = Workers(tasks, pools)
             number = {task: i for i, task in enumerate(tasks)}

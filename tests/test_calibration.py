@@ -1,9 +1,12 @@
 """Constants from measured steps: what steps determine is found, what they do not stays, and held out means refitted."""
 
+import csv
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,12 @@ from autoplan.estimate import estimate_config
 from autoplan.points import PlanRequest
 from autoplan.report.arguments import read_options
 from autoplan.report.degrees import config_of
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+import calibrate_published as experiment
+import validate_published
+from published_rows import COLUMNS, Row, Shapes, interpret
 
 START = Constants()
 TRUE = START.with_({"sustained_hopper": 0.85, "host_fused_s": 9e-5, "overlap": 0.6})
@@ -399,3 +408,57 @@ def test_run_options_of_the_command_line(tmp_path: Path) -> None:
     options = read_options("flash1", "blocking", "tp, pp")
     assert (options.attention, options.launch) == (Attention.FLASH1, Launch.BLOCKING)
     assert options.overlap == frozenset({"tp", "pp"}) and read_options(None, "async", None).attention is None
+
+
+# -- published steps ---------------------------------------------------------------------------------------------------
+
+NAMES = (
+    "id campaign source trust layers hidden ffn_hidden heads kv_heads vocab seq_len gpu gpu_mem_gb n_gpus "
+    "gpus_per_node tp pp vpp dp cp zero_stage micro_batch global_batch recompute precision step_time_s"
+).split()
+VALUES = "a|made-up|X/y a.md:3|A|16|2048|8192|32|8|128256|4096|H100|80|16|8|1|1|1|16|1|1|1|64|none|BF16|0.5".split("|")
+
+
+def published(**fields: str) -> dict[str, str]:
+    return {c: {**dict(zip(NAMES, VALUES, strict=True)), **fields}.get(c, "") for c in COLUMNS}
+
+
+@pytest.fixture
+def catalog_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = load_model("llama-3.2-1b")
+    monkeypatch.setattr(validate_published, "graph_of", lambda shape: graph)
+
+
+def test_the_experiment_answers_every_question_in_order(catalog_graph: None) -> None:
+    rows = [Row(i, published(seq_len=n)) for i, n in enumerate(("4096", "2048", "1024"))]
+    tasks = [interpret(row, Shapes(rows)).task for row in rows]
+    refused = interpret(Row(9, published(pp="16", vpp="8", dp="1")), Shapes(rows)).task
+    pools = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+    workers = experiment.Workers(tasks, pools)
+    slow = START.with_({"sustained_hopper": 0.7})
+    steps = [0, 1, 2, 0]  # steps may share a task
+    (first, second) = workers.price(steps, [(START, [3, 2, 1]), (slow, [0])])
+    alone = [validate_published.price(task)[0].step_time_s.mid for task in tasks]
+    assert first == pytest.approx([alone[0], alone[2], alone[1]], rel=1e-9) and second[0] > 1.1 * first[0]
+    assert experiment.planned(refused) is None  # more chunks than layers
+
+
+def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_path: Path) -> None:
+    data, out, rows = tmp_path / "data.csv", tmp_path / "constants.json", tmp_path / "rows.json"
+    with data.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for c in range(4):
+            writer.writerow(published(id=f"{c}a", campaign=f"c{c}", source=f"X/y{c % 2} docs/a.md:{c}"))
+            writer.writerow(published(id=f"{c}b", campaign=f"c{c}", source="Korthikanti et al., 2022, Table 4"))
+        writer.writerow(published(id="lora", campaign="c9", flags="LoRA"))
+        writer.writerow(published(id="other", campaign="c9", trust="C"))
+    experiment.main(data, write=out, json_path=rows, only="sustained_hopper,overlap", jobs=1, date="2026-01-02")
+    found = json.loads(out.read_text())
+    assert found["sources"] == ["Korthikanti et al., 2022", "X/y0", "X/y1"] and found["date"] == "2026-01-02"
+    assert list(found["errors"]) == ["c0", "c1", "c2", "c3"] and len(json.loads(rows.read_text())["rows"]) == 8
+    entry = found["constants"]["sustained_hopper"]
+    assert entry["fitted"] and entry["groups"] == ["c0", "c1", "c2", "c3"] and entry["value"] != entry["before"] == 0.96
+    assert str(tmp_path) not in out.read_text()
+    assert Constants.load(out).sustained_hopper == entry["value"]
+    assert found["error"]["in_sample"] < found["error"]["before"]
