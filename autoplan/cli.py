@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | capacity | profile | models | hw`.
+"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | hw`.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is in the way, and the cheapest change),
 130 interrupted. Catalog models need no torch; `--json` is versioned (autoplan.report.data).
@@ -97,6 +97,14 @@ PinTexts = Annotated[
 ]
 PrecisionName = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, or native (the model's own dtypes).")]
 ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
+AttentionName = Annotated[
+    str | None, typer.Option(help="Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.")
+]
+LaunchName = Annotated[str, typer.Option(help="How kernels are started: async, graphs or blocking.")]
+Overlaps = Annotated[str | None, typer.Option("--overlap", help="What runs beside computing, by comma: tp, ep, pp.")]
+ConstantsFile = Annotated[
+    Path | None, typer.Option("--constants", help="Constants of the cost model: a file of autoplan calibrate.")
+]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: a profile's name or file.")]
 Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days, money, energy.")]
 Assumed = Annotated[
@@ -121,18 +129,24 @@ def _request(
     precision: str,
     mode: str,
     profile: str | None,
+    options: tuple[str | None, str, str | None],
+    constants: Path | None,
     top: int = 1,
     time_limit: float = 60.0,
     runnable: bool = False,
 ) -> PlanRequest:
-    """Everything is read and checked before the model is loaded, which may take long."""
+    """Everything is read and checked before the model is loaded, which may take long.
+
+    `options`: as `read_options` takes them.
+    """
     from autoplan.catalog import load_model
     from autoplan.cost_models.cluster import Cluster
     from autoplan.cost_models.config import Mode, precision_of
+    from autoplan.cost_models.constants import Constants
     from autoplan.cost_models.errors import PinError
     from autoplan.cost_models.profile import Profile
     from autoplan.planner import PlanRequest
-    from autoplan.report.arguments import read_pins
+    from autoplan.report.arguments import read_options, read_pins
     from autoplan.report.numbers import read_count
     from autoplan.sweep import check_task
 
@@ -145,7 +159,8 @@ def _request(
     tokens = read_count(seq_len, "--seq-len")
     batch = read_count(global_batch_size, "--global-batch-size")
     check_task(tokens, batch)
-    fixed = read_pins(pins or ())
+    fixed, run_options = read_pins(pins or ()), read_options(*options)
+    known = Constants.shipped() if constants is None else Constants.load(constants)
     measured = Profile.load(profile) if profile is not None else None
     if measured is not None and measured.device_type != where.device_type:
         raise PinError(
@@ -163,6 +178,9 @@ def _request(
         precision=precision,
         mode=Mode(mode),
         profile=measured,
+        options=run_options,
+        constants=known,
+        constants_file=None if constants is None else str(constants),
         top=top,
         time_limit_s=time_limit,
         executed=runnable,
@@ -203,7 +221,11 @@ def plan(
     top: Annotated[int, typer.Option(help="How many plans to show, best first.", min=1, max=100)] = 3,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
+    attention: AttentionName = None,
+    launch: LaunchName = "async",
+    overlap: Overlaps = None,
     profile: ProfileName = None,
+    constants: ConstantsFile = None,
     tokens: Tokens = None,
     assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
@@ -225,6 +247,8 @@ def plan(
         precision=precision,
         mode=mode,
         profile=profile,
+        options=(attention, launch, overlap),
+        constants=constants,
         top=top,
         time_limit=time_limit,
         runnable=runnable,
@@ -273,39 +297,38 @@ def estimate(
     stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
+    attention: AttentionName = None,
+    launch: LaunchName = "async",
+    overlap: Overlaps = None,
     profile: ProfileName = None,
+    constants: ConstantsFile = None,
     tokens: Tokens = None,
     assume: Assumed = None,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
-    from autoplan.cost_models.config import ParallelConfig
     from autoplan.planner import estimate_config
     from autoplan.report.arguments import read_list, read_recompute
+    from autoplan.report.degrees import config_of
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
-    request = _request(model, cluster, seq_len, global_batch_size, precision=precision, mode=mode, profile=profile)
-    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp}
-    degrees |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages}
-    for name, value in degrees.items():
-        _at_least_one(name, value)
-    dp = _data_parallel(request, dp, tp * pp * cp)
-    config = ParallelConfig(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        etp=etp,
-        zero_stage=zero,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=_num_micro_batches(request, dp, micro_batch_size),
-        schedule=_schedule(schedule, virtual_stages, pp),
-        virtual_stages=virtual_stages,
-        recompute=read_recompute(recompute),
-        stages=None if stages is None else read_list(f"--stages {stages}", stages),
+    request = _request(
+        model,
+        cluster,
+        seq_len,
+        global_batch_size,
+        precision=precision,
+        mode=mode,
+        profile=profile,
+        options=(attention, launch, overlap),
+        constants=constants,
     )
+    given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
+    given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
+    given |= {"recompute": read_recompute(recompute)}
+    given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
+    config = config_of(request.cluster.num_devices, request.global_batch_size, given)
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config)
 
 
@@ -341,58 +364,6 @@ def _estimate(
         )
 
 
-def _at_least_one(name: str, value: int) -> None:
-    from autoplan.cost_models.errors import PinError
-
-    if value < 1:
-        raise PinError(f"{name}={value}: must be a whole number of at least 1; nearest legal: 1")
-
-
-def _data_parallel(request: PlanRequest, dp: int | None, others: int) -> int:
-    from autoplan.cost_models.errors import PinError
-
-    devices = request.cluster.num_devices
-    if devices % others:
-        raise PinError(
-            f"tp x pp x cp = {others} does not divide the {devices} devices; choose degrees whose product divides them"
-        )
-    if dp is None:
-        return devices // others
-    _at_least_one("dp", dp)
-    if dp * others != devices:
-        raise PinError(
-            f"dp={dp} x tp x pp x cp = {dp * others} devices, but the cluster has {devices}; nearest legal: "
-            f"dp={devices // others}"
-        )
-    return dp
-
-
-def _num_micro_batches(request: PlanRequest, dp: int, micro_batch_size: int) -> int:
-    from autoplan.cost_models.errors import PinError
-
-    batch, at_once = request.global_batch_size, dp * micro_batch_size
-    if batch % at_once:
-        near = max(1, round(batch / at_once)) * at_once
-        raise PinError(
-            f"dp={dp} x micro_batch_size={micro_batch_size} = {at_once} does not divide the global batch of {batch}; "
-            f"nearest legal: a global batch of {near}"
-        )
-    return batch // at_once
-
-
-def _schedule(name: str | None, virtual_stages: int, pp: int) -> str:
-    from autoplan.cost_models.errors import PinError
-    from autoplan.cost_models.schedule import SCHEDULES
-
-    if virtual_stages > 1 and pp == 1:
-        raise PinError(f"virtual_stages={virtual_stages} needs a pipeline; use --pp 2 or more, or no virtual stages")
-    if name is None:
-        return "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
-    if name not in SCHEDULES:
-        raise PinError(f"schedule {name!r} is not known; use {', '.join(SCHEDULES)}")
-    return name
-
-
 @app.command()
 def whatif(
     model: Model,
@@ -406,7 +377,11 @@ def whatif(
     pin: PinTexts = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
+    attention: AttentionName = None,
+    launch: LaunchName = "async",
+    overlap: Overlaps = None,
     profile: ProfileName = None,
+    constants: ConstantsFile = None,
     tokens: Tokens = None,
     assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
@@ -434,6 +409,8 @@ def whatif(
         precision=precision,
         mode=mode,
         profile=profile,
+        options=(attention, launch, overlap),
+        constants=constants,
         time_limit=time_limit,
     )
     found: list[Point] = []
@@ -581,6 +558,26 @@ def profile(
     from autoplan.profiler.run import profile_command
 
     profile_command(name, processes, budget, model, out)
+
+
+@app.command()
+def calibrate(
+    file: Annotated[Path, typer.Argument(help="YAML: a list of measured steps, what ran and how long it took.")],
+    profile: ProfileName = None,
+    constants: ConstantsFile = None,
+    only: Annotated[str | None, typer.Option(help="Fit only these constants, by comma.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the constants here, for --constants.")] = None,
+) -> None:
+    """Fit the cost model's constants to your own training steps.
+
+    Every step of the file has model, cluster, seq_len, global_batch_size and step_time_s, and if wanted name, group,
+    precision, mode, options (attention, launch, overlap) and degrees (dp, tp, pp, ..., recompute).
+    """
+    from autoplan.calibration.command import calibrate_command
+
+    with _waiting("fitting", quiet=False):
+        show = calibrate_command(file, profile, constants, only, write)
+    show()
 
 
 @app.command()

@@ -56,7 +56,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     else:
         n = pricer.num_units
         chunks = tuple((k + 1) * n // num_chunks - k * n // num_chunks for k in range(num_chunks))
-    recompute = _recompute_counts(pricer, config, chunks)
+    recompute = recompute_counts(pricer, config, chunks)
     estimate = pricer.estimate(chunks, recompute, events=True)
     return Planned(replace(config, stages=chunks), estimate, point)
 
@@ -69,7 +69,7 @@ def _with_chunks(config: ParallelConfig) -> ParallelConfig:
     return replace(config, virtual_stages=rule.virtual_stages[1])
 
 
-def _recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
+def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
     """Layers computed again per chunk. PinError for more than a chunk has."""
     layers = [sum(pricer.workload.layers[u] for u in units) for units in ranges_of(chunks)]
     if isinstance(config.recompute, tuple):

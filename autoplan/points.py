@@ -42,6 +42,7 @@ class PlanRequest:
         precision: a name of autoplan.cost_models.config.PRECISIONS.
         options: kernels of attention, how kernels are started, what overlaps.
         constants: of the cost model; those of this version, or what `autoplan calibrate` made of measured steps.
+        constants_file: where they were read from, for reports.
         profile: measured times that override the cluster's figures.
         top: how many plans to return, best first, each with other degrees.
         time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
@@ -59,6 +60,7 @@ class PlanRequest:
     profile: Profile | None = None
     options: RunOptions = field(default_factory=RunOptions)
     constants: Constants = field(default_factory=Constants.shipped)
+    constants_file: str | None = None
     top: int = 1
     time_limit_s: float = 60.0
     memory_margin: float = 0.05

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.cost_models.config import RECOMPUTE
+from autoplan.cost_models.config import RECOMPUTE, Attention, Launch, RunOptions
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.run import Assumptions
 from autoplan.report.numbers import read_count, read_series
@@ -91,3 +91,13 @@ def read_recompute(text: str) -> str | tuple[int, ...]:
     if re.fullmatch(r"\d+(,\d+)*", text):
         return read_list(f"--recompute {text}", text)
     raise PinError(f"recompute {text!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage: 3,0,0,0")
+
+
+def read_options(attention: str | None, launch: str, overlap: str | None) -> RunOptions:
+    """The kernel of attention, how kernels start, and what overlaps, by comma: `tp,ep`."""
+    if attention is not None and attention not in tuple(Attention):
+        raise PinError(f"attention {attention!r} is not known; use {', '.join(Attention)}")
+    if launch not in tuple(Launch):
+        raise PinError(f"launch {launch!r} is not known; use {', '.join(Launch)}")
+    beside = frozenset(part.strip() for part in (overlap or "").split(",") if part.strip())
+    return RunOptions(None if attention is None else Attention(attention), Launch(launch), beside)

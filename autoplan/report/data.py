@@ -7,7 +7,8 @@ Schema 1:
      "model": {"name", "num_params", "num_layers"},
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
-     "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "profile"},
+     "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "attention", "launch",
+                 "overlap": [str], "profile", "constants": null | file},
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
               "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage]},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
@@ -224,7 +225,11 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
             "pins": {k: list(v) if isinstance(v, tuple) else v for k, v in r.pins.items()},
             "precision": r.precision,
             "mode": str(r.mode),
+            "attention": str(r.options.attention_in(r.mode)),
+            "launch": str(r.options.launch),
+            "overlap": sorted(r.options.overlap),
             "profile": r.profile.name if r.profile is not None else None,
+            "constants": r.constants_file,
         },
     }
 

@@ -91,7 +91,7 @@ def _heading(out: Console, request: PlanRequest) -> None:
     paragraph(
         out,
         f"{r.seq_len:,} tokens x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
-        f"{r.precision}, {r.mode}{', pinned ' + _pins(r.pins) if r.pins else ''}",
+        f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + _pins(r.pins) if r.pins else ''}",
         5,
         first=2,
     )
@@ -415,14 +415,33 @@ def estimate_command(model: str, cluster: str, request: PlanRequest, c: Parallel
     return shlex.join([*words, *_settings(request)])
 
 
+def _run_options(request: PlanRequest) -> str:
+    """What departs from the defaults."""
+    o = request.options
+    said = [] if o.attention is None else [f"{o.attention} attention"]
+    said += [f"{o.launch} launch"] if o.launch != "async" else []
+    said += [f"overlap of {' and '.join(sorted(o.overlap))}"] if o.overlap else []
+    said += [f"constants of {request.constants_file}"] if request.constants_file is not None else []
+    return "".join(f", {text}" for text in said)
+
+
 def _settings(request: PlanRequest) -> list[str]:
     words = []
     if request.precision != "bf16":
         words += ["--precision", request.precision]
     if request.mode != "eager":
         words += ["--mode", str(request.mode)]
+    o = request.options
+    if o.attention is not None:
+        words += ["--attention", str(o.attention)]
+    if o.launch != "async":
+        words += ["--launch", str(o.launch)]
+    if o.overlap:
+        words += ["--overlap", ",".join(sorted(o.overlap))]
     if request.profile is not None:
         words += ["--profile", request.profile.name]
+    if request.constants_file is not None:
+        words += ["--constants", request.constants_file]
     return words
 
 

@@ -1,0 +1,194 @@
+"""A user's measured training steps, and what a planned step costs at other constants.
+
+    - name: tp4                                 # optional; a YAML list of such steps
+      model: llama-3.1-8b                       # as on the command line; so are the next three
+      cluster: 1x8xh100-sxm5-80gb
+      seq_len: 8k
+      global_batch_size: 128                    # sequences
+      step_time_s: 9.1                          # measured
+      precision: bf16                           # optional from here on
+      mode: fused
+      options: {attention: fused, launch: graphs, overlap: [tp]}
+      degrees: {tp: 4, recompute: full}         # what is left out: as `autoplan estimate` has it
+      group: tuesday                            # steps that err together count once; left out: each by itself
+
+Files that a file names are looked for beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.calibration.fit import Step
+from autoplan.catalog import load_model
+from autoplan.cost_models.blocks import op_times
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.cluster_file import read_yaml
+from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.errors import AutoplanError, PinError
+from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.work import Workload
+from autoplan.estimate import estimate_config, recompute_counts
+from autoplan.points import PlanRequest
+from autoplan.report.arguments import read_options
+from autoplan.report.degrees import config_of
+from autoplan.report.numbers import read_count
+from autoplan.sweep import check_task
+
+_NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
+_OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")
+_OPTIONS = ("attention", "launch", "overlap")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A configuration with its layout, found once: all that a price at other constants needs."""
+
+    request: PlanRequest
+    config: ParallelConfig
+    workload: Workload
+
+    @staticmethod
+    def of(request: PlanRequest, config: ParallelConfig) -> Planned:
+        """With the layout that is best at the request's constants. Raises what `estimate_config` raises."""
+        found = estimate_config(request, config)
+        return Planned(request, found.config, found.point.workload)
+
+    def step_s(self, constants: Constants) -> float:
+        """Seconds of one step; layout, stages and recompute stay, everything else is priced anew."""
+        request = replace(self.request, constants=constants)
+        costs, config = request.costs, self.config
+        times = op_times(self.workload, costs)
+        pricer = Pricer(self.workload, config, costs, precision_of(request.precision), times)
+        chunks = config.stages or ()
+        return pricer.step_s(chunks, recompute_counts(pricer, config, chunks))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step of the file, planned and measured."""
+
+    step: Step
+    planned: Planned
+
+
+def read_steps(path: str | Path, constants: Constants, profile: Profile | None = None) -> list[Measured]:
+    """The steps of a file, with layouts found at `constants`. PinError names the file, the step, the field and what
+    would work."""
+    where = f"steps file {path}"
+    data = read_yaml(path, where)
+    if not isinstance(data, list) or not data:
+        raise PinError(f"{where} must be a list of at least one step, each with {', '.join(_NEEDED)}")
+    folder = Path(path).parent
+    models: dict[str, Any] = {}
+    out: list[Measured] = []
+    for i, item in enumerate(data):
+        at = f"{where}: step {i + 1}"
+        if not isinstance(item, Mapping):
+            raise PinError(f"{at}: {item!r} is no mapping with {', '.join(_NEEDED)}")
+        try:
+            out.append(_measured(item, i, folder, models, constants, profile))
+        except AutoplanError as error:
+            raise PinError(f"{at}: {error}") from error
+    names = [m.step.name for m in out]
+    for name in names:
+        if names.count(name) > 1:
+            raise PinError(f"{where}: {names.count(name)} steps have the name {name!r}; give each its own")
+    return out
+
+
+def _measured(
+    item: Mapping[Any, Any],
+    index: int,
+    folder: Path,
+    models: dict[str, Any],
+    constants: Constants,
+    profile: Profile | None,
+) -> Measured:
+    for key in item:
+        if key not in (*_NEEDED, *_OPTIONAL):
+            raise PinError(f"unknown key {key!r}; known: {', '.join((*_NEEDED, *_OPTIONAL))}")
+    for key in _NEEDED:
+        if item.get(key) is None:
+            raise PinError(f"{key} is missing; needed are {', '.join(_NEEDED)}")
+    given = {key: value for key, value in item.items() if value is not None}
+    seconds = given["step_time_s"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise PinError(f"step_time_s={seconds!r} must be a number of seconds above 0")
+    seq_len, batch = _count("seq_len", given["seq_len"]), _count("global_batch_size", given["global_batch_size"])
+    check_task(seq_len, batch)
+    cluster = Cluster.parse(_beside(_text("cluster", given["cluster"]), folder, (".yaml", ".yml")))
+    if profile is not None and profile.device_type != cluster.device_type:
+        raise PinError(
+            f"profile {profile.name} was measured on {profile.device_type} devices, the cluster {cluster} has "
+            f"{cluster.device_type} devices"
+        )
+    mode = given.get("mode", "eager")
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    precision = precision_of(str(given.get("precision", "bf16"))).name
+    degrees = given.get("degrees", {})
+    if not isinstance(degrees, Mapping):
+        raise PinError(f"degrees={degrees!r} must be a mapping, for example {{tp: 4, pp: 2}}")
+    config = config_of(cluster.num_devices, batch, degrees)
+    options = _options(given.get("options", {}))
+    model = _beside(_text("model", given["model"]), folder, (".json",))
+    if model not in models:
+        models[model] = load_model(model)
+    request = PlanRequest(
+        graph=models[model],
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        precision=precision,
+        mode=Mode(mode),
+        options=options,
+        constants=constants,
+        profile=profile,
+    )
+    name = str(given.get("name", f"step {index + 1}"))
+    step = Step(name, str(given.get("group", name)), float(seconds))
+    return Measured(step, Planned.of(request, config))
+
+
+def _options(data: object) -> RunOptions:
+    if not isinstance(data, Mapping):
+        raise PinError(f"options={data!r} must be a mapping, for example {{launch: graphs}}")
+    for key in data:
+        if key not in _OPTIONS:
+            raise PinError(f"unknown option {key!r}; known: {', '.join(_OPTIONS)}")
+    overlap = data.get("overlap") or ()
+    names = overlap if isinstance(overlap, str) else ",".join(map(str, overlap)) if _is_list(overlap) else None
+    if names is None:
+        raise PinError(f"overlap={overlap!r} must be a list, for example [tp, pp]")
+    return read_options(data.get("attention"), data.get("launch") or "async", names)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise PinError(f"{name}={value!r} must be text, as on the command line")
+    return value
+
+
+def _count(name: str, value: object) -> Any:
+    return read_count(value, name) if isinstance(value, str) else value
+
+
+def _beside(text: str, folder: Path, endings: tuple[str, ...]) -> str:
+    """A file that a file names lies beside it; what is no file stays as it is."""
+    return str(folder / text) if text.partition("@")[0].endswith(endings) else text
+
+
+def functions(measured: Sequence[Measured]) -> list[Callable[[Constants], float]]:
+    """The price of each, for `fit.priced_by`."""
+    return [m.planned.step_s for m in measured]

@@ -1,0 +1,136 @@
+"""Fitted constants as tables for people and as the data of a constants file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from autoplan.calibration.fit import Fitted, HeldOut, Interval, Row, Step, group_errors, macro
+from autoplan.cost_models.constants import Constants
+
+_DIGITS = 4  # of values that are stored: far finer than any error
+
+
+def rounded(constants: Constants) -> Constants:
+    """To the digits that a file holds."""
+    return constants.with_({n: float(f"{v:.{_DIGITS}g}") for n, v in constants.values.items()})
+
+
+def constants_table(fitted: Fitted, held: HeldOut | None, group: str) -> Table:
+    """A row per constant that a step depends on. `group`: what a group is called.
+
+    State `few steps`: those of too few groups, so that it stays; `prior holds`: fitted, but not determined.
+    """
+    table = Table(title="Constants", title_justify="left")
+    table.add_column("constant")
+    for name in ("before", "after", "error", "prior", f"{group}s", "steps", *(["without one"] if held else [])):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for row in fitted.rows.values():
+        if not row.groups:
+            continue
+        span = [" - ".join(f"{v:.3g}" for v in held.span[row.name])] if held else []
+        table.add_row(
+            row.name,
+            f"{row.before:.4g}",
+            f"{row.value:.4g}",
+            f"{row.standard_error:.1%}" if row.fitted else "-",
+            f"{row.prior_width:.0%}",
+            str(len(row.groups)),
+            str(row.num_steps),
+            *span,
+            state(row),
+        )
+    return table
+
+
+def state(row: Row) -> str:
+    """What the fit did with a constant, in words."""
+    if not row.fitted:
+        return "few steps"
+    if row.at_bound:
+        return "at the end of its range"
+    return "fitted" if row.determined else "prior holds"
+
+
+def groups_table(steps: Sequence[Step], fitted: Fitted, held: HeldOut | None, group: str) -> Table:
+    """Mean |log(predicted / measured)| by group, and the mean over groups."""
+    columns = {"before": fitted.before, "in sample": fitted.after} | ({"held out": held.errors} if held else {})
+    errors = [group_errors(steps, logs) for logs in columns.values()]
+    table = Table(title="Errors", title_justify="left")
+    for name in (group, "steps", *columns):
+        table.add_column(name, justify="left" if name == group else "right")
+    for label in errors[0]:
+        count = sum(s.group == label for s in steps)
+        table.add_row(label, str(count), *(f"{e[label]:.1%}" for e in errors))
+    table.add_section()
+    table.add_row(f"mean over {group}s", str(len(steps)), *(f"{macro(steps, logs):.1%}" for logs in columns.values()))
+    return table
+
+
+def interval_text(found: Interval) -> str:
+    """One line."""
+    return (
+        f"interval from held-out errors: measured / predicted in [{found.low:.2f}, {found.high:.2f}] aims at "
+        f"{found.aimed:.0%} of steps; of groups that had no part in it, it covers {found.covered:.0%}; its width is "
+        f"{found.width:.0%} of the prediction"
+    )
+
+
+def stored(
+    steps: Sequence[Step],
+    fitted: Fitted,
+    held: HeldOut | None = None,
+    intervals: Sequence[Interval] = (),
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The data of a constants file (`Constants.load`), with where every value comes from.
+
+    standard_error, prior_width: of the logarithm. held_out_error: mean |log(predicted / measured)| of the groups that a
+    constant depends on, each predicted without itself. error, errors: over groups and by group.
+    """
+    by_group = {"before": group_errors(steps, fitted.before), "in_sample": group_errors(steps, fitted.after)}
+    if held is not None:
+        by_group["held_out"] = group_errors(steps, held.errors)
+    values = rounded(fitted.constants).values
+    constants: dict[str, Any] = {}
+    for name, value in values.items():
+        row = fitted.rows.get(name)
+        if row is None:
+            constants[name] = {"value": value, "fitted": False}
+            continue
+        entry: dict[str, Any] = {
+            "value": value if row.fitted else row.before,
+            "before": row.before,
+            "fitted": row.fitted,
+            "determined": row.determined,
+            "groups": list(row.groups),
+            "steps": row.num_steps,
+            "standard_error": _short(row.standard_error) if row.fitted else None,
+            "prior_width": row.prior_width,
+        }
+        if held is not None:
+            out = [by_group["held_out"][g] for g in row.groups]
+            entry["held_out_error"] = _short(sum(out) / len(out)) if out else None
+            entry["without_one_group"] = [_short(v) for v in held.span[name]]
+        constants[name] = entry
+    return {
+        "constants": constants,
+        "error": {name: _short(sum(e.values()) / len(e)) for name, e in by_group.items()},
+        "errors": {
+            g: {"steps": sum(s.group == g for s in steps)} | {n: _short(e[g]) for n, e in by_group.items()}
+            for g in by_group["before"]
+        },
+        "intervals": [
+            {n: _short(v) for n, v in (("aimed", i.aimed), ("low", i.low), ("high", i.high), ("covered", i.covered))}
+            for i in intervals
+        ],
+        **(more or {}),
+    }
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
