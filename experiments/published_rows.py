@@ -108,8 +108,19 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank products beside frozen linear layers: their rank, and names of those layers in the model's modules."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start."""
+    """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start.
+
+    `adapters`: all that is trained, or None.
+    """
 
     layers: int
     hidden: int
@@ -124,6 +135,7 @@ class Shape:
     shared_ffn: int
     first_dense: int
     kind: Kind
+    adapters: Adapters | None = None
 
     @property
     def num_params(self) -> int:
