@@ -168,7 +168,7 @@ DEVICES: Mapping[tuple[str, int], tuple[str, str]] = {
 }
 # What is left out of a device's name: vendors, form factors, memory.
 NOT_NAMES = r"\b(NVIDIA|AMD|Google|Instinct|Tensor Core|GPU|SXM\d?|HGX|DGX|NVL72|\d+ ?GB)\b"
-SAME_MEMORY = 0.06  # relative: sources count GB or GiB, with or without what the driver keeps
+SAME_MEMORY = 0.07  # relative: sources count GB or GiB, with or without what the driver keeps
 
 # Gbit/s of the network: per device, or of the node as links times speed.
 NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"

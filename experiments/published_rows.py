@@ -391,7 +391,7 @@ def _nic_gbit_s(text: str, per_node: int) -> float | None:
 def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
     """tp, pp, cp and dp, and which of them were filled in: the one that is blank follows from the devices, cp is 1 as
     in every framework, and what shards all parameters over all devices leaves no other degree. A dp that contradicts
-    the devices is not what a source means by dp (but without cp, or per node)."""
+    the devices is read as what they leave. Unstated if degrees are missing, or contradict the devices without it."""
     devices = row.needed("n_gpus")
     stated = {name: row.count(name) for name in ("tp", "pp", "cp", "dp")}
     found = {name: value for name, value in stated.items() if value}
@@ -405,7 +405,10 @@ def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
         if len(missing) > 1 or devices % known:
             raise Unstated(f"{missing[0]} is not stated")
         found[missing[0]] = devices // known
-    elif rest * found["dp"] != devices and devices % rest == 0:
+    elif rest * found["dp"] != devices:
+        batch = row.count("global_batch")
+        if devices % rest or (batch is not None and batch % (devices // rest)):
+            raise Unstated(f"the degrees are those of {rest * found['dp']} devices, not {devices}")
         found["dp"] = devices // rest
     return found, [name for name in found if found[name] != stated[name]]
 

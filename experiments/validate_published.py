@@ -44,8 +44,8 @@ class Result:
     """One row, priced or not (`reason`). Times in seconds of a step, memory in bytes of one device.
 
     `stated`: the row has dimensions, degrees and a result, so that a planner can be asked. low_s, high_s: over all
-    readings. `measured_s` is NaN of a run that ran out of memory. `measured_bytes` where the row has a figure;
-    `memory_kind` as the row says.
+    readings; `fits`: any of them does. `measured_s` is NaN of a run that ran out of memory. `measured_bytes` where the
+    row has a figure; `memory_kind` as the row says.
     """
 
     id: str
@@ -185,7 +185,7 @@ def result_of(case: Case) -> Result:
         measured_bytes=measured_bytes,
         memory_kind=row["mem_kind"],
         memory_comparable=comparable,
-        fits=estimate.fits,
+        fits=any(e.fits for e in estimates),
         out_of_memory=row.out_of_memory,
         breakdown_s={name: q.mid for name, q in estimate.breakdown.items()},
     )
