@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
@@ -11,8 +11,9 @@ from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions
+from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task
-from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count
+from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
 
@@ -31,9 +32,10 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time, with virtual stages by number of layers. A schedule that fixes the
-    number of virtual stages sets it where it is left at 1. Raises: PinError for degrees that the cluster or model
-    cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
+    Stages that are not given are balanced by time, with virtual stages by number of layers. With more chunks than
+    layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A schedule
+    that fixes the number of virtual stages sets it where it is left at 1. Raises: PinError for degrees that the cluster
+    or model cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
     """
     r = replace(request, pins={**request.pins, "state_slack": config.state_slack})
     config = _with_chunks(config)
@@ -42,14 +44,14 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     experts = None
     if _experts(r.graph):
         experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp)
-    points = Points(r)
-    point = points.get(config.tp, config.micro_batch_size, config.cp, experts)
+    points, ends = Points(r), ends_apart(r.graph, config)
+    point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends)
     if point is None:
         raise InfeasibleError(f"no layout of {r.graph.name} exists at tp={config.tp}")
     pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)
     num_chunks = config.pp * config.virtual_stages
     if config.stages is not None:
-        chunks = tuple(config.stages)
+        chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1:
         relaxed = Cutter(pricer, math.inf, config.recompute if isinstance(config.recompute, str) else "none")
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
@@ -58,7 +60,26 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
         chunks = tuple((k + 1) * n // num_chunks - k * n // num_chunks for k in range(num_chunks))
     recompute = recompute_counts(pricer, config, chunks)
     estimate = pricer.estimate(chunks, recompute, events=True)
-    return Planned(replace(config, stages=chunks), estimate, point)
+    stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks
+    return Planned(replace(config, stages=stages), estimate, point)
+
+
+def ends_apart(graph: ModelGraph, config: ParallelConfig) -> bool:
+    """True if a chunk of the pipeline holds no layer: only the embedding, or only the head."""
+    if config.stages is not None:
+        return 0 in config.stages
+    return config.pp * config.virtual_stages > len(pipeline_units(graph))
+
+
+def units_of(stages: Sequence[int], ends: bool) -> tuple[int, ...]:
+    """Units per chunk from layers per chunk; `ends`: embedding and head are units of their own."""
+    last = len(stages) - 1
+    return tuple(n + (ends and k == 0) + (ends and k == last) for k, n in enumerate(stages))
+
+
+def layers_of(workload: Workload, chunks: Sequence[int]) -> list[int]:
+    """Layers per chunk from units per chunk."""
+    return [sum(workload.layers[u] for u in units) for units in ranges_of(chunks)]
 
 
 def _with_chunks(config: ParallelConfig) -> ParallelConfig:
@@ -71,7 +92,7 @@ def _with_chunks(config: ParallelConfig) -> ParallelConfig:
 
 def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
     """Layers computed again per chunk. PinError for more than a chunk has."""
-    layers = [sum(pricer.workload.layers[u] for u in units) for units in ranges_of(chunks)]
+    layers = layers_of(pricer.workload, chunks)
     if isinstance(config.recompute, tuple):
         for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
             if again > most:
@@ -118,7 +139,7 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
             f"dp={c.dp} x micro_batch_size={c.micro_batch_size} x num_micro_batches={c.num_micro_batches} = {batch}, "
             f"but the global batch is {request.global_batch_size}"
         )
-    check_degrees(request.graph, c)
+    check_degrees(request.graph, c, ends=True)
     _check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))

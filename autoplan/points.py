@@ -82,7 +82,7 @@ class IntraPoint:
     times: Mapping[str, OpTimes]
 
 
-_Key = tuple[int, int, int, ExpertDegrees | None]
+_Key = tuple[int, int, int, ExpertDegrees | None, bool]
 
 
 class Points:
@@ -110,15 +110,19 @@ class Points:
         cp: int = 1,
         experts: ExpertDegrees | None = None,
         limit_s: float = ILP_LIMIT_S,
+        ends: bool = False,
     ) -> IntraPoint | None:
-        """None where no layout exists. Raises: StoppedError if that is not decided within `limit_s`."""
-        key = (tp, size, cp, experts)
+        """None where no layout exists. `ends`: embedding and head are units of their own (`pipeline_units`).
+
+        Raises: StoppedError if that is not decided within `limit_s`.
+        """
+        key = (tp, size, cp, experts, ends)
         if key in self._found:
             return self._found[key]
         if limit_s <= self._stopped.get(key, -math.inf):
             raise StoppedError(f"no layout found within {limit_s:.3g} s at tp={tp} and micro_batch_size={size}")
         try:
-            self._found[key] = self._solve(tp, size, cp, experts, limit_s)
+            self._found[key] = self._solve(tp, size, cp, experts, limit_s, ends)
         except InfeasibleError:
             self._found[key] = None
         except StoppedError:
@@ -127,7 +131,9 @@ class Points:
             raise
         return self._found[key]
 
-    def _solve(self, tp: int, size: int, cp: int, experts: ExpertDegrees | None, limit_s: float) -> IntraPoint:
+    def _solve(
+        self, tp: int, size: int, cp: int, experts: ExpertDegrees | None, limit_s: float, ends: bool
+    ) -> IntraPoint:
         r, start = self.request, time.perf_counter()
         _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
         env = {"b": size, "s": r.seq_len // cp}
@@ -163,7 +169,7 @@ class Points:
             device_type=r.cluster.device_type,
             fused=r.mode is not Mode.EAGER,
         )
-        work = workload(r.graph, solution.selection, works, experts)
+        work = workload(r.graph, solution.selection, works, experts, ends)
         point = IntraPoint(axes, solution, work, op_times(work, settings.costs))
         self.gap = max(self.gap, solution.gap)
         self.all_proved = self.all_proved and solution.status == "optimal"

@@ -97,6 +97,9 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision("fp16", "float16", 4.0, 12.0),
     "fp32": Precision("fp32", "float32", 4.0, 8.0),
     "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
+    # NVFP4: operands of products in layers are 4 bits with a scale per 16 (NVIDIA, Pretraining LLMs with NVFP4, 2025;
+    # Megatron-Bridge's bf16_with_nvfp4_mixed: parameters stay bf16 and are gathered so, no layer is left out)
+    "fp4": Precision("fp4", "bfloat16", 4.0, 12.0, matmul="float4"),
 }
 
 

@@ -347,7 +347,7 @@ class Pricer:
             stages.append(
                 StageEstimate(
                     index=rank,
-                    num_layers=len(units),
+                    num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
                     num_recomputed=sum(len(self.recomputed(ranges[k], recompute[k])) for k in mine),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),

@@ -88,9 +88,11 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
 }
 
-# Name of a planner's precision, or why there is none.
+# Name of a planner's precision, or None where it has none. Of two that a source leaves open, the one that all of its
+# devices have.
 PRECISIONS: tuple[tuple[str, str | None], ...] = (
-    (r"FP4", None),
+    (r"FP8 or NVFP4", "fp8"),
+    (r"FP4", "fp4"),
     (r"INT8", None),
     (r"FP8", "fp8"),
     (r"BF16|bfloat", "bf16"),
@@ -108,8 +110,39 @@ ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"^3|FSDP|zero-?3|optim_grads_params", (3,)),
 )
 
+# Everything is sharded over all devices: a row that says so and states no degree has no other.
+ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
+
 RECOMPUTE: tuple[tuple[str, str], ...] = ((r"^none", "none"), (r"^full", "full"))
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
+
+# The planner's schedule for a row's words; None: none is the same. ZBB (Qi et al., Zero Bubble Pipeline Parallelism,
+# 2023) on chunks of one rank is interleaved; V-half and V-min (Qi et al., Pipeline Parallelism with Controllable
+# Memory, 2024) hold fewer micro-batches than ZBV at the cost of a bubble.
+SCHEDULES: tuple[tuple[str, str | None], ...] = (
+    (r"^(1F1B|1F1B.?interleaved|interleaved( ?1F1B)?|Interleaved1F1B)$", "1F1B"),
+    (r"^(GPipe|all.?forward.?all.?backward)$", "GPipe"),
+    (r"^(ZB-?H1|ZBB|zero.?bubble|InterleavedZeroBubble)$", "ZB-H1"),
+    (r"^ZB-?V$", "ZBV"),
+    (r"^DualPipe-?V$", "DualPipeV"),
+)
+# with several chunks per rank
+INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "InterleavedZeroBubble"}
+
+# Entries of the tokenizer where a row is silent: GPT-2's byte pairs, which Megatron's examples, functional tests and
+# mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
+VOCAB: Mapping[Framework, int] = {Framework.MEGATRON: 50257, Framework.MEGATRON_DEEPSPEED: 50257}
+VOCAB_MULTIPLE = 128
+
+# Micro-batches where a row is silent and its schedule accumulates gradients; JAX's trainers run the batch of a device
+# at once. The first is the prediction.
+MICRO_BATCHES = (1, 2, 4)
+AT_ONCE = frozenset((Framework.JAX,))
+
+# (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
+# of the 70B ones (scripts/performance); Hugging Face PEFT's default: rank 8, queries and values.
+ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = {Framework.MEGATRON: (16, ("q_proj", "k_proj", "v_proj"))}
+USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 
 # (device, memory in GB): catalog id and overrides of Cluster.parse. A800 is an A100 with NVLink cut to 400 GB/s both
 # ways (NVIDIA A800 data sheet). Memory as the sources write it.
@@ -120,10 +153,8 @@ DEVICES: Mapping[tuple[str, int], tuple[str, str]] = {
     ("A100", 80): ("a100-sxm4-80gb", ""),
     ("A800", 80): ("a100-sxm4-80gb", "scaleup=200"),
     ("H100", 80): ("h100-sxm5-80gb", ""),
-    # Meta's: HBM2e and 500 W (pytorch/torchtitan benchmarks)
+    # Meta's of 95 or 96 GB: HBM2e and 500 W (pytorch/torchtitan benchmarks)
     ("H100", 94): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
-    ("H100", 95): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
-    ("H100", 96): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
     ("H800", 80): ("h800-sxm-80gb", ""),
     ("H200", 141): ("h200-sxm-141gb", ""),
     ("B200", 180): ("b200-sxm-180gb", ""),
@@ -133,20 +164,28 @@ DEVICES: Mapping[tuple[str, int], tuple[str, str]] = {
     ("MI300X", 192): ("mi300x-192gb", ""),
     ("MI325X", 256): ("mi325x-256gb", ""),
     ("MI355X", 288): ("mi355x-288gb", ""),
-    ("TPU v5p", 95): ("tpu-v5p", ""),
-    ("TPU-v5p", 95): ("tpu-v5p", ""),
-    ("TPU-trillium", 32): ("tpu-v6e", ""),
+    ("TPU V5P", 95): ("tpu-v5p", ""),
+    ("TPU V5E", 16): ("tpu-v5e", ""),
+    ("TPU V6E", 32): ("tpu-v6e", ""),
+    ("TPU TRILLIUM", 32): ("tpu-v6e", ""),
+    ("L40S", 48): ("l40s-48gb", ""),
 }
+# What is left out of a device's name: vendors, form factors, memory.
+NOT_NAMES = r"\b(NVIDIA|AMD|Google|Instinct|Tensor Core|GPU|SXM\d?|HGX|DGX|NVL72|\d+ ?GB)\b"
+SAME_MEMORY = 0.07  # relative: sources count GB or GiB, with or without what the driver keeps
 
 # Gbit/s of the network: per device, or of the node as links times speed.
 NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
 NIC_PER_NODE = r"(\d+)\s*x\s*(?:[A-Z]+ )*(\d+) Gb/s (?:\w+ )?per node"
+
+USUAL_NIC = 100.0  # where neither row nor catalog names a network: Ethernet of cloud hosts
 
 # Quoted TFLOP/s, used only where a row has neither seconds nor tokens. A bare `model` is that of NeMo and dgxc tables:
 # full attention (recomputed for the collection); anything else is not read.
 TFLOPS: tuple[tuple[str, Formula], ...] = (
     (r"8 ?\*? ?N", Formula.HARDWARE_8N),
     (r"hardware.*96 ?BsL|hardware.*96Bls|SC21", Formula.HARDWARE),
+    (r"Megatron-Bridge FLOPs", Formula.CAUSAL_ATTENTION),
     (r"non-causal|^model$|3\*\(2N\+4Lhs\)", Formula.FULL_ATTENTION),
     (r"^model \(causal\)$", Formula.CAUSAL_ATTENTION),
 )

@@ -10,88 +10,23 @@ a row that was measured decides how it is read.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import published_defaults as tables
 from published_defaults import Formula, Framework, Memory, find
 from published_options import era_of, options_of
+from published_table import COLUMNS as COLUMNS
+from published_table import Row, Unpriced, Unstated
+from published_table import read_rows as read_rows
 
+from autoplan.cost_models.catalog import entry
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions
-from autoplan.cost_models.errors import AutoplanError
-
-COLUMNS = (
-    "id campaign source trust model params_b layers hidden ffn_hidden heads kv_heads vocab seq_len moe_experts "
-    "moe_topk gpu gpu_mem_gb n_gpus gpus_per_node internode tp pp vpp dp cp ep zero_stage micro_batch global_batch "
-    "recompute precision schedule flags step_time_s tokens_per_s_per_gpu tflops_per_gpu tflops_kind peak_mem_gb "
-    "mem_kind notes"
-).split()
-
-
-class Unpriced(AutoplanError):
-    """Why a row cannot be priced."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the file, as text. `line`: its number there."""
-
-    line: int
-    fields: Mapping[str, str]
-
-    def __getitem__(self, column: str) -> str:
-        return self.fields[column]
-
-    def number(self, column: str) -> float | None:
-        """A number, None where it is blank. AutoplanError names the line."""
-        text = self[column]
-        if not text:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            raise AutoplanError(f"line {self.line}: {column}={text!r} is not a number") from None
-        if not math.isfinite(value):
-            raise AutoplanError(f"line {self.line}: {column}={text!r} must be finite")
-        return value
-
-    def count(self, column: str) -> int | None:
-        """A whole number, None where it is blank."""
-        value = self.number(column)
-        return None if value is None else int(value)
-
-    def needed(self, column: str) -> int:
-        """A whole number of at least 1. Unpriced where the row does not state it."""
-        value = self.count(column)
-        if value is None or value < 1:
-            raise Unpriced(f"{column} is not stated")
-        return value
-
-    def noted(self, name: str) -> int:
-        """`name=NUMBER` in the notes, else 0."""
-        match = re.search(rf"\b{name}=(\d+)", self["notes"])
-        return int(match.group(1)) if match else 0
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All rows of a file. AutoplanError for a file that cannot be read or lacks columns."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
-            if missing:
-                raise AutoplanError(f"{path}: no column {', '.join(missing)}")
-            return [Row(reader.line_num, {c: (line[c] or "").strip() for c in COLUMNS}) for line in reader]
-    except OSError as exc:
-        raise AutoplanError(f"{path}: cannot be read ({exc.strerror})") from exc
-
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -109,8 +44,19 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank products beside frozen linear layers: their rank, and names of those layers in the model's modules."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start."""
+    """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start.
+
+    `adapters`: all that is trained, or None.
+    """
 
     layers: int
     hidden: int
@@ -125,6 +71,7 @@ class Shape:
     shared_ffn: int
     first_dense: int
     kind: Kind
+    adapters: Adapters | None = None
 
     @property
     def num_params(self) -> int:
@@ -245,11 +192,13 @@ class Shapes:
                 continue  # says so again when this row is priced
 
     def of(self, row: Row) -> Shape:
-        """Unpriced if dimensions are missing or do not give the published number of parameters."""
-        shape = self._stated(row)
+        """Unstated if dimensions are missing, Unpriced if they do not give the published number of parameters."""
+        stated = self._stated(row)
         if row["params_b"]:
-            return self._nearest(row, shape)
-        return replace(shape, kind=self._kinds.get(self._layer(shape), shape.kind))
+            shape = self._nearest(row, stated)
+        else:
+            shape = replace(stated, kind=self._kinds.get(self._layer(stated), stated.kind))
+        return replace(shape, adapters=_adapters(row))
 
     @staticmethod
     def _layer(s: Shape) -> tuple[int, ...]:
@@ -267,7 +216,7 @@ class Shapes:
             ffn=ffn,
             heads=heads,
             kv_heads=row.count("kv_heads") or heads,
-            vocab=row.needed("vocab"),
+            vocab=_vocab(row),
             positions=row.needed("seq_len"),
             num_experts=experts,
             top_k=row.needed("moe_topk") if experts else 0,
@@ -292,6 +241,21 @@ class Shapes:
         if abs(off(best)) > tables.PARAMS_TOLERANCE:
             raise Unpriced(f"the dimensions give {off(best):+.0%} of the published number of parameters at best")
         return best
+
+
+def _vocab(row: Row) -> int:
+    """As stated, else that of the framework's usual tokenizer."""
+    usual = tables.VOCAB.get(row.framework)
+    if row["vocab"] or usual is None:
+        return row.needed("vocab")
+    multiple = tables.VOCAB_MULTIPLE * (row.count("tp") or 1)
+    return math.ceil(usual / multiple) * multiple
+
+
+def _adapters(row: Row) -> Adapters | None:
+    if not re.search(r"\bLoRA\b", f"{row['flags']} {row['model']} {row['notes']}", re.IGNORECASE):
+        return None
+    return Adapters(*tables.ADAPTERS.get(row.framework, tables.USUAL_ADAPTERS))
 
 
 def _kinds(shape: Shape) -> list[Kind]:
@@ -330,6 +294,7 @@ class _Reading:
     virtual_stages: int
     etp: int | None
     mode: Mode
+    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -366,37 +331,54 @@ class Case:
 
 
 def interpret(row: Row, shapes: Shapes) -> Case:
-    """The case of a row. Raises: Unpriced, AutoplanError for a cluster that cannot be."""
-    if re.search(r"\bLoRA\b", f"{row['flags']} {row['model']}", re.IGNORECASE):
-        raise Unpriced("frozen parameters (LoRA) are not priced")
+    """The case of a row. Raises: Unstated for one that no planner could price, Unpriced, AutoplanError for a cluster
+    that cannot be."""
+    shape, framework, seq_len = shapes.of(row), row.framework, row.needed("seq_len")
+    settings, batch, assumed = _settings(row, shape, framework)
+    measured_s = _measured_s(row, shape, seq_len, batch)
     if "offload" in row["flags"].lower() and "offload none" not in row["flags"].lower():
         raise Unpriced("offloading to the host is not priced")
     precision = find(tables.PRECISIONS, row["precision"])
     if precision is None:
         raise Unpriced(f"no precision of the planner for {row['precision'] or 'a blank'!r}")
-    shape = shapes.of(row)
-    framework = find(tables.FRAMEWORKS, f"{row['source']} {row['flags']}") or Framework.OTHER
-    settings, batch, assumed = _settings(row, shape, framework)
-    seq_len = row.needed("seq_len")
+    if not row["vocab"]:
+        assumed = (*assumed, "vocab")
     task = Task(shape, cluster_of(row), precision, seq_len, batch, settings)
-    return Case(row, task, framework, _measured_s(row, shape, seq_len, batch), assumed)
+    return Case(row, task, framework, measured_s, assumed)
 
 
 def cluster_of(row: Row) -> Cluster:
     """Catalog hardware, with the network that the row states. Unpriced for a device that the catalog lacks."""
-    gpu, memory = row["gpu"], row.count("gpu_mem_gb")
-    if memory is None or (gpu, memory) not in tables.DEVICES:
-        raise Unpriced(f"no device {gpu} with {row['gpu_mem_gb'] or '?'} GB in the catalog")
-    name, overrides = tables.DEVICES[gpu, memory]
+    name, overrides = _device(row)
     count = row.needed("n_gpus")
-    per_node = min(count, row.needed("gpus_per_node"))
+    per_node = min(count, row.count("gpus_per_node") or entry(name).devices_per_node)
     if count % per_node:
         raise Unpriced(f"{count} devices are no whole number of nodes of {per_node}")
     parts = [overrides] if overrides else []
-    if (nic := _nic_gbit_s(row["internode"], per_node)) is not None and count > per_node:
+    nic = _nic_gbit_s(row["internode"], per_node)
+    if nic is None and entry(name).nic_gbit_s is None:
+        nic = tables.USUAL_NIC
+    if nic is not None and count > per_node:
         parts.append(f"nic={nic:g}")
     text = f"{count // per_node}x{per_node}x{name}"
     return Cluster.parse(f"{text}@{','.join(parts)}" if parts else text)
+
+
+def _device(row: Row) -> tuple[str, str]:
+    """Catalog id and overrides: the device of that name whose memory is nearest, the only one if none is stated."""
+    if not row["gpu"]:
+        raise Unstated("gpu is not stated")
+    words = re.sub(tables.NOT_NAMES, " ", row["gpu"], flags=re.IGNORECASE)
+    name = " ".join(re.split(r"[\s\-_]+", words.strip(" -_"))).upper()
+    sizes = {size: found for (known, size), found in tables.DEVICES.items() if known == name}
+    memory = row.number("gpu_mem_gb")
+    if memory is None and len(sizes) == 1:
+        return next(iter(sizes.values()))
+    size = min(sizes, key=lambda s: abs(s - (memory or 0)), default=None)
+    if memory is None or size is None or abs(memory / size - 1) > tables.SAME_MEMORY:
+        others = f"; it has {name} with {', '.join(map(str, sizes))} GB" if sizes else ""
+        raise Unpriced(f"no device {row['gpu']} with {row['gpu_mem_gb'] or '?'} GB in the catalog{others}")
+    return sizes[size]
 
 
 def _nic_gbit_s(text: str, per_node: int) -> float | None:
@@ -408,33 +390,83 @@ def _nic_gbit_s(text: str, per_node: int) -> float | None:
     return None
 
 
+def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
+    """tp, pp, cp and dp, and which of them were filled in: the one that is blank follows from the devices, cp is 1 as
+    in every framework, and what shards all parameters over all devices leaves no other degree. A dp that contradicts
+    the devices is read as what they leave. Unstated if degrees are missing, or contradict the devices without it."""
+    devices = row.needed("n_gpus")
+    stated = {name: row.count(name) for name in ("tp", "pp", "cp", "dp")}
+    found = {name: value for name, value in stated.items() if value}
+    if not found and re.search(tables.ALL_SHARDED, row["zero_stage"], re.IGNORECASE):
+        found = {"tp": 1, "pp": 1}
+    found.setdefault("cp", 1)
+    rest = math.prod(value for name, value in found.items() if name != "dp")
+    missing = [name for name in ("tp", "pp", "dp") if name not in found]
+    if missing:
+        known = math.prod(found.values())
+        if len(missing) > 1 or devices % known:
+            raise Unstated(f"{missing[0]} is not stated")
+        found[missing[0]] = devices // known
+    elif rest * found["dp"] != devices:
+        batch = row.count("global_batch")
+        if devices % rest or (batch is not None and batch % (devices // rest)):
+            raise Unstated(f"the degrees are those of {rest * found['dp']} devices, not {devices}")
+        found["dp"] = devices // rest
+    return found, [name for name in found if found[name] != stated[name]]
+
+
+def _micro_batches(row: Row, framework: Framework, dp: int, batch: int) -> tuple[int, ...]:
+    """Sequences per micro-batch, the most likely first. Unpriced if what is stated does not divide the batch."""
+    stated = row.count("micro_batch")
+    if stated is None and (match := re.search(r"\b(\d+) micro-?batches", row["flags"])) is not None:
+        stated = batch // (dp * int(match.group(1)))
+    each = batch // dp
+    if stated is None and framework in tables.AT_ONCE:
+        stated = each
+    legal = [n for n in ((stated,) if stated else tables.MICRO_BATCHES) if batch % dp == 0 and each % n == 0]
+    if not legal:
+        raise Unpriced("dp x micro-batch does not divide the global batch")
+    return tuple(legal)
+
+
 def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setting, ...], int, tuple[str, ...]]:
     """Every reading of a row, its global batch size, and the fields that were filled in."""
     defaults = tables.DEFAULTS[framework]
-    assumed: list[str] = []
-    tp, pp, dp = (row.needed(name) for name in ("tp", "pp", "dp"))
-    cp, ep = row.count("cp") or 1, row.count("ep") or 1
-    if not row["cp"]:
-        assumed.append("cp")
-    micro, batch = row.needed("micro_batch"), row.needed("global_batch")
-    if batch % (dp * micro):
-        raise Unpriced("dp x micro-batch does not divide the global batch")
+    degrees, assumed = _degrees(row)
+    tp, pp, cp, dp = (degrees[name] for name in ("tp", "pp", "cp", "dp"))
+    ep = row.count("ep") or 1
+    batch = row.needed("global_batch")
+    micro = _micro_batches(row, framework, dp, batch)
     zero = find(tables.ZERO_STAGES, row["zero_stage"]) if row["zero_stage"] else None
     if zero is None:
         zero = defaults.zero_stages
+    if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
+        zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
     recompute = _recompute(row, defaults.recompute)
     virtual = (row.count("vpp") or 1,) if row["vpp"] else _virtual_stages(row, shape, pp)
     etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp)
-    choices = {"zero_stage": zero, "recompute": recompute, "vpp": virtual, "etp": etps, "mode": defaults.modes}
-    blank = [name for name in ("zero_stage", "recompute", "vpp") if not row[name] and (name != "vpp" or pp > 1)]
+    choices = {
+        "zero_stage": zero,
+        "recompute": recompute,
+        "vpp": virtual,
+        "etp": etps,
+        "mode": defaults.modes,
+        "micro_batch": micro,
+    }
+    blank = [
+        name
+        for name in ("zero_stage", "recompute", "vpp", "micro_batch")
+        if not row[name] and (name != "vpp" or pp > 1)
+    ]
     assumed += [name for name, values in choices.items() if len(values) > 1 or name in blank]
-    usual = _Reading(zero[0], recompute[0], virtual[0], etps[0], defaults.modes[0])
+    usual = _Reading(zero[0], recompute[0], virtual[0], etps[0], defaults.modes[0], micro[0])
     # one field at a time departs from the usual
     readings = [usual, *(replace(usual, zero_stage=v) for v in zero[1:])]
     readings += [replace(usual, recompute=v) for v in recompute[1:]]
     readings += [replace(usual, virtual_stages=v) for v in virtual[1:]]
     readings += [replace(usual, etp=v) for v in etps[1:]]
     readings += [replace(usual, mode=v) for v in defaults.modes[1:]]
+    readings += [replace(usual, micro_batch=v) for v in micro[1:]]
     schedule = _schedule(row)
     era = era_of(row["source"], row["notes"], row["gpu"])
     options = options_of(framework, era, f"{row['flags']} {row['model']}")
@@ -449,12 +481,12 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
             ep=ep,
             etp=r.etp,
             zero_stage=r.zero_stage,
-            micro_batch_size=micro,
-            num_micro_batches=batch // (dp * micro),
-            schedule="Interleaved1F1B" if chunks > 1 else schedule,
+            micro_batch_size=r.micro_batch,
+            num_micro_batches=batch // (dp * r.micro_batch),
+            schedule=tables.INTERLEAVED.get(schedule, schedule) if chunks > 1 else schedule,
             virtual_stages=chunks,
             recompute=r.recompute,
-            stages=_stages(shape.layers, pp) if chunks == 1 else None,
+            stages=_stages(shape.layers, pp, chunks),
         )
         settings.append(Setting(r.mode, config, options))
     return tuple(settings), batch, tuple(assumed)
@@ -486,23 +518,29 @@ def _virtual_stages(row: Row, shape: Shape, pp: int) -> tuple[int, ...]:
 
 
 def _schedule(row: Row) -> str:
-    if row["schedule"] in ("", "1F1B", "1F1B-interleaved"):
+    """Without a pipeline every schedule is 1F1B."""
+    if not row["schedule"] or row.count("pp") == 1:
         return "1F1B"
-    raise Unpriced(f"schedule {row['schedule']} is not priced")
+    found = find(tables.SCHEDULES, row["schedule"])
+    if found is None:
+        raise Unpriced(f"schedule {row['schedule']} is not priced")
+    return found
 
 
-def _stages(layers: int, pp: int) -> tuple[int, ...] | None:
-    """Equal stages, as all these frameworks cut; where they do not divide, embedding and head count as layers.
+def _stages(layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None:
+    """Equal chunks, as all these frameworks cut; where they do not divide, embedding and head count as layers
+    (Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
 
-    None (the planner's balance) where that does not divide either.
+    None (the planner's balance) without a pipeline, where several chunks are equal, or where neither divides.
     """
-    if pp == 1:
+    chunks = pp * virtual_stages
+    if pp == 1 or (virtual_stages > 1 and layers % chunks == 0):
         return None
-    if layers % pp == 0:
-        return (layers // pp,) * pp
-    if (layers + 2) % pp == 0 and (layers + 2) // pp > 1:
-        inner = (layers + 2) // pp
-        return (inner - 1, *(inner,) * (pp - 2), inner - 1)
+    if layers % chunks == 0:
+        return (layers // chunks,) * chunks
+    if (layers + 2) % chunks == 0:
+        inner = (layers + 2) // chunks
+        return (inner - 1, *(inner,) * (chunks - 2), inner - 1)
     return None
 
 
@@ -510,15 +548,17 @@ def _stages(layers: int, pp: int) -> tuple[int, ...] | None:
 
 
 def _measured_s(row: Row, shape: Shape, seq_len: int, batch: int) -> float:
-    """Seconds of one step. Unpriced if the row has no figure that gives them."""
+    """Seconds of one step, NaN of a run that ran out of memory. Unstated if the row has no figure that gives them."""
     if (seconds := row.number("step_time_s")) is not None:
         return seconds
     devices, tokens = row.needed("n_gpus"), batch * seq_len
     if (rate := row.number("tokens_per_s_per_gpu")) is not None:
         return tokens / (rate * devices)
     tflops, formula = row.number("tflops_per_gpu"), find(tables.TFLOPS, row["tflops_kind"])
+    if tflops is None and row.out_of_memory:
+        return math.nan
     if tflops is None or formula is None:
-        raise Unpriced("nothing measured that gives seconds")
+        raise Unstated("nothing measured that gives seconds")
     return tokens * flops_per_token(formula, shape, seq_len) / (tflops * 1e12 * devices)
 
 

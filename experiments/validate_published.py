@@ -9,7 +9,6 @@ over all readings of a row where it leaves something open.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -25,15 +24,15 @@ from typing import Annotated, Any
 
 import typer
 from published_graphs import graph_of
-from published_rows import Case, Row, Setting, Shape, Shapes, Task, interpret, read_rows
+from published_rows import Case, Row, Setting, Shape, Shapes, Task, Unstated, interpret, read_rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from autoplan.cost_models.config import precision_of
+from autoplan.cost_models.config import ParallelConfig, precision_of
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.price import Estimate, Pricer
-from autoplan.estimate import Planned, check_config, estimate_config
+from autoplan.estimate import Planned, check_config, ends_apart, estimate_config, layers_of, units_of
 from autoplan.points import PlanRequest
 
 _log = logging.getLogger(__name__)
@@ -44,7 +43,9 @@ RANKED_APART = 0.05  # pairs whose measured times differ by less are not ranked
 class Result:
     """One row, priced or not (`reason`). Times in seconds of a step, memory in bytes of one device.
 
-    low_s, high_s: over all readings. `measured_bytes` where the row has a figure; `memory_kind` as the row says.
+    `stated`: the row has dimensions, degrees and a result, so that a planner can be asked. low_s, high_s: over all
+    readings; `fits`: any of them does. `measured_s` is NaN of a run that ran out of memory. `measured_bytes` where the
+    row has a figure; `memory_kind` as the row says.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Result:
     device: str
     num_devices: str
     reason: str = ""
+    stated: bool = True
     precision: str = ""
     framework: str = ""
     experts: bool = False
@@ -73,7 +75,13 @@ class Result:
     memory_kind: str = ""
     memory_comparable: bool = False
     fits: bool = True
+    out_of_memory: bool = False
     breakdown_s: Mapping[str, float] | None = None
+
+    @property
+    def compared(self) -> bool:
+        """True if there are a predicted and a measured time."""
+        return not self.reason and not math.isnan(self.measured_s)
 
     @property
     def error(self) -> float:
@@ -125,21 +133,24 @@ def request_of(task: Task, setting: Setting) -> PlanRequest:
 def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:
     """The price of another reading, with the layout of the first where that does not depend on what differs."""
     config = setting.config
-    same_stages = first.config.virtual_stages == config.virtual_stages
-    if was.mode is not setting.mode or was.config.etp != config.etp or not same_stages:
+
+    def laid_out(c: ParallelConfig) -> tuple[object, ...]:
+        return c.etp, c.virtual_stages, c.micro_batch_size
+
+    if was.mode is not setting.mode or laid_out(was.config) != laid_out(config):
         return estimate_config(request, config).estimate
     check_config(request, config)
     costs = request.costs
-    point, chunks = first.point, first.config.stages or ()
+    point = first.point
+    chunks = units_of(first.config.stages or (), ends_apart(request.graph, first.config))
     pricer = Pricer(point.workload, config, costs, precision_of(request.precision), point.times)
-    ends = list(itertools.accumulate(chunks))
-    layers = [sum(point.workload.layers[end - size : end]) for size, end in zip(chunks, ends, strict=True)]
+    layers = layers_of(point.workload, chunks)
     return pricer.estimate(chunks, layers if config.recompute == "full" else [0] * len(chunks))
 
 
-def blank_result(row: Row, reason: str) -> Result:
+def blank_result(row: Row, reason: str, stated: bool = True) -> Result:
     """Of a row that is not priced."""
-    return Result(row["id"], row["campaign"], row["trust"], row["model"], row["gpu"], row["n_gpus"], reason)
+    return Result(row["id"], row["campaign"], row["trust"], row["model"], row["gpu"], row["n_gpus"], reason, stated)
 
 
 def result_of(case: Case) -> Result:
@@ -182,7 +193,8 @@ def result_of(case: Case) -> Result:
         measured_bytes=measured_bytes,
         memory_kind=row["mem_kind"],
         memory_comparable=comparable,
-        fits=estimate.fits,
+        fits=any(e.fits for e in estimates),
+        out_of_memory=row.out_of_memory,
         breakdown_s={name: q.mid for name, q in estimate.breakdown.items()},
     )
 
@@ -204,7 +216,7 @@ def validate(
             case = interpret(row, shapes)
             cases[case.task.shape].append(case)
         except AutoplanError as exc:
-            done[row.line] = blank_result(row, str(exc))
+            done[row.line] = blank_result(row, str(exc), not isinstance(exc, Unstated))
     groups = sorted(cases.values(), key=len, reverse=True)
     for group, results in zip(groups, _map(groups, jobs, progress), strict=True):
         done.update((case.row.line, result) for case, result in zip(group, results, strict=True))
@@ -229,11 +241,17 @@ def _map(groups: Sequence[Sequence[Case]], jobs: int, progress: Console | None) 
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one group. `num_rows` with those that are not priced; fractions, not per cent; NaN where there is nothing."""
+    """Of one group: fractions, not per cent; NaN where there is nothing.
+
+    `num_rows`: all; `num_stated`: those with dimensions, degrees and a result; `num_priced`: of those. The error is of
+    rows with a measured time; `mean_with_unpriced` counts stated rows that are not priced as an error of 100 %.
+    """
 
     num_rows: int
+    num_stated: int
     num_priced: int
     mean: float
+    mean_with_unpriced: float
     median: float
     bias: float
     p90: float
@@ -242,20 +260,47 @@ class Errors:
 
     @staticmethod
     def of(results: Sequence[Result]) -> Errors:
-        priced = [r for r in results if not r.reason]
-        if not priced:
-            return Errors(len(results), 0, *[math.nan] * 6)
-        sizes = sorted(abs(r.error) for r in priced)
+        compared = [r for r in results if r.compared]
+        num_stated, num_priced = sum(r.stated for r in results), sum(not r.reason for r in results)
+        sizes = sorted(abs(r.error) for r in compared)
+        counted = [*sizes, *(1.0 for r in results if r.stated and r.reason)]
+        with_unpriced = statistics.fmean(counted) if counted else math.nan
+        counts = len(results), num_stated, num_priced
+        if not compared:
+            return Errors(*counts, math.nan, with_unpriced, *[math.nan] * 5)
         return Errors(
-            num_rows=len(results),
-            num_priced=len(priced),
+            *counts,
             mean=statistics.fmean(sizes),
+            mean_with_unpriced=with_unpriced,
             median=statistics.median(sizes),
-            bias=statistics.fmean(r.error for r in priced),
+            bias=statistics.fmean(r.error for r in compared),
             p90=sizes[math.ceil(0.9 * len(sizes)) - 1],
-            coverage=statistics.fmean(r.covered for r in priced),
-            width=statistics.median(r.width for r in priced),
+            coverage=statistics.fmean(r.covered for r in compared),
+            width=statistics.median(r.width for r in compared),
         )
+
+
+@dataclass(frozen=True)
+class Feasibility:
+    """Whether what ran is predicted to fit, and what ran out of memory is not: rows of both, and how many are right."""
+
+    num_ran: int
+    num_ran_right: int
+    num_out: int
+    num_out_right: int
+
+    @staticmethod
+    def of(results: Sequence[Result]) -> Feasibility:
+        priced = [r for r in results if not r.reason]
+        ran, out = [r for r in priced if not r.out_of_memory], [r for r in priced if r.out_of_memory]
+        return Feasibility(len(ran), sum(r.fits for r in ran), len(out), sum(not r.fits for r in out))
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Mean of the two shares; NaN unless there are rows of both."""
+        if not self.num_ran or not self.num_out:
+            return math.nan
+        return (self.num_ran_right / self.num_ran + self.num_out_right / self.num_out) / 2
 
 
 def grouped(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, Errors]:
@@ -267,8 +312,8 @@ def grouped(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str
 
 
 def macro_mean(campaigns: Mapping[str, Errors]) -> float:
-    """Mean error over campaigns, each counting once."""
-    known = [e.mean for e in campaigns.values() if e.num_priced]
+    """Mean over campaigns, each counting once, of their error with stated rows that are not priced counted as 100 %."""
+    known = [e.mean_with_unpriced for e in campaigns.values() if not math.isnan(e.mean_with_unpriced)]
     return statistics.fmean(known) if known else math.nan
 
 
@@ -277,7 +322,7 @@ def ranked_pairs(results: Sequence[Result]) -> dict[str, tuple[int, int, int]]:
     differ by more than RANKED_APART, how many of them are predicted in the right order, and the number of sweeps."""
     sweeps: dict[str, list[Result]] = defaultdict(list)
     for r in results:
-        if not r.reason:
+        if r.compared:
             sweeps[r.sweep].append(r)
     out: dict[str, tuple[int, int, int]] = {}
     for found in sweeps.values():
@@ -310,15 +355,18 @@ GROUPS: Mapping[str, Callable[[Result], str]] = {
 def summary_of(results: Sequence[Result]) -> dict[str, Any]:
     """All groups as plain data."""
     priced = [r for r in results if not r.reason]
+    feasibility = Feasibility.of(results)
     tables = {"campaign": grouped(results, GROUPS["campaign"]), "device": grouped(results, GROUPS["device"])}
     tables |= {name: grouped(priced, key) for name, key in GROUPS.items() if name not in tables}
     return {
         "all": asdict(Errors.of(results)),
         "macro_mean": macro_mean(tables["campaign"]),
+        "feasibility": asdict(feasibility) | {"balanced_accuracy": feasibility.balanced_accuracy},
         "groups": {name: {k: asdict(e) for k, e in groups.items()} for name, groups in tables.items()},
         "ranking": {k: {"pairs": p, "right": r, "sweeps": n} for k, (p, r, n) in ranked_pairs(results).items()},
         "memory": {k: asdict(e) for k, e in memory_errors(results).items()},
-        "not_priced": dict(reasons(results)),
+        "not_priced": dict(reasons([r for r in results if r.stated])),
+        "not_stated": dict(reasons([r for r in results if not r.stated])),
     }
 
 
@@ -364,12 +412,14 @@ def _percent(value: float, signed: bool = False) -> str:
 
 def _errors_table(title: str, groups: Mapping[str, Errors]) -> Table:
     table = Table(title=title, title_justify="left")
-    for name in (title, "rows", "priced", "mean error", "median", "bias", "p90", "covered", "width"):
+    columns = "rows, stated, priced, mean error, unpriced 100 %, median, bias, p90, covered, width".split(", ")
+    for name in (title, *columns):
         table.add_column(name, justify="left" if name == title else "right")
     for name, e in groups.items():
-        figures = (_percent(e.mean), _percent(e.median), _percent(e.bias, True), _percent(e.p90))
-        share = _percent(e.num_priced / e.num_rows)
-        table.add_row(name, str(e.num_rows), share, *figures, _percent(e.coverage), _percent(e.width))
+        figures = (e.mean, e.mean_with_unpriced, e.median)
+        share = _percent(e.num_priced / e.num_stated if e.num_stated else math.nan)
+        rest = (_percent(e.bias, True), *map(_percent, (e.p90, e.coverage, e.width)))
+        table.add_row(name, str(e.num_rows), str(e.num_stated), share, *map(_percent, figures), *rest)
     return table
 
 
@@ -381,7 +431,11 @@ def show(results: Sequence[Result], console: Console) -> None:
         # what a row that is not priced has is not known beyond its campaign and device
         console.print(_errors_table(name, grouped(results if name in ("campaign", "device") else priced, key)))
     console.print(_errors_table("all", {"all rows": Errors.of(results)}))
-    console.print(f"mean error, macro average over campaigns: {_percent(macro_mean(campaigns))}")
+    console.print(
+        "stated: rows with dimensions, degrees and a result; priced: share of those; unpriced 100 %: mean error where "
+        "stated rows that are not priced count as 100 %"
+    )
+    console.print(f"mean error with those, macro average over campaigns: {_percent(macro_mean(campaigns))}")
     ranking = Table("campaign", "sweeps", "pairs", "right order", title="Order within sweeps", title_justify="left")
     for name, (pairs, right, sweeps) in ranked_pairs(results).items():
         ranking.add_row(name, str(sweeps), str(pairs), _percent(right / pairs))
@@ -391,10 +445,16 @@ def show(results: Sequence[Result], console: Console) -> None:
         label = name if m.comparable else f"{name} (not comparable)"
         memory.add_row(label, str(m.num_rows), _percent(m.mean), _percent(m.bias, True), _percent(m.p90))
     console.print(memory)
-    refused = Table("rows", "not priced because", title="Not priced", title_justify="left")
-    for reason, count in reasons(results):
-        refused.add_row(str(count), reason)
-    console.print(refused)
+    f = Feasibility.of(results)
+    console.print(
+        f"feasibility: {f.num_ran_right} of {f.num_ran} rows that ran are predicted to fit, {f.num_out_right} of "
+        f"{f.num_out} that ran out of memory not to; balanced accuracy {_percent(f.balanced_accuracy)}"
+    )
+    for title, stated in (("Refused", True), ("No dimensions, degrees or result", False)):
+        refused = Table("rows", "not priced because", title=title, title_justify="left")
+        for reason, count in reasons([r for r in results if r.stated is stated]):
+            refused.add_row(str(count), reason)
+        console.print(refused)
 
 
 def _json_row(r: Result) -> dict[str, Any]:

@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import AutoplanError, GraphError
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.estimate import estimate_config
+from autoplan.points import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
 import validate_published as tool
 from published_defaults import Formula
-from published_graphs import deepened
+from published_graphs import deepened, graph_of
 from published_rows import (
-    COLUMNS,
+    Adapters,
     Kind,
-    Row,
     Shape,
     Shapes,
-    Unpriced,
     cluster_of,
     flops_per_token,
     interpret,
-    read_rows,
 )
+from published_table import COLUMNS, Row, Unpriced, Unstated, read_rows
 
 # a small Llama on one node, everything stated
 LLAMA = {
@@ -122,19 +122,110 @@ def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"flags": "NeMo; LoRA"}, "LoRA"),
-        ({"precision": "NVFP4"}, "precision"),
-        ({"gpu": "H100", "gpu_mem_gb": "94"}, "no device H100 with 94 GB"),
-        ({"hidden": ""}, "hidden is not stated"),
-        ({"step_time_s": ""}, "nothing measured"),
+        ({"flags": "optimizer CPU offload 25%"}, "offloading to the host"),
+        ({"precision": "INT8"}, "precision"),
+        ({"gpu": "H100", "gpu_mem_gb": "60"}, "no device H100 with 60 GB in the catalog; it has H100 with 80, 94 GB"),
+        ({"gpu": "MI999"}, "no device MI999 with 80 GB in the catalog$"),
         ({"micro_batch": "3"}, "does not divide the global batch"),
         ({"params_b": "70"}, "of the published number of parameters"),
-        ({"schedule": "ZBV"}, "schedule ZBV"),
+        ({"schedule": "V-half", "pp": "2", "dp": "8"}, "schedule V-half"),
     ],
 )
-def test_what_cannot_be_priced_says_why(fields: dict[str, str], why: str) -> None:
-    with pytest.raises(Unpriced, match=why):
+def test_what_is_stated_but_cannot_be_priced_says_why(fields: dict[str, str], why: str) -> None:
+    with pytest.raises(Unpriced, match=why) as error:
         case_of(**fields)
+    assert not isinstance(error.value, Unstated)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"hidden": ""}, "hidden is not stated"),
+        ({"step_time_s": ""}, "nothing measured"),
+        ({"gpu": ""}, "gpu is not stated"),
+        ({"tp": "", "dp": ""}, "tp is not stated"),
+        ({"tp": "", "pp": "", "dp": "", "zero_stage": "FSDP/sharding per submission"}, "tp is not stated"),
+        ({"dp": "", "tp": "3"}, "dp is not stated"),  # does not follow
+        ({"tp": "3", "dp": "4"}, "the degrees are those of 12 devices, not 16"),
+        ({"dp": "8", "global_batch": "24"}, "the degrees are those of 8 devices, not 16"),
+        ({"vocab": "", "source": "a blog"}, "vocab is not stated"),
+        ({"hidden": "", "precision": "INT8", "gpu": "?"}, "hidden is not stated"),  # whatever else there is
+    ],
+)
+def test_what_no_planner_could_price_is_told_apart(fields: dict[str, str], why: str) -> None:
+    with pytest.raises(Unstated, match=why):
+        case_of(**fields)
+
+
+def test_a_blank_degree_follows_from_the_devices() -> None:
+    def degrees(**fields: str) -> tuple[int, ...]:
+        c = case_of(**fields).task.settings[0].config
+        return c.tp, c.pp, c.cp, c.dp
+
+    assert degrees(dp="", tp="2") == (2, 1, 1, 8)
+    assert degrees(tp="", cp="2", dp="4") == (2, 1, 2, 4)
+    assert degrees(dp="", tp="", pp="", cp="", zero_stage="FSDP (see recipe)") == (1, 1, 1, 16)
+    assert degrees(tp="2", dp="4") == (2, 1, 1, 8)  # contradicts the 16 devices
+    assert {"dp", "cp"} <= set(case_of(dp="", cp="").assumed)
+
+
+def test_a_blank_micro_batch_vocabulary_or_node_is_the_frameworks() -> None:
+    blank = case_of(micro_batch="")
+    assert [s.config.micro_batch_size for s in blank.task.settings] == [1, 2, 4] and "micro_batch" in blank.assumed
+    assert [s.config.num_micro_batches for s in blank.task.settings] == [4, 2, 1]
+    assert case_of(micro_batch="", flags="MaxText").task.settings[0].config.micro_batch_size == 4  # at once
+    assert case_of(micro_batch="", flags="2 microbatches").task.settings[0].config.micro_batch_size == 2
+    c = case_of(vocab="", tp="2", dp="8")
+    assert c.task.shape.vocab == 50432 == 197 * 256 and "vocab" in c.assumed
+    assert cluster_of(row(gpus_per_node="")).devices_per_node == 8
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "name", "gigabytes"),
+    [
+        ("NVIDIA H100-SXM5-80GB", "80", "h100-sxm5-80gb", 80),
+        ("H100", "94", "h100-sxm5-80gb", 94),
+        ("Tensor Core A100", "40", "a100-sxm4-40gb", 40),
+        ("L40S", "", "l40s-48gb", 48),
+        ("AMD Instinct MI300X", "192", "mi300x-192gb", 192),
+        ("TPU-v5p", "95", "tpu-v5p", 95),
+        ("B300", "288", "b300-sxm-288gb", 288),
+    ],
+)
+def test_a_device_is_found_however_it_is_spelled(gpu: str, memory: str, name: str, gigabytes: float) -> None:
+    device = cluster_of(row(gpu=gpu, gpu_mem_gb=memory)).device
+    assert device.name == name and device.memory_bytes == pytest.approx(gigabytes * 1e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "vpp", "schedule"),
+    [
+        ("", "1", "1F1B"),
+        ("1F1B-interleaved", "2", "Interleaved1F1B"),
+        ("GPipe", "1", "GPipe"),
+        ("zero-bubble", "1", "ZB-H1"),
+        ("ZBB", "2", "InterleavedZeroBubble"),
+        ("ZBV", "2", "ZBV"),
+        ("DualPipeV", "2", "DualPipeV"),
+    ],
+)
+def test_schedules_are_the_planners(words: str, vpp: str, schedule: str) -> None:
+    assert case_of(schedule=words, vpp=vpp, pp="2", dp="8").task.settings[0].config.schedule == schedule
+    assert case_of(schedule=words, vpp=vpp).task.settings[0].config.schedule == "1F1B"  # without a pipeline
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    c = case_of(flags="NeMo; LoRA", zero_stage="1")
+    assert c.task.shape.adapters == Adapters(16, ("q_proj", "k_proj", "v_proj"))
+    assert c.task.settings[0].config.zero_stage == 0  # nothing to shard
+    assert case_of(notes="LoRA", source="x").task.shape.adapters == Adapters(8, ("q_proj", "v_proj"))
+    assert case_of().task.shape.adapters is None
+
+
+def test_a_run_without_memory_is_priced_and_not_compared() -> None:
+    c = case_of(step_time_s="", notes="OOM (does not fit 80 GB)")
+    assert c.row.out_of_memory and math.isnan(c.measured_s)
+    assert not case_of(notes="OOM with two").row.out_of_memory  # it has a time
 
 
 def test_what_the_dimensions_leave_open_follows_from_the_number_of_parameters() -> None:
@@ -196,6 +287,12 @@ def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:
     degrees = {"pp": "4", "dp": "4", "global_batch": "64"}
     assert case_of(**degrees).task.settings[0].config.stages == (4, 4, 4, 4)
     assert case_of(**degrees, layers="14").task.settings[0].config.stages == (3, 4, 4, 3)  # embedding and head count
+    ends = case_of(**degrees, layers="14", vpp="2").task.settings[0].config
+    assert ends.stages == (1, 2, 2, 2, 2, 2, 2, 1)
+    alone = (
+        case_of(**degrees, layers="14", vpp="4").task.settings[0].config
+    )  # a chunk of the embedding, one of the head
+    assert alone.stages == (0, *(1,) * 14, 0)
     config = case_of(**degrees, vpp="2").task.settings[0].config
     assert (config.schedule, config.virtual_stages, config.stages) == ("Interleaved1F1B", 2, None)
 
@@ -287,6 +384,32 @@ def test_repeated_layers_are_those_of_the_whole_model(model: str, few: int) -> N
         deepened(cut(whole, 1), 4, 1)
 
 
+# a graph of two layers whose queries and keys have adapters
+ADAPTED = Shape(2, 64, 192, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(True, False, 16), Adapters(4, ("q_proj", "k_proj")))
+
+
+def test_what_is_frozen_has_no_gradient_no_reduction_and_no_optimizer() -> None:
+    def estimate(adapters: Adapters | None) -> Any:
+        graph = graph_of(replace(ADAPTED, adapters=adapters))
+        request = PlanRequest(graph, Cluster.parse("1x8xh100-sxm5-80gb"), 128, 16)
+        return graph, estimate_config(request, ParallelConfig(dp=8, zero_stage=0, num_micro_batches=2)).estimate
+
+    (graph, adapted), (_, whole) = estimate(ADAPTED.adapters), estimate(None)
+    trained = sum(p.num_elements for p in graph.params.values() if p.trainable)
+    assert trained == 2 * 4 * (64 + 4 * 16 + 64 + 2 * 16)  # down and up of both in two layers
+    memory = adapted.stages[0].memory
+    # in bf16 four bytes of gradients and twelve of optimizer state (cost_models.config.PRECISIONS)
+    assert (memory["gradients"].mid, memory["optimizer"].mid) == (4 * trained, 12 * trained)
+    assert memory["parameters"].mid > whole.stages[0].memory["parameters"].mid
+    for term in ("dp_comm", "optimizer", "accumulate"):
+        assert adapted.breakdown[term].mid < whole.breakdown[term].mid
+
+
+def test_adapters_need_a_layer_of_that_name() -> None:
+    with pytest.raises(GraphError, match="no linear layer is named wq or wk"):
+        graph_of(replace(ADAPTED, adapters=Adapters(4, ("wq", "wk"))))
+
+
 # -- pricing -----------------------------------------------------------------------------------------------------------
 
 
@@ -324,24 +447,35 @@ def test_a_file_is_priced_row_by_row_and_stored(tmp_path: Path) -> None:
         [
             {"id": "one"},
             {"id": "two", "global_batch": "128", "step_time_s": "1.0", "campaign": "second", "trust": "B"},
-            {"id": "lora", "flags": "LoRA"},
+            {"id": "int8", "precision": "INT8"},
+            {"id": "unstated", "layers": ""},
+            {"id": "out", "step_time_s": "", "notes": "OOM", "recompute": "full"},
             {"id": "refused", "tp": "3", "dp": "2", "n_gpus": "6", "global_batch": "6"},
         ],
     )
     out = tmp_path / "out.json"
     tool.main(data, out, jobs=1)
     stored = json.loads(out.read_text())
-    assert [r["id"] for r in stored["rows"]] == ["one", "two", "lora", "refused"]
-    one, two, lora, refused = stored["rows"]
+    assert [r["id"] for r in stored["rows"]] == ["one", "two", "int8", "unstated", "out", "refused"]
+    one, two, int8, unstated, out_of_memory, refused = stored["rows"]
     assert one["low"] < one["predicted_step_time_s"] < one["high"] and one["predicted_peak_bytes"] > 1e9
     assert one["measured_step_time_s"] == 0.5 and two["predicted_step_time_s"] > one["predicted_step_time_s"]
-    assert "LoRA" in lora["reason"] and lora["predicted_step_time_s"] is None
+    assert "INT8" in int8["reason"] and int8["predicted_step_time_s"] is None and int8["stated"]
+    assert "layers" in unstated["reason"] and not unstated["stated"]
+    assert out_of_memory["predicted_peak_bytes"] > 1e9 and out_of_memory["measured_step_time_s"] is None
     assert refused["reason"].startswith("refused: ") and "tp=3" in refused["reason"]
-    assert stored["summary"]["all"]["num_rows"] == 4 and stored["summary"]["all"]["num_priced"] == 2
+    summary = stored["summary"]
+    assert [summary["all"][f"num_{n}"] for n in ("rows", "stated", "priced")] == [6, 5, 3]
+    # two rows are compared, two are refused; the model is small and fits, which is right of both that ran
+    errors = [abs(r["predicted_step_time_s"] / r["measured_step_time_s"] - 1) for r in (one, two)]
+    assert summary["all"]["mean_with_unpriced"] == pytest.approx((sum(errors) + 2) / 4)
+    ran = {"num_ran": 2, "num_ran_right": 2, "num_out": 1, "num_out_right": 0}
+    assert summary["feasibility"] == {**ran, "balanced_accuracy": 0.5}
+    assert list(summary["not_stated"]) == ["layers is not stated"] and len(summary["not_priced"]) == 2
     assert set(stored["summary"]["groups"]["campaign"]) == {"made-up", "second"}
     rows = read_rows(data)
-    assert [r["id"] for r in tool.chosen(rows, "A", "", 0)] == ["one", "lora", "refused"]
-    assert [r["id"] for r in tool.chosen(rows, "", "", 2)] == ["one", "lora"]
+    assert [r["id"] for r in tool.chosen(rows, "A", "", 0)] == ["one", "int8", "unstated", "out", "refused"]
+    assert [r["id"] for r in tool.chosen(rows, "", "", 2)] == ["one", "unstated"]
     with pytest.raises(AutoplanError, match="there is only made-up, second"):
         tool.chosen(rows, "", "third", 0)
 
@@ -366,6 +500,27 @@ def test_errors_of_a_group() -> None:
     groups = tool.grouped([result(1.1, 1.0), result(1.3, 1.0, "e"), result(1.3, 1.0, "e")], lambda r: r.campaign)
     assert list(groups) == ["e", "c"] and tool.macro_mean(groups) == pytest.approx(0.2)
     assert math.isnan(tool.Errors.of([refused]).mean)
+
+
+def test_what_is_stated_but_not_priced_counts_as_an_error_of_100_per_cent() -> None:
+    refused = tool.Result("id", "c", "A", "m", "d", "8", "refused: too wide")
+    unstated = replace(refused, campaign="e", reason="hidden is not stated", stated=False)
+    out = result(1.0, math.nan, out_of_memory=True, fits=False)
+    errors = tool.Errors.of([result(1.2, 1.0), refused, unstated, out])
+    assert (errors.num_rows, errors.num_stated, errors.num_priced) == (4, 3, 2)
+    assert errors.mean == pytest.approx(0.2) and errors.mean_with_unpriced == pytest.approx(0.6)
+    assert tool.macro_mean(tool.grouped([result(1.2, 1.0), refused, unstated], lambda r: r.campaign)) == pytest.approx(
+        0.6
+    )
+    assert tool.Errors.of([refused]).mean_with_unpriced == 1.0
+
+
+def test_feasibility_weighs_what_ran_and_what_did_not_alike() -> None:
+    ran = [result(1.0, 1.0), result(1.0, 1.0), result(1.0, 1.0, fits=False)]
+    out = [result(1.0, math.nan, out_of_memory=True, fits=fits) for fits in (True, False)]
+    found = tool.Feasibility.of([*ran, *out, tool.Result("id", "c", "A", "m", "d", "8", "refused")])
+    assert found == tool.Feasibility(3, 2, 2, 1) and found.balanced_accuracy == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert math.isnan(tool.Feasibility.of(ran).balanced_accuracy)
 
 
 def test_order_within_sweeps_counts_pairs_that_differ_enough() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from autoplan.cost_models.config import ParallelConfig
@@ -146,8 +146,11 @@ def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
     return out
 
 
-def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
-    """Rules that need the model. PinError names the rule and the nearest legal value."""
+def check_degrees(graph: ModelGraph, config: ParallelConfig, ends: bool = False) -> None:
+    """Rules that need the model. PinError names the rule and the nearest legal value.
+
+    `ends`: what precedes the layers and what follows them may be chunks of their own (see `pipeline_units`).
+    """
     c, heads = config, head_counts(graph)
     for where, count, _ in heads:
         if count % c.tp:
@@ -156,18 +159,20 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig) -> None:
                 f"pin tp={c.tp} does not divide the {count} attention heads at {where}; nearest legal: "
                 f"{around(c.tp, divisors(common))}"
             )
-    num_units = len(pipeline_units(graph))
-    _check_chunks(c, num_units)
+    num_layers = len(pipeline_units(graph))
+    _check_chunks(c, num_layers, len(pipeline_units(graph, ends)) - num_layers)
     if c.stages is not None:
-        check_stages(c.stages, c.pp, c.virtual_stages, num_units)
+        check_stages(c.stages, c.pp, c.virtual_stages, num_layers, ends)
     if c.dp > 1 or c.num_micro_batches > 1:
         obstacle = batch_obstacle(graph)
         if obstacle is not None:
             raise PinError(f"{obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1")
 
 
-def _check_chunks(c: ParallelConfig, num_units: int) -> None:
-    """Every chunk of the pipeline holds at least one layer."""
+def _check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
+    """Every chunk of the pipeline holds at least one layer, or one of the ends."""
+    if c.pp * c.virtual_stages <= num_units + num_ends:
+        return
     if c.pp > num_units:
         near = max(d for d in divisors(c.dp * c.pp) if d <= num_units)
         raise PinError(f"pin pp={c.pp} needs at least as many layers, the model has {num_units}; nearest legal: {near}")
@@ -178,13 +183,18 @@ def _check_chunks(c: ParallelConfig, num_units: int) -> None:
         )
 
 
-def check_stages(stages: Sequence[int], pp: int, virtual_stages: int, num_units: int) -> None:
-    """PinError unless there is a positive number for every chunk and they add up to the layers of the model."""
+def check_stages(stages: Sequence[int], pp: int, virtual_stages: int, num_units: int, ends: bool = False) -> None:
+    """PinError unless there is a positive number for every chunk and they add up to the layers of the model.
+
+    `ends`: the first and the last chunk may have no layer, only what stands before or after all of them.
+    """
     chunks, listed = pp * virtual_stages, list(stages)
     if len(stages) != chunks:
         of = f"pp={pp}" if virtual_stages == 1 else f"pp={pp} x virtual_stages={virtual_stages}"
         raise PinError(f"pin stages={listed} has {len(listed)} entries for {of}; give {chunks}")
-    if not all(is_count(n) for n in stages) or sum(stages) != num_units:
+    last = len(listed) - 1
+    least = [0 if ends and chunks > 1 and k in (0, last) else 1 for k in range(len(listed))]
+    if not all(is_count(n, low) for n, low in zip(listed, least, strict=True)) or sum(stages) != num_units:
         raise PinError(
             f"pin stages={listed} must be {chunks} positive numbers that add up to the model's {num_units} layers"
         )
@@ -196,11 +206,12 @@ def layer_calls(graph: ModelGraph) -> list[str]:
     return [c.name for c in graph.calls if c.params and "." in c.name]
 
 
-def pipeline_units(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
+def pipeline_units(graph: ModelGraph, ends: bool = False) -> tuple[tuple[str, ...], ...]:
     """What a pipeline may be cut between: a layer and the glue after it; what precedes the first layer goes with it.
 
     Names of calls; parameter-free calls, which every stage computes for itself, are left out. A model without layers is
-    one unit.
+    one unit. `ends`: what precedes the first layer (embedding) and what follows the last one (head, loss) are units of
+    their own, as Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split count them.
     """
     free = graph.free_calls()
     calls = [c.name for c in graph.calls if c.name not in free]
@@ -210,7 +221,17 @@ def pipeline_units(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
         if name in layers and any(n in layers for n in units[-1]):
             units.append([])
         units[-1].append(name)
+    if ends and layers:
+        units = _ends_apart(units, layers)
     return tuple(tuple(unit) for unit in units)
+
+
+def _ends_apart(units: list[list[str]], layers: Set[str]) -> list[list[str]]:
+    first = next(k for k, name in enumerate(units[0]) if name in layers)
+    units = [units[0][:first], units[0][first:], *units[1:]]
+    last = next(k for k, name in enumerate(units[-1]) if name in layers)
+    units = [*units[:-1], units[-1][: last + 1], units[-1][last + 1 :]]
+    return [unit for unit in units if unit]
 
 
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

@@ -22,12 +22,15 @@ from autoplan.search.works import Works
 __all__ = ["ExpertDegrees", "workload"]
 
 
-def workload(graph: ModelGraph, selection: Selection, works: Works, experts: ExpertDegrees | None = None) -> Workload:
+def workload(
+    graph: ModelGraph, selection: Selection, works: Works, experts: ExpertDegrees | None = None, ends: bool = False
+) -> Workload:
     """The workload of one rank and micro-batch under `selection`.
 
     Args:
         works: sizes on the sub-axes that the selection was solved for.
         experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
+        ends: embedding and head are units of their own (see `pipeline_units`).
 
     Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
     """
@@ -50,7 +53,7 @@ def workload(graph: ModelGraph, selection: Selection, works: Works, experts: Exp
     if experts is not None:
         held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
     calls = {c.name: c for c in graph.calls}
-    units = pipeline_units(graph)
+    units = pipeline_units(graph, ends)
     layers = set(layer_calls(graph))
     free_calls = graph.free_calls()
     free_names = [c.name for c in graph.calls if c.name in free_calls]

@@ -18,6 +18,7 @@ from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.rules.strategies import Strategy
 from autoplan.rules.table import flops, rule_for
+from autoplan.search.pins import layer_calls
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
 _IGNORED_ATTRS = frozenset(("scale", "bias"))
@@ -66,10 +67,10 @@ class Works:
         self.sizes = graph.factor_sizes(env)
         self.groups = groups_of(self.axes)
         self.remapped = _dtype_map(graph, precision)
-        # 8 and 4 bits are for products with weights inside of layers: the head keeps 16 bits in Transformer Engine,
-        # torchtitan and torchao alike
-        layers = {c.block for c in graph.calls if c.params and "." in c.name}
-        self.narrow = layers or set(graph.blocks)
+        # products of 8 and 4 bits are those of layers: the head stays as the activations are (Transformer Engine's
+        # recipes in Megatron-LM; torchtitan's float8 leaves out "output"); a model without layers is all of them
+        layers = set(layer_calls(graph))
+        self._narrow = {c.block for c in graph.calls if c.name in layers or not layers}
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
         self._flops: dict[tuple[str, str], float] = {}
 
@@ -134,7 +135,7 @@ class Works:
         attrs = tuple(
             sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
         )
-        if self.precision.matmul and node.op in _NARROW and block.name in self.narrow:
+        if self.precision.matmul and node.op in _NARROW and block.name in self._narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
         return OpWork(
             node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
