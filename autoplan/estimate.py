@@ -43,7 +43,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_config(r, config)
     experts = None
     if _experts(r.graph):
-        experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp)
+        experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp, request.options.dispatcher)
     points, ends = Points(r), ends_apart(r.graph, config)
     point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends)
     if point is None:

@@ -148,7 +148,7 @@ class BlockPricer:
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in block.comms) for phase in computed}
         for c in block.comms:
-            seconds = self.costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis])
+            seconds = self.costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis], c.top_k)
             if c.per == "step":
                 per_step += seconds
             else:

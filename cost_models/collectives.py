@@ -57,9 +57,9 @@ _VOLUME: dict[str, float] = {
 }
 KINDS = tuple(_VOLUME)
 # of kernels made for experts (DeepEP): each token goes once to each node and once to each device that it is for
-_EXPERT_KINDS = ("ep_dispatch", "ep_combine")
-_TOP_K = 8  # experts per token in all measurements of them
-_PAIRWISE = ("all_to_all", "send_recv", *_EXPERT_KINDS)
+EXPERT_KINDS = ("ep_dispatch", "ep_combine")
+TOP_K = 8  # experts per token in all measurements of them
+_PAIRWISE = ("all_to_all", "send_recv", *EXPERT_KINDS)
 
 FABRICS: Mapping[str, Fabric] = read_fabrics(KINDS)
 
@@ -159,14 +159,23 @@ def _parts(group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric
     return out
 
 
-def _share(kind: str, part: _Part, ranks: int) -> float:
+def distinct_units(units: float, top_k: int) -> float:
+    """Expected number of units (nodes, devices) that hold the `top_k` experts of a token, spread evenly over `units`.
+
+    units * (1 - (1 - 1 / units)^k): each expert is on a given unit with 1 / units. Drawing without replacement from E
+    experts, k / E of them on average no more, reaches a few per cent more (2 of 8 on 8 units: 2 instead of 1.88).
+    """
+    return units * (1 - (1 - 1 / units) ** top_k)
+
+
+def _share(kind: str, part: _Part, ranks: int, top_k: int = TOP_K) -> float:
     """Share of the tensor that a device sends over this level."""
     if kind == "send_recv":
         return 1.0
     free = part.fabric.free_share[kind]
-    if kind in _EXPERT_KINDS:
+    if kind in EXPERT_KINDS:
         units = ranks / part.inside
-        return units * (1 - (1 - 1 / units) ** _TOP_K) * (1 - free / units) / _TOP_K
+        return distinct_units(units, top_k) * (1 - free / units) / top_k
     if kind == "all_to_all":
         return (ranks - free * part.inside) / ranks
     if part.fabric.flat:
@@ -198,7 +207,13 @@ _Hops = Callable[[str, _Part, int], float]
 
 
 def _path(
-    kind: str, ranks: int, parts: list[_Part], paths: list[Path], hops: _Hops, lanes: float = 1.0
+    kind: str,
+    ranks: int,
+    parts: list[_Part],
+    paths: list[Path],
+    hops: _Hops,
+    lanes: float = 1.0,
+    top_k: int = TOP_K,
 ) -> tuple[float, float, float]:
     """alpha, w and chunk factor of one path, given by its constants on each level; `lanes` carry the bytes at once."""
     alpha = w = base = chunk = 0.0
@@ -206,13 +221,13 @@ def _path(
         speed = part.level.group_bytes_per_s(2 if kind == "send_recv" else part.parts)
         speed *= path.efficiency * part.fabric.efficiency[kind] * part.fabric.ranks_factor(part.inside * part.parts)
         alpha += hops(kind, part, ranks) * path.hop * part.level.latency_s
-        w = max(w, _share(kind, part, ranks) / (speed * lanes))
+        w = max(w, _share(kind, part, ranks, top_k) / (speed * lanes))
         base, chunk = max(base, path.base_s), max(chunk, path.chunk)
     return base + alpha, w, chunk
 
 
 def _of_protocols(
-    tables: list[Mapping[Protocol, Path]], kind: str, ranks: int, parts: list[_Part], hops: _Hops
+    tables: list[Mapping[Protocol, Path]], kind: str, ranks: int, parts: list[_Part], hops: _Hops, top_k: int = TOP_K
 ) -> Iterator[tuple[Protocol, tuple[float, float, float]]]:
     """One path per protocol that all levels have."""
     for protocol in Protocol:
@@ -222,7 +237,7 @@ def _of_protocols(
             if kind == "all_to_all" and protocol is not Protocol.SIMPLE:
                 # short messages to several peers take a channel each, long ones all channels
                 lanes = min(ranks - 1.0, 1 / max(path.efficiency for path in paths))
-            yield protocol, _path(kind, ranks, parts, paths, hops, lanes)
+            yield protocol, _path(kind, ranks, parts, paths, hops, lanes, top_k)
 
 
 def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
@@ -230,8 +245,10 @@ def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
     return max(f.spread[kind] for f in fabrics), max(f.latency_spread[kind] for f in fabrics)
 
 
-def curve(kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS) -> Curve:
-    """Seconds by bytes of one collective over a group of at least 2, on these levels."""
+def curve(
+    kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS, top_k: int = TOP_K
+) -> Curve:
+    """Seconds by bytes of one collective over a group of at least 2, on these levels; `top_k`: experts per token."""
     parts, ranks = _parts(group, levels, fabrics), group.size
     if kind == "send_recv":
         parts = parts[-1:]
@@ -242,8 +259,8 @@ def curve(kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[s
     large: list[tuple[float, float, float]] = []
     switch = 0.0
     if kind in _PAIRWISE:
-        pairs = [part.fabric.experts if kind in _EXPERT_KINDS else part.fabric.p2p for part in parts]
-        large = [path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops)]
+        pairs = [part.fabric.experts if kind in EXPERT_KINDS else part.fabric.p2p for part in parts]
+        large = [path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, top_k)]
     elif kind == "all_reduce" and outer.tree:
         tables = [part.fabric.tree or part.fabric.ring for part in parts]
         large = [path for _, path in _of_protocols(tables, kind, ranks, parts, _tree_hops)]
@@ -263,16 +280,22 @@ def curve(kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[s
 
 
 @lru_cache(maxsize=65536)
-def _curve(kind: str, group: Group, levels: tuple[Level, ...]) -> Curve:
-    return curve(kind, group, levels)
+def _curve(kind: str, group: Group, levels: tuple[Level, ...], top_k: int) -> Curve:
+    return curve(kind, group, levels, top_k=top_k)
 
 
 def group_collective_s(
-    kind: str, num_bytes: float, group: Group, cluster: Cluster, profile: CollectiveProfile | None = None
+    kind: str,
+    num_bytes: float,
+    group: Group,
+    cluster: Cluster,
+    profile: CollectiveProfile | None = None,
+    top_k: int = 0,
 ) -> Quantity:
     """Seconds of one collective over `group`, from the profile if it has it, else the model above.
 
-    `num_bytes` as for `wire_bytes`. LayoutError for an unknown kind, a negative size or a group beyond the cluster.
+    `num_bytes` as for `wire_bytes`. `top_k`: copies of each token that they hold, of kinds for experts; 0: as measured
+    (8). LayoutError for an unknown kind, a negative size or a group beyond the cluster.
     send_recv: the slowest hop between neighbours of the group; ask with `Group(2, stride)` for one hop.
     """
     _known(kind)
@@ -285,9 +308,9 @@ def group_collective_s(
             f"a group of {group.size} ranks with stride {group.stride} does not fit the {cluster.num_devices} devices"
         )
     latency = ZERO
-    if profile is not None and kind not in _EXPERT_KINDS:  # which no profile has
+    if profile is not None and kind not in EXPERT_KINDS:  # which no profile has
         measured = profile.collective_s(kind, num_bytes, group.size, group.stride)
         if measured is not None:
             return measured
         latency = profile.longest_s(kind, group.size, group.stride) or ZERO  # only small messages were measured
-    return _curve(kind, group, cluster.levels).quantity(num_bytes) + latency
+    return _curve(kind, group, cluster.levels, top_k or TOP_K).quantity(num_bytes) + latency

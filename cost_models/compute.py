@@ -239,6 +239,10 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kerne
     )
 
 
+# Rows read and written once on the way to the experts of the same rank, and once on the way back.
+_ROW_PASSES = 4.0
+
+
 def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
     """Two grouped products, rows spread evenly over the experts of the fullest rank; sorting and activation."""
     if len(work.inputs) < 5 or work.flops <= 0:
@@ -255,10 +259,13 @@ def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     ]
     if not parts:
         return None
-    # rows are gathered (read and written), activated (read, written), weighted and summed (read, written)
-    moved = rows * (2 * depth + columns + inner + 2 * outer) * dtype_bytes(hidden.dtype)
+    # Rows are put in order before and after, in both phases alike. The activation reads what the first product wrote,
+    # writes what the second one reads; backwards it reads both and writes the gradient of the first.
+    passes = dict(work.attrs).get("row_passes", _ROW_PASSES)
+    ordered = (passes if isinstance(passes, float) else _ROW_PASSES) * depth
+    activated = columns + inner if phase == "forward" else 2 * columns + inner
     cast = rows * (depth + inner if phase == "forward" else columns + outer) * cast_bytes(kind)
-    moved = moved * (1.0 if phase == "forward" else 2.0) + cast
+    moved = rows * (ordered + activated) * dtype_bytes(hidden.dtype) + cast
     return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), usual)
 
 

@@ -48,6 +48,20 @@ class Launch(StrEnum):
     BLOCKING = "blocking"
 
 
+class Dispatcher(StrEnum):
+    """How rows travel to the experts of other ranks and back.
+
+    ALL_TO_ALL: a copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`, its default). FLEX: once
+    to each node and once to each device that has experts for it, summed on the way back (`flex` with DeepEP or
+    HybridEP). FLEX_FP8: the same, in 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2;
+    Megatron sends 16 bits both ways unless told).
+    """
+
+    ALL_TO_ALL = "alltoall"
+    FLEX = "flex"
+    FLEX_FP8 = "flex_fp8"
+
+
 # What may run at the same time as computing: Megatron's user buffers or PyTorch's AsyncTP (tp), experts of one
 # micro-batch beside another one (ep), transfers between stages of an interleaved schedule (pp).
 OVERLAPS = ("tp", "ep", "pp")
@@ -60,6 +74,7 @@ class RunOptions:
     attention: Attention | None = None
     launch: Launch = Launch.ASYNC
     overlap: frozenset[str] = frozenset()
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
 
     def __post_init__(self) -> None:
         for name in sorted(self.overlap):

@@ -66,11 +66,11 @@ class Costs:
         dtype = given if isinstance(given, str) else next(t.dtype for t in work.inputs if "float" in t.dtype)
         return _with_peak(device, dtype)
 
-    def collective_s(self, kind: str, num_bytes: float, group: Group) -> Quantity:
-        """Seconds of one collective over ranks `r0 + i * stride`."""
+    def collective_s(self, kind: str, num_bytes: float, group: Group, top_k: int = 0) -> Quantity:
+        """Seconds of one collective over ranks `r0 + i * stride`; `top_k` of those made for experts."""
         if group.size == 1 or num_bytes == 0:
             return ZERO
-        seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile)
+        seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile, top_k)
         if self.constants.network_share != 1.0 and self._crosses_network(group) and seconds.tag is not Tag.MEASURED:
             return seconds * (1.0 / self.constants.network_share)
         return seconds

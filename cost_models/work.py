@@ -75,6 +75,7 @@ class OpWork:
 class CommWork:
     """One collective. `num_bytes`: the gathered or reduced tensor on one rank (all_to_all: the local one).
 
+    `top_k`: copies of each row in it, of collectives made for experts; 0 for all others.
     `axis` is a sub-axis or a named product; `phase` forward or backward; `per` micro_batch or step.
     """
 
@@ -84,6 +85,7 @@ class CommWork:
     axis: str
     phase: str
     per: str = "micro_batch"
+    top_k: int = 0
 
 
 @dataclass(frozen=True)

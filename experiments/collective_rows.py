@@ -26,6 +26,8 @@ KINDS = {
     "sendrecv": "send_recv",
     "ep_dispatch": "ep_dispatch",
     "ep_combine": "ep_combine",
+    "ep_alltoall_dispatch": "ep_dispatch",
+    "ep_alltoall_combine": "ep_combine",
 }
 _EXPERT_COPIES = 8  # the rows give one copy of the tokens; each goes to 8 experts
 # start of the name of the device -> (fabric, seconds of a hop, GB/s per device and direction, GB/s to one peer)
@@ -55,6 +57,10 @@ _NETWORKS: Mapping[str, float] = {
     "InfiniBand (HDR assumed)": 25.0,
     "NVLink + IB": 50.0,  # H100 and H200 with 400 Gbit/s each
 }
+_NVLINK_DOMAIN = "NVL72"  # part of the link column: nodes of one scale-up domain
+# Kernels for experts over 8 nodes: half of what the same table has over 4, at any number of units, where the authors of
+# DeepEP publish the same for both (README: 44 and 46 GB/s). The fabric of that machine, not the kernels.
+_ODD_EXPERT_NODES = 8
 # same measurements twice: the H200 table of expert kernels repeats that of H100
 _REPEATED = ("h200_sxm/comm/sglang",)
 
@@ -100,8 +106,9 @@ def _levels(gpu: str, ranks: int, nodes: int, link: str) -> tuple[Level, ...] | 
         return None
     fabric, latency_s, speed, peer = _LINKS[max(names, key=len)]
     p2p = None if peer is None else peer * GB
-    inner = Level(latency_s, speed * GB, "data sheet", "scale-up", ranks // nodes, p2p, True, fabric)
-    if nodes == 1:
+    per_unit = ranks if _NVLINK_DOMAIN in link else ranks // nodes
+    inner = Level(latency_s, speed * GB, "data sheet", "scale-up", per_unit, p2p, True, fabric)
+    if nodes == 1 or _NVLINK_DOMAIN in link:
         return (inner,)
     nics = [speed for part, speed in _NETWORKS.items() if part in link]
     if not nics:
@@ -129,6 +136,8 @@ def _sample(row: Mapping[str, str]) -> Sample | str:
     if levels is None:
         return f"device or network not known: {row['gpu']}, {row['link']}"
     kind = KINDS[row["collective"]]
+    if kind.startswith("ep_") and nodes == _ODD_EXPERT_NODES and _NVLINK_DOMAIN not in row["link"]:
+        return f"kernels for experts over {nodes} nodes: contradicted by the kernels' authors"
     copies = _EXPERT_COPIES if kind.startswith("ep_") else 1
     num_bytes = float(row["message_bytes"]) * copies
     seconds = float(row["time_us"]) * 1e-6

@@ -131,7 +131,7 @@ INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "Interleav
 
 # Entries of the tokenizer where a row is silent: GPT-2's byte pairs, which Megatron's examples, functional tests and
 # mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
-VOCAB: Mapping[Framework, int] = {Framework.MEGATRON: 50257, Framework.MEGATRON_DEEPSPEED: 50257}
+VOCAB: Mapping[Framework, int] = dict.fromkeys((Framework.MEGATRON, Framework.NEMO, Framework.MEGATRON_DEEPSPEED), 50257)
 VOCAB_MULTIPLE = 128
 
 # Micro-batches where a row is silent and its schedule accumulates gradients; JAX's trainers run the batch of a device
@@ -141,7 +141,9 @@ AT_ONCE = frozenset((Framework.JAX,))
 
 # (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
 # of the 70B ones (scripts/performance); Hugging Face PEFT's default: rank 8, queries and values.
-ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = {Framework.MEGATRON: (16, ("q_proj", "k_proj", "v_proj"))}
+ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = dict.fromkeys(
+    (Framework.MEGATRON, Framework.NEMO), (16, ("q_proj", "k_proj", "v_proj"))
+)
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 
 # (device, memory in GB): catalog id and overrides of Cluster.parse. A800 is an A100 with NVLink cut to 400 GB/s both

@@ -218,7 +218,7 @@ def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
             tp=4, dp=4, pp=4, num_micro_batches=8, virtual_stages=virtual, schedule=schedule
         )
         exposed.append(estimate(config, slow).breakdown["dp_comm"].mid)
-    assert exposed[0] > 1.2 * exposed[1] and exposed[1] > 1.2 * exposed[2] > 0
+    assert exposed[0] > 1.2 * exposed[1] and exposed[1] > 1.1 * exposed[2] > 0
 
 
 # -- options and constants ---------------------------------------------------------------------------------------------

@@ -4,27 +4,40 @@ The folding of Megatron-Core (Liu et al., MoE Parallel Folding, arXiv 2504.14960
 stage are divided a second time, into replicas * ep * etp. With T tokens in a micro-batch, k experts per token, E
 experts, hidden size h, inner size f, w bytes per element and tokens spread evenly over the experts:
 
-    rows (a token once per expert)    n = T k / tp       each tp rank dispatches its own share of the tokens
-    all_to_all over ep                n h w              dispatch and combine, forward and backward
+    rows (a token once per expert)    n = T k / tp       each tp rank routes and dispatches its own share of the tokens
+    over ep                           n h w              dispatch and combine, forward and backward
     over etp                          etp n h w          rows gathered for dispatch, reduced and scattered to combine
     products of one rank              etp n rows, E / ep experts of inner size f / etp: the block's flops / tp
+
+What travels over ep of these bytes is the dispatcher's choice (`cost_models.config.Dispatcher`): all of it, or each
+token once per node and device (kinds `ep_dispatch` and `ep_combine`: see `collectives`), on the way to the experts in 8
+bits if so asked; gradients of what was combined take that way, too.
+
+Beside it rows are put in order in memory: passes over a row of size h, each a read or a write (Megatron-Core 0.12,
+transformer/moe/token_dispatcher.py and moe_utils.py). To all experts of other ranks (alltoall): read once per token and
+written per expert (`permute`), sorted by local expert on arrival (read and written) where a rank has several, and all
+of it back. With one copy per device (flex): read as it arrived and written per expert, and back; tokens are not copied
+before they are sent. The backward passes over them as often.
 
 The layout was solved with experts over tp; the collectives that it has for that alone are then not performed. Values
 that are gathered for the router and the experts only stay as they are, and what the experts return is no pending sum:
 where the program wants it split over tokens, it is; where it wants it whole, a gather is left of the all-reduce. What
-others need too (shared experts) is still gathered. The router is priced as the layout has it, on whole values: an upper
-bound.
+others need too (shared experts) is still gathered. The router works on each rank's own tokens, as Megatron's does under
+sequence parallelism: where the layout has it on whole values, its operations are 1 / tp of those.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autoplan.cost_models.collectives import distinct_units
+from autoplan.cost_models.config import Dispatcher
 from autoplan.cost_models.graph import Block, Node
 from autoplan.cost_models.layout import ConversionKind, Layout, R
 from autoplan.cost_models.work import CommWork, OpWork, TensorWork
-from autoplan.search.lower import Convert, LoweredBlock, Statement
+from autoplan.search.lower import Convert, LoweredBlock, Op, Statement
 from autoplan.search.works import Works
 
 Collectives = tuple[str | None, str | None]  # forward, backward
@@ -36,6 +49,7 @@ class ExpertDegrees:
 
     ep: int = 1
     etp: int = 1
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
 
     def dispatches(self, tp: int) -> bool:
         """False if experts are where tensor parallelism has the rest of the layer: then its layout holds for them."""
@@ -69,7 +83,7 @@ def _is_experts(statement: Statement) -> bool:
     return not isinstance(statement, Convert) and statement.node.op == "experts"
 
 
-def _only_for_experts(lowered: LoweredBlock) -> set[int]:
+def only_for_experts(lowered: LoweredBlock) -> set[int]:
     """Statements that nothing but the experts needs: the router, and conversions before it."""
     readers: dict[str, set[int]] = {}
     for k, statement in enumerate(lowered.statements):
@@ -111,7 +125,7 @@ def _sums_of_experts(lowered: LoweredBlock) -> set[int]:
 def rerouted(lowered: LoweredBlock) -> Mapping[int, Collectives]:
     """Conversions around dispatched experts, by statement, with the collectives that are left of each."""
     out: dict[int, Collectives] = {}
-    for table, places in ((_BEFORE, _only_for_experts(lowered)), (_AFTER, _sums_of_experts(lowered))):
+    for table, places in ((_BEFORE, only_for_experts(lowered)), (_AFTER, _sums_of_experts(lowered))):
         for k in sorted(places):
             statement = lowered.statements[k]
             if isinstance(statement, Convert):
@@ -135,29 +149,71 @@ def rerouted_comms(statement: Convert, left: Collectives, axis: str, works: Work
     return out
 
 
+def _tp(works: Works) -> int:
+    return math.prod(axis.size for axis in works.axes)
+
+
+def on_own_tokens(work: OpWork, statement: Op, works: Works) -> OpWork:
+    """An operation of the router on one rank's share of the tokens, where its strategy has it on whole values.
+
+    Dividing sizes, not adding them up anew: a value counts as split where its first dims are the tokens.
+    """
+    ways, tokens = _tp(works), works.env["b"] * works.env["s"]
+    layouts = (*statement.strategy.inputs, *statement.strategy.outputs)
+    if ways == 1 or any(t.is_shard for layout in layouts for t in layout):
+        return work
+
+    def own(t: TensorWork) -> TensorWork:
+        for last in range(len(t.shape)):
+            if math.prod(t.shape[: last + 1]) == tokens and t.shape[last] % ways == 0:
+                return replace(t, shape=(*t.shape[:last], t.shape[last] // ways, *t.shape[last + 1 :]))
+        return t
+
+    inputs, outputs = tuple(map(own, work.inputs)), tuple(map(own, work.outputs))
+    if outputs == work.outputs:
+        return work
+    moved = float(sum(t.num_bytes for t in (*inputs, *outputs))) if work.moved_bytes else 0.0
+    return replace(work, inputs=inputs, outputs=outputs, flops=work.flops / ways, moved_bytes=moved)
+
+
 def _rows(block: Block, node: Node, works: Works) -> float:
     """Rows that one rank dispatches: its share of the tokens, once per expert that takes them."""
-    tp = 1
-    for axis in works.axes:
-        tp *= axis.size
-    return works.number(block.values[node.tensor_inputs[0]].shape[0]) * float(node.attrs["top_k"]) / tp
+    tokens = works.number(block.values[node.tensor_inputs[0]].shape[0])
+    return tokens * float(node.attrs["top_k"]) / _tp(works)
+
+
+# Bytes per element of rows in 8 bits with a 32-bit scale for each 128 elements (DeepSeek-V3, section 3.3.2).
+_FP8_BYTES = 1 + 4 / 128
 
 
 def dispatch_comms(block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> list[CommWork]:
     """Rows travel to their experts and back, forward and backward (dispatch and combine)."""
     hidden = block.values[node.tensor_inputs[0]]
-    size = _rows(block, node, works) * works.number(hidden.shape[-1]) * works.width(hidden)
+    elements = _rows(block, node, works) * works.number(hidden.shape[-1])
+    size = elements * works.width(hidden)
+    plain = degrees.dispatcher is Dispatcher.ALL_TO_ALL
+    there = elements * _FP8_BYTES if degrees.dispatcher is Dispatcher.FLEX_FP8 else size
+    top_k = 0 if plain else int(node.attrs["top_k"])
     phases = ("forward", "backward") if hidden.requires_grad else ("forward",)
     out = []
     for phase in phases:
         gather, scatter = ("dispatch", "combine") if phase == "forward" else ("combine", "dispatch")
-        for what in (gather, scatter):
-            if degrees.ep > 1:
-                out.append(CommWork(what, "all_to_all", size, "ep", phase))
+        if degrees.ep > 1:
+            kinds = ("all_to_all", "all_to_all") if plain else ("ep_dispatch", "ep_combine")
+            for what, kind, num_bytes in zip((gather, scatter), kinds, (there, size), strict=True):
+                out.append(CommWork(what, kind, num_bytes, "ep", phase, top_k=top_k))
         if degrees.etp > 1:
             out.append(CommWork(gather, "all_gather", size * degrees.etp, "etp", phase))
             out.append(CommWork(scatter, "reduce_scatter", size * degrees.etp, "etp", phase))
     return out
+
+
+def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
+    """How often a row of size h is read or written in one pass to put rows in order, on average; see above."""
+    if degrees.ep == 1 or degrees.dispatcher is Dispatcher.ALL_TO_ALL:
+        sorting = 4.0 if degrees.ep > 1 and num_local > 1 else 0.0
+        return 2.0 * (1.0 + 1.0 / top_k) + sorting
+    return 2.0 * (1.0 + distinct_units(degrees.ep, top_k) / top_k)
 
 
 def local_products(work: OpWork, block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> OpWork:
@@ -176,7 +232,12 @@ def local_products(work: OpWork, block: Block, node: Node, works: Works, degrees
     )
     outputs = (TensorWork((rows, hidden.shape[-1]), work.outputs[0].dtype, work.outputs[0].requires_grad),)
     moved = float(sum(t.num_bytes for t in (*inputs, *outputs)))
-    tp = 1
-    for axis in works.axes:
-        tp *= axis.size
-    return replace(work, inputs=inputs, outputs=outputs, flops=works.flops(block, node) / tp, moved_bytes=moved)
+    passes = row_passes(int(node.attrs["top_k"]), num_local, degrees)
+    return replace(
+        work,
+        inputs=inputs,
+        outputs=outputs,
+        attrs=(*work.attrs, ("row_passes", passes)),
+        flops=works.flops(block, node) / _tp(works),
+        moved_bytes=moved,
+    )

@@ -12,7 +12,15 @@ from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
-from autoplan.search.expert_parallel import ExpertDegrees, dispatch_comms, local_products, rerouted, rerouted_comms
+from autoplan.search.expert_parallel import (
+    ExpertDegrees,
+    dispatch_comms,
+    local_products,
+    on_own_tokens,
+    only_for_experts,
+    rerouted,
+    rerouted_comms,
+)
 from autoplan.search.fusion import fused_works
 from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
@@ -191,6 +199,7 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     comms: list[CommWork] = []
     position: dict[int, int] = {}  # statement -> op
     instead = rerouted(lowered) if experts is not None else {}
+    router = only_for_experts(lowered) if experts is not None else set()
     for k, statement in enumerate(lowered.statements):
         if isinstance(statement, Convert):
             if k in instead:
@@ -206,6 +215,8 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
                 ops.append(copy_work(size, works.dtype(statement.value)))
             continue
         work = works.op_work(block, statement.node, statement.strategy, statement.bias is not None)
+        if k in router:
+            work = on_own_tokens(work, statement, works)
         if statement.node.op == "experts" and experts is not None:
             comms += dispatch_comms(block, statement.node, works, experts)
             work = local_products(work, block, statement.node, works, experts)
