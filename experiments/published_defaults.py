@@ -131,7 +131,8 @@ INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "Interleav
 
 # Entries of the tokenizer where a row is silent: GPT-2's byte pairs, which Megatron's examples, functional tests and
 # mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
-VOCAB: Mapping[Framework, int] = dict.fromkeys((Framework.MEGATRON, Framework.NEMO, Framework.MEGATRON_DEEPSPEED), 50257)
+_MEGATRONS = (Framework.MEGATRON, Framework.NEMO, Framework.MEGATRON_DEEPSPEED)
+VOCAB: Mapping[Framework, int] = dict.fromkeys(_MEGATRONS, 50257)
 VOCAB_MULTIPLE = 128
 
 # Micro-batches where a row is silent and its schedule accumulates gradients; JAX's trainers run the batch of a device
