@@ -53,11 +53,15 @@ OVERLAPS = ("tp", "ep", "pp")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings."""
+    """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings.
+
+    `sequence_parallel`: tensor-parallel ranks may share norms and residuals instead of each computing all of them.
+    """
 
     attention: Attention | None = None
     launch: Launch = Launch.ASYNC
     overlap: frozenset[str] = frozenset()
+    sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
         for name in sorted(self.overlap):
@@ -95,6 +99,9 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision("fp16", "float16", 4.0, 12.0),
     "fp32": Precision("fp32", "float32", 4.0, 8.0),
     "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
+    # gradients are kept and reduced in bf16 (grad_reduce_in_fp32=False), as NVIDIA's performance recipes set it
+    "bf16-grad16": Precision("bf16-grad16", "bfloat16", 2.0, 12.0),
+    "fp8-grad16": Precision("fp8-grad16", "bfloat16", 2.0, 12.0, matmul="float8"),
 }
 
 
