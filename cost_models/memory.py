@@ -129,6 +129,11 @@ class MemoryModel:
         self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
         saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
         self.saved, self.kept = saved, workload.unit_kept
+        self.tied = self._tied_states()
+        # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
+        # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
+        # first layer keeps.
+        self.cuts = (0.0,) * len(workload.cut_bytes) if self.handwritten else workload.cut_bytes
         self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
         self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
@@ -162,15 +167,21 @@ class MemoryModel:
         kept = grad / share if c.zero_stage >= 2 else grad
         return stored, gathered, kept, state / share, grad if share > 1 else 0.0, grad / share if sharded else grad
 
-    def _counted_twice(self, units: Sequence[int]) -> tuple[float, ...]:
-        """As `_states`, of parameters that several of these units use: a rank holds them once."""
-        w, out = self.workload, (0.0,) * 6
+    def _tied_states(self) -> tuple[tuple[int, int, tuple[float, ...]], ...]:
+        """(first unit, last unit, as `_states`) of parameters that several units use."""
+        w, out = self.workload, []
         for first, last, size in w.tied:
-            if first in units and last in units and first != last:
-                params = (p for name in w.units[last] for p in w.blocks[name].params)
-                found = next(p for p in params if p.num_elements * dtype_bytes(p.dtype) == size)
-                out = tuple(map(sum, zip(out, self._param_states(found), strict=True)))
-        return out
+            if first != last:
+                dtype = next(p.dtype for name in w.units[last] for p in w.blocks[name].params)
+                tied = ParamWork("tied", round(size / dtype_bytes(dtype)), dtype, trainable=True)
+                out.append((first, last, self._param_states(tied)))
+        return tuple(out)
+
+    def counted_twice(self, units: Sequence[int]) -> tuple[float, float, float, float]:
+        """Stored and gathered parameters, gradients, optimizer state that these units share: a rank holds them once."""
+        shared = [states for first, last, states in self.tied if first in units and last in units]
+        stored, gathered, grads, states = (sum(s[k] for s in shared) for k in range(4))
+        return stored, gathered, grads, states
 
     def stages(
         self, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
@@ -186,13 +197,9 @@ class MemoryModel:
 
     def _chunk(self, units: range, again: Set[int], received: bool) -> _Held:
         w = self.workload
-        held = w.free_saved
-        if not self.handwritten:
-            # the pipeline holds what was received and what was sent until the backward has passed; a chunk after one of
-            # the same rank works on what that one holds. Megatron lets go of what was sent (deallocate_output_tensor of
-            # core/pipeline_parallel/schedules.py), and what was received is what its first layer keeps.
-            held += w.cut_bytes[units.start - 1] if units.start and received else 0.0
-            held += w.cut_bytes[units.stop - 1] if units.stop < len(w.units) else 0.0
+        # a chunk after one of the same rank works on what that one holds
+        held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
+        held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
         running = []
         for u in units:
             held += self.kept[u] if u in again else self.saved[u]
@@ -217,7 +224,7 @@ class MemoryModel:
             for k in mine
         }
         first, later = self.flights[rank]
-        twice = self._counted_twice(units)
+        twice = self.counted_twice(units)
         grads = sum(self.grads[u] for u in units) - twice[2]
         reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
         if len(held) > 1:
