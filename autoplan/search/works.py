@@ -69,6 +69,11 @@ class Works:
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
         self._flops: dict[tuple[str, str], float] = {}
 
+    @property
+    def fused(self) -> bool:
+        """True if element-wise operations run in kernels together."""
+        return self.kernels.fused
+
     def number(self, size: Expr) -> float:
         """A symbolic size as a number."""
         return float(size.evaluate(self.env))
