@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autoplan.cost_models.errors import PinError
@@ -99,17 +99,24 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision("fp16", "float16", 4.0, 12.0),
     "fp32": Precision("fp32", "float32", 4.0, 8.0),
     "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
-    # gradients are kept and reduced in bf16 (grad_reduce_in_fp32=False), as NVIDIA's performance recipes set it
-    "bf16-grad16": Precision("bf16-grad16", "bfloat16", 2.0, 12.0),
-    "fp8-grad16": Precision("fp8-grad16", "bfloat16", 2.0, 12.0, matmul="float8"),
 }
 
 
+# Gradients kept and reduced in 16 bits: `grad_reduce_in_fp32=False`, which NVIDIA's performance recipes set.
+GRADIENTS_16 = "-grad16"
+
+
 def precision_of(name: str) -> Precision:
-    """PinError names the known ones."""
-    if name not in PRECISIONS:
-        raise PinError(f"precision {name!r} is not known; use {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    """The precision of a name, or of a name with GRADIENTS_16 behind it where gradients are wider otherwise.
+
+    PinError names the known ones.
+    """
+    base = PRECISIONS.get(name.removesuffix(GRADIENTS_16))
+    narrow = name.endswith(GRADIENTS_16)
+    if base is None or (narrow and (base.grad_bytes is None or base.compute == "float32")):
+        known = ", ".join(PRECISIONS)
+        raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
+    return replace(base, name=name, grad_bytes=2.0) if narrow else base
 
 
 @dataclass(frozen=True)

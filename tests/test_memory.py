@@ -11,6 +11,7 @@ from autoplan.cost_models.blocks import BlockPricer, mesh_groups, op_times
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.memory import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.orders import F
 from autoplan.cost_models.price import Pricer
@@ -197,6 +198,14 @@ def test_one_tensor_stands_for_the_gradients_of_weights_of_one_shape() -> None:
         not in memory(ParallelConfig(), workload(block=frozen), Mode.FUSED).rank(0, ranges(4), [0]).terms
     )
     assert "placeholders of gradients" not in memory(ParallelConfig()).rank(0, ranges(4), [0]).terms
+
+
+def test_gradients_of_16_bits() -> None:
+    wide, narrow = precision_of("fp8"), precision_of("fp8-grad16")
+    assert narrow == replace(wide, name="fp8-grad16", grad_bytes=2.0)
+    for name in ("int8", "native-grad16", "fp32-grad16", "-grad16"):
+        with pytest.raises(PinError, match=f"precision '{name}' is not known; use native, .*, or bf16-grad16"):
+            precision_of(name)
 
 
 def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:
