@@ -21,11 +21,13 @@ from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
+from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.pins import is_count, make_mesh
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate
 from autoplan.search.stages import Cutter
+from autoplan.search.whole_tokens import with_whole_tokens
 from autoplan.search.workload import ExpertDegrees, workload
 from autoplan.search.works import Works
 
@@ -153,6 +155,8 @@ class Points:
             constants=r.constants,
         )
         problem = build_problem(r.graph, settings)
+        if not r.options.sequence_parallel:
+            problem = with_whole_tokens(problem, r.graph)
         built = time.perf_counter()
         try:
             solution = solve(problem, limit_s)
@@ -167,7 +171,7 @@ class Points:
             context=cp,
             precision=self.precision,
             device_type=r.cluster.device_type,
-            fused=r.mode is not Mode.EAGER,
+            kernels=Kernels(r.mode, r.options.attention_in(r.mode), self.precision.matmul == "float8"),
         )
         work = workload(r.graph, solution.selection, works, experts, ends)
         point = IntraPoint(axes, solution, work, op_times(work, settings.costs))

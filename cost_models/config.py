@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autoplan.cost_models.errors import PinError
@@ -69,12 +69,16 @@ OVERLAPS = ("tp", "ep", "pp")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings."""
+    """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings.
+
+    `sequence_parallel`: tensor-parallel ranks may share norms and residuals instead of each computing all of them.
+    """
 
     attention: Attention | None = None
     launch: Launch = Launch.ASYNC
     overlap: frozenset[str] = frozenset()
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
         for name in sorted(self.overlap):
@@ -118,11 +122,21 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+# Gradients kept and reduced in 16 bits: `grad_reduce_in_fp32=False`, which NVIDIA's performance recipes set.
+GRADIENTS_16 = "-grad16"
+
+
 def precision_of(name: str) -> Precision:
-    """PinError names the known ones."""
-    if name not in PRECISIONS:
-        raise PinError(f"precision {name!r} is not known; use {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    """The precision of a name, or of a name with GRADIENTS_16 behind it where gradients are wider otherwise.
+
+    PinError names the known ones.
+    """
+    base = PRECISIONS.get(name.removesuffix(GRADIENTS_16))
+    narrow = name.endswith(GRADIENTS_16)
+    if base is None or (narrow and (base.grad_bytes is None or base.compute == "float32")):
+        known = ", ".join(PRECISIONS)
+        raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
+    return replace(base, name=name, grad_bytes=2.0) if narrow else base
 
 
 @dataclass(frozen=True)

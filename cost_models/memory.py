@@ -10,6 +10,10 @@ With P parameter bytes on a rank (after tp and ep), of which L is the largest bl
 | 3 | P / n | two blocks (one in use, one on its way) | G / n + one block's | O / n |
 
 (autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
+Under `Mode.FUSED` it is as Megatron-LM has it: P under ZeRO 0 to 2; gradients in one buffer that is there from the
+start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, since products add to that buffer
+themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
+(`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
 Parameters of experts are sharded over their own replicas. Activations are held for every micro-batch in flight, which
 the schedule's own actions count. What counts is the fullest moment:
 
@@ -22,21 +26,23 @@ the schedule's own actions count. What counts is the fullest moment:
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from math import prod
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig, Precision
+from autoplan.cost_models.config import Mode, ParallelConfig, Precision
+from autoplan.cost_models.orders import Action, F, I
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.schedule import (
     actions,
     chunks_of_ranks,
     held_at_backwards,
     num_held,
-    peak_activation_bytes,
 )
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
-from autoplan.cost_models.work import Workload
+from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 
 # Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: those of autoplan.runtime.zero, which a test holds.
 BUCKET_BYTES = 25 * MIB
@@ -50,6 +56,8 @@ _ACTIVATION_SPREAD = 0.05  # of the liveness walk (autoplan.search.activations),
 
 
 FIRST, LATER, REDUCTION = "first backward", "backward", "reduction"
+# Terms that no tensor of the program accounts for: outside `torch.cuda.max_memory_allocated`.
+NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmentation"
 
 
 @dataclass(frozen=True)
@@ -99,8 +107,16 @@ class _Held:
 class MemoryModel:
     """Memory of any split of a workload into chunks, at the degrees of `config`."""
 
-    def __init__(self, workload: Workload, config: ParallelConfig, precision: Precision, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        config: ParallelConfig,
+        precision: Precision,
+        cluster: Cluster,
+        mode: Mode = Mode.EAGER,
+    ) -> None:
         self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
+        self.handwritten = mode is Mode.FUSED
         c = config
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
@@ -113,6 +129,11 @@ class MemoryModel:
         self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
         saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
         self.saved, self.kept = saved, workload.unit_kept
+        self.tied = self._tied_states()
+        # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
+        # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
+        # first layer keeps.
+        self.cuts = (0.0,) * len(workload.cut_bytes) if self.handwritten else workload.cut_bytes
         self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
         self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
@@ -122,26 +143,45 @@ class MemoryModel:
         groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
         self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
-        self.buckets = 2 * BUCKET_BYTES if c.zero_stage == 0 and max(self.shares.values()) > 1 else 0
+        reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
+        self.buckets = 2 * BUCKET_BYTES if reduced and not self.handwritten else 0
 
-    def _states(self, name: str) -> tuple[float, float, float, float, float, float]:
+    def _states(self, name: str) -> tuple[float, ...]:
         """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, and what the
         first backward leaves of the gradients."""
-        stored = gathered = grads = states = whole = first = 0.0
-        c = self.config
-        for p in self.workload.blocks[name].params:
-            n, width = float(p.num_elements), dtype_bytes(p.dtype)
-            share = self.shares[p.expert] if c.zero_stage else 1
-            stored += n * width / share
-            gathered += n * width if share > 1 else 0.0
-            if p.trainable:
-                grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
-                state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
-                whole += grad if share > 1 else 0.0
-                grads += grad / share if c.zero_stage >= 2 else grad
-                first += grad / share if c.zero_stage >= 2 or c.num_micro_batches == 1 else grad
-                states += state / share
-        return stored, gathered, grads, states, whole, first
+        parts = [self._param_states(p) for p in self.workload.blocks[name].params]
+        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0.0,) * 6
+
+    def _param_states(self, p: ParamWork) -> tuple[float, ...]:
+        """As `_states`, of one parameter."""
+        c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
+        share = self.shares[p.expert] if c.zero_stage else 1
+        whole_always = self.handwritten and c.zero_stage < 3
+        stored = n * width / (1 if whole_always else share)
+        gathered = n * width if share > 1 and not whole_always else 0.0
+        if not p.trainable:
+            return stored, gathered, 0.0, 0.0, 0.0, 0.0
+        grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
+        state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
+        sharded = c.zero_stage >= 2 or (c.num_micro_batches == 1 and not self.handwritten)
+        kept = grad / share if c.zero_stage >= 2 else grad
+        return stored, gathered, kept, state / share, grad if share > 1 else 0.0, grad / share if sharded else grad
+
+    def _tied_states(self) -> tuple[tuple[int, int, tuple[float, ...]], ...]:
+        """(first unit, last unit, as `_states`) of parameters that several units use."""
+        w, out = self.workload, []
+        for first, last, size in w.tied:
+            if first != last:
+                dtype = next(p.dtype for name in w.units[last] for p in w.blocks[name].params)
+                tied = ParamWork("tied", round(size / dtype_bytes(dtype)), dtype, trainable=True)
+                out.append((first, last, self._param_states(tied)))
+        return tuple(out)
+
+    def counted_twice(self, units: Sequence[int]) -> tuple[float, float, float, float]:
+        """Stored and gathered parameters, gradients, optimizer state that these units share: a rank holds them once."""
+        shared = [states for first, last, states in self.tied if first in units and last in units]
+        stored, gathered, grads, states = (sum(s[k] for s in shared) for k in range(4))
+        return stored, gathered, grads, states
 
     def stages(
         self, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
@@ -157,10 +197,9 @@ class MemoryModel:
 
     def _chunk(self, units: range, again: Set[int], received: bool) -> _Held:
         w = self.workload
-        # the pipeline holds what was received and what was sent until the backward has passed; a chunk after one of
-        # the same rank works on what that one holds
-        held = w.free_saved + (w.cut_bytes[units.start - 1] if units.start and received else 0.0)
-        held += w.cut_bytes[units.stop - 1] if units.stop < len(w.units) else 0.0
+        # a chunk after one of the same rank works on what that one holds
+        held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
+        held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
         running = []
         for u in units:
             held += self.kept[u] if u in again else self.saved[u]
@@ -185,37 +224,48 @@ class MemoryModel:
             for k in mine
         }
         first, later = self.flights[rank]
-        grads = sum(self.grads[u] for u in units)
+        twice = self.counted_twice(units)
+        grads = sum(self.grads[u] for u in units) - twice[2]
         reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
         if len(held) > 1:
-            sizes = [held[k].one if k in held else 0.0 for k in range(len(chunks))]
-            peak, most = peak_activation_bytes((self.table[rank],), sizes)[0], max(h.transient for h in held.values())
-            moments = [_Moment(LATER, grads + reducing, peak, most)]
+            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table[rank], held))]
         else:
             (only,) = held.values()
-            moments = self._first_backward(units, first, only)
+            there = self.handwritten and self.config.zero_stage < 2
+            if there:
+                moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
+            else:
+                moments = self._first_backward(units, first, only)
             if later:
                 moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
         if self.buckets:
             moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
         fullest = max(moments, key=lambda m: m.num_bytes)
-        gathered = sum(self.gathered[u] for u in units)
+        gathered = sum(self.gathered[u] for u in units) - twice[1]
         if self.config.zero_stage == 3:
             gathered = min(gathered, 2 * max(self.largest[u] for u in units))
         exact = {
-            "parameters": sum(self.stored[u] for u in units),
+            "parameters": sum(self.stored[u] for u in units) - twice[0],
             "gathered parameters": gathered,
             "gradients": fullest.gradients,
-            "optimizer": sum(self.states[u] for u in units),
+            "optimizer": sum(self.states[u] for u in units) - twice[3],
             "communication buffers": fullest.buffers,
+            "placeholders of gradients": self._placeholders(units) if self.handwritten else 0.0,
         }
         terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
         terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
         terms["transient"] = Quantity.spread(fullest.transient, _ACTIVATION_SPREAD, Tag.FITTED)
         if self.fixed:
-            terms["context and communicators"] = Quantity.spread(self.fixed, 0.5, Tag.ASSUMED)
-            terms["fragmentation"] = self.fragmentation * (fullest.held + fullest.transient)
+            terms[CONTEXT] = Quantity.spread(self.fixed, 0.5, Tag.ASSUMED)
+            terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient)
         return RankMemory(terms, num_held(self.table[rank]), fullest.name)
+
+    def _placeholders(self, units: Iterable[int]) -> float:
+        """Bytes that stand for gradients of weights: one per shape, as many of a shape as a layer has."""
+        most: Counter[tuple[tuple[int, ...], str]] = Counter()
+        for name in {name for u in units for name in self.workload.units[u]}:
+            most |= Counter(_weights(self.workload.blocks[name]))
+        return float(sum(count * prod(shape) * dtype_bytes(dtype) for (shape, dtype), count in most.items()))
 
     def _first_backward(self, units: Sequence[int], num_held: int, chunk: _Held) -> list[_Moment]:
         """While each unit runs backward: later ones have left their gradients and given up their activations."""
@@ -227,6 +277,27 @@ class MemoryModel:
             if self.config.zero_stage >= 2 or (self.config.zero_stage and self.config.num_micro_batches == 1):
                 reducing = max(reducing, self.largest_grad[u])
         return out
+
+
+def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the trained weights of products. Experts have one shape each."""
+    for op in block.ops:
+        if op.op == "linear" and op.inputs[1].requires_grad:
+            yield op.inputs[1].shape, op.inputs[1].dtype
+        elif op.op == "experts":
+            yield from ((t.shape[1:], t.dtype) for t in op.inputs[3:5] if t.requires_grad)
+
+
+def _fullest(row: Sequence[Action], held: dict[int, _Held]) -> tuple[float, float]:
+    """(held, transient) of several chunks when a backward makes them most."""
+    now, out = 0.0, (0.0, 0.0)
+    for kind, chunk, *_ in row:
+        if kind is F:
+            now += held[chunk].one
+        out = max(out, (now, held[chunk].transient), key=sum)
+        if kind not in (F, I):
+            now -= held[chunk].one
+    return out
 
 
 def _etp(config: ParallelConfig) -> int:

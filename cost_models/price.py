@@ -21,7 +21,7 @@ from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_time
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.memory import BUCKET_BYTES, MemoryModel
+from autoplan.cost_models.memory import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
 from autoplan.cost_models.quantity import Quantity, Tag, total
 from autoplan.cost_models.schedule import (
     SCHEDULES,
@@ -59,6 +59,11 @@ class StageEstimate:
     def memory_bytes(self) -> Quantity:
         """Sum of all terms."""
         return total(list(self.memory.values()))
+
+    @property
+    def allocated_bytes(self) -> Quantity:
+        """Of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
+        return total([size for name, size in self.memory.items() if name not in NOT_ALLOCATED])
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class Pricer:
         prices = BlockPricer(workload, config, costs, self.precision)
         self.groups, self.device = prices.groups, costs.cluster.device
         self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
-        self.memory = MemoryModel(workload, config, self.precision, costs.cluster)
+        self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
         self.num_units = len(workload.units)
         # measured constants of a step of the runtime; clipping is not part of the step
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")

@@ -165,8 +165,9 @@ def result_of(case: Case) -> Result:
     if case.memory is not None:
         kind, measured_bytes = case.memory
         comparable = kind.comparable
-        if kind.last_stage:
-            predicted_bytes = estimate.stages[-1].memory_bytes.mid
+        stages = estimate.stages[-1:] if kind.last_stage else estimate.stages
+        sizes = [stage.allocated_bytes if comparable else stage.memory_bytes for stage in stages]
+        predicted_bytes = max(size.mid for size in sizes)
     sweep = (task.shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], task.precision, task.global_batch_size)
     return Result(
         id=row["id"],

@@ -11,7 +11,9 @@ from autoplan.cost_models.blocks import BlockPricer, mesh_groups, op_times
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.memory import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.orders import F
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.schedule import Transfer, actions, held_at_backwards, peak_activation_bytes, simulate
@@ -48,8 +50,8 @@ def cluster(devices: int, per_node: int = 0) -> Cluster:
     return Cluster(1, devices, device, Link(1e-6, 1e10, "made up"), "cpu")
 
 
-def memory(config: ParallelConfig, work: Workload | None = None) -> MemoryModel:
-    return MemoryModel(work or workload(), config, precision_of("native"), cluster(config.num_devices))
+def memory(config: ParallelConfig, work: Workload | None = None, mode: Mode = Mode.EAGER) -> MemoryModel:
+    return MemoryModel(work or workload(), config, precision_of("native"), cluster(config.num_devices), mode)
 
 
 def ranges(*counts: int) -> list[range]:
@@ -128,6 +130,89 @@ def test_what_turns_around_within_a_rank_is_held_once() -> None:
     assert outer.terms["activations"].mid == 4 * SENT
     table = actions("ZBV", 2, 8, 2)[1]
     assert inner.terms["activations"].mid == peak_activation_bytes((table,), (0.0, 2 * SENT, SENT, 0.0))[0]
+
+
+def test_a_transient_counts_with_what_is_held_at_that_time() -> None:
+    """The first chunk runs backward when the second one of the same micro-batch is gone already."""
+    config = ParallelConfig(pp=2, num_micro_batches=2, schedule="Interleaved1F1B", virtual_stages=2)
+    work = workload(unit_saved=(SAVED, SAVED, 1e5, SAVED), unit_transient=(9e4, 0.0, 0.0, 0.0), cut_bytes=(0.0,) * 3)
+    terms = memory(config, work).rank(0, ranges(1, 1, 1, 1), [0] * 4).terms
+    held, transient = terms["activations"].mid, terms["transient"].mid
+    assert held + transient < 2 * (SAVED + 1e5) + 9e4
+    assert held + transient == max(
+        sum((SAVED, SAVED, 1e5, SAVED)[b.chunk] for b in row[: i + 1] if b.kind is F)
+        - sum((SAVED, SAVED, 1e5, SAVED)[b.chunk] for b in row[:i] if b.kind is not F)
+        + (9e4 if a.chunk == 0 else 0.0)
+        for row in [actions("Interleaved1F1B", 2, 2, 2)[0]]
+        for i, a in enumerate(row)
+    )
+
+
+def test_tied_parameters_are_held_once_on_one_stage() -> None:
+    work = workload(tied=((0, 3, GRADS),))
+    for zero in (0, 1):
+        config = ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2)
+        plain, tied = (memory(config, w).rank(0, ranges(4), [0]).terms for w in (workload(), work))
+        for name in ("parameters", "optimizer"):
+            assert tied[name].mid == plain[name].mid * 3 / 4
+        assert tied["gradients"].mid == 3 * GRADS
+    apart = memory(ParallelConfig(pp=2, num_micro_batches=2), work).stages(ranges(2, 2), [0, 0])
+    assert [rank.terms["parameters"].mid for rank in apart] == [2 * GRADS] * 2
+
+
+# -- as Megatron has it ------------------------------------------------------------------------------------------------
+
+
+def test_megatron_keeps_parameters_whole_and_gradients_from_the_start() -> None:
+    config = ParallelConfig(dp=2, zero_stage=1)
+    terms = memory(config, mode=Mode.FUSED).rank(0, ranges(4), [0]).terms
+    assert terms["parameters"].mid == terms["gradients"].mid == 4 * GRADS == terms["optimizer"].mid
+    assert "gathered parameters" not in terms
+    eager = memory(config).rank(0, ranges(4), [0]).terms
+    assert eager["parameters"].mid == 2 * GRADS and eager["gathered parameters"].mid == 4 * GRADS
+    sharded = memory(replace(config, zero_stage=3), mode=Mode.FUSED).rank(0, ranges(4), [0]).terms
+    assert sharded["parameters"].mid == 2 * GRADS and sharded["gathered parameters"].mid == 2 * GRADS
+    in_place = memory(replace(config, zero_stage=0), workload(unit_saved=(1.0,) * 4), Mode.FUSED).rank(
+        0, ranges(4), [0]
+    )
+    assert in_place.moment != REDUCTION and "communication buffers" not in in_place.terms
+
+
+def test_megatron_lets_go_of_what_was_sent() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=4)
+    eager, megatron = (memory(config, mode=mode).stages(ranges(2, 2), [0, 0]) for mode in (Mode.EAGER, Mode.FUSED))
+    assert [r.terms["activations"].mid for r in eager] == [2 * (2 * SAVED + SENT), 2 * SAVED + SENT]
+    assert [r.terms["activations"].mid for r in megatron] == [4 * SAVED, 2 * SAVED]
+
+
+def test_one_tensor_stands_for_the_gradients_of_weights_of_one_shape() -> None:
+    block = layer()
+    two = replace(block, ops=block.ops * 2)  # as gate and up: one product of twice the size
+    for work, count in ((workload(), 1), (workload(8), 1), (workload(block=two), 2)):
+        terms = memory(ParallelConfig(), work, Mode.FUSED).rank(0, ranges(len(work.units)), [0]).terms
+        assert terms["placeholders of gradients"].mid == count * GRADS
+    frozen = replace(block, ops=tuple(replace(o, inputs=(o.inputs[0], replace(o.inputs[1], requires_grad=False)))
+                                      for o in block.ops))  # fmt: skip
+    assert (
+        "placeholders of gradients"
+        not in memory(ParallelConfig(), workload(block=frozen), Mode.FUSED).rank(0, ranges(4), [0]).terms
+    )
+    assert "placeholders of gradients" not in memory(ParallelConfig()).rank(0, ranges(4), [0]).terms
+
+
+def test_gradients_of_16_bits() -> None:
+    wide, narrow = precision_of("fp8"), precision_of("fp8-grad16")
+    assert narrow == replace(wide, name="fp8-grad16", grad_bytes=2.0)
+    for name in ("int8", "native-grad16", "fp32-grad16", "-grad16"):
+        with pytest.raises(PinError, match=f"precision '{name}' is not known; use native, .*, or bf16-grad16"):
+            precision_of(name)
+
+
+def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:
+    config = ParallelConfig(dp=8, num_micro_batches=2)
+    (stage,) = Pricer(workload(), config, Costs(cluster(8, 8), None, Mode.FUSED)).estimate([4], [0]).stages
+    outside = stage.memory["context and communicators"].mid + stage.memory["fragmentation"].mid
+    assert 0.0 < outside == pytest.approx(stage.memory_bytes.mid - stage.allocated_bytes.mid)
 
 
 # -- experts, context parallelism --------------------------------------------------------------------------------------

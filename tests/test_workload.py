@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.config import Attention, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import I, R
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
@@ -20,6 +21,7 @@ from autoplan.search.workload import workload
 from autoplan.search.works import Works
 
 SEQ_LEN = 4096
+NO_OPTIONS = RunOptions()
 
 
 def keep_all(choice: Choice, option: Option) -> bool:
@@ -153,13 +155,19 @@ def test_context_and_tensor_parallel_axes_are_told_apart() -> None:
 # -- activations of fused kernels --------------------------------------------------------------------------------------
 
 
-def saved_per_layer(model: str, mode: Mode, seq_len: int) -> float:
-    """Bytes that one layer keeps of one token and hidden unit."""
-    found = estimate_config(
-        PlanRequest(load_model(model), Cluster.parse("1x8xh100-sxm5-80gb"), seq_len, 8, mode=mode), ParallelConfig(dp=8)
-    ).point.workload
-    hidden = found.cut_bytes[5] / 2 / seq_len
-    return found.unit_saved[5] / seq_len / hidden
+@lru_cache(maxsize=16)
+def priced(
+    model: str, mode: Mode, seq_len: int, tp: int = 1, precision: str = "bf16", options: RunOptions = NO_OPTIONS
+) -> Workload:
+    cluster = Cluster.parse("1x8xh100-sxm5-80gb")
+    request = PlanRequest(load_model(model), cluster, seq_len, 8, mode=mode, precision=precision, options=options)
+    return estimate_config(request, ParallelConfig(dp=8 // tp, tp=tp, num_micro_batches=tp)).point.workload
+
+
+def saved_per_layer(model: str, mode: Mode, seq_len: int, hidden: int = 0, **kw: Any) -> float:
+    """Bytes that one layer keeps of one token and hidden unit (of what blocks hand over, if `hidden` is not given)."""
+    found = priced(model, mode, seq_len, **kw)
+    return found.unit_saved[5] / seq_len / (hidden or found.cut_bytes[5] / 2 / seq_len)
 
 
 def test_fused_kernels_keep_what_the_rest_follows_from() -> None:
@@ -175,3 +183,63 @@ def test_fused_kernels_keep_what_the_rest_follows_from() -> None:
 def test_fused_kernels_never_keep_more(model: str) -> None:
     eager, compiled = (saved_per_layer(model, mode, 2048) for mode in (Mode.EAGER, Mode.COMPILED))
     assert compiled <= eager * (1 + 1e-9)
+
+
+def test_products_keep_shards_of_what_is_gathered() -> None:
+    """As the sum of Korthikanti et al., 2022, section 4.2.2: 34 s b h / t. What is compiled keeps what it gathers."""
+    assert saved_per_layer("llama-3.1-8b", Mode.FUSED, 8192, 4096, tp=4) == pytest.approx(34 / 4, abs=0.1)
+    compiled = saved_per_layer("llama-3.1-8b", Mode.COMPILED, 8192, 4096, tp=4)
+    assert compiled == pytest.approx(34 / 4 + 2 * 2 * 3 / 4, abs=0.1)
+
+
+def test_products_in_8_bits_keep_8_bits() -> None:
+    """Inputs of the four products (2 + 2 + 2 + 7 bytes above) halve, but what attention gives is kept by it as well."""
+    for tp in (1, 4):
+        found = saved_per_layer("llama-3.1-8b", Mode.FUSED, 8192, 4096, tp=tp, precision="fp8")
+        assert found == pytest.approx((34 - 1 - 1 + 1 - 3.5) / tp, abs=0.1)
+    assert saved_per_layer("llama-3.1-8b", Mode.COMPILED, 8192, precision="fp8") == pytest.approx(34, abs=0.1)
+
+
+def test_unfused_attention_keeps_its_scores() -> None:
+    """2 a s^2 b bytes of Korthikanti et al., 2022, section 4.1 (dropout is off); selective recompute drops them."""
+    heads, hidden, seq_len = 96, 12288, 2048
+    unfused = priced("gpt3-175b", Mode.FUSED, seq_len, options=RunOptions(Attention.UNFUSED))
+    scores = 2.0 * heads * seq_len / hidden
+    assert unfused.unit_saved[5] / seq_len / hidden == pytest.approx(32 + scores, abs=0.1)
+    assert unfused.unit_selective[5] / seq_len / hidden == pytest.approx(32, abs=0.1)
+    flash = priced("gpt3-175b", Mode.FUSED, seq_len)
+    again = unfused.unit_transient_again[5] - flash.unit_transient_again[5]  # they come back, the log-sum-exp does not
+    assert again == pytest.approx(2.0 * heads * seq_len**2, rel=0.01)
+
+
+def test_the_loss_is_computed_in_place() -> None:
+    """Kept: 4 bytes per logit, inputs of the norm and of the product (2 each). Then the gradient in bf16 beside it."""
+    tokens, hidden, vocab = 8192, 4096, 128256
+    fused, eager = (priced("llama-3.1-8b", mode, tokens) for mode in (Mode.FUSED, Mode.EAGER))
+    saved, transient = fused.unit_saved[-1] - fused.unit_saved[5], fused.unit_transient[-1]  # of the head alone
+    assert saved == pytest.approx(tokens * (4 * vocab + 4 * hidden), rel=2e-3)
+    assert transient == pytest.approx(2 * tokens * vocab, rel=2e-3)
+    assert eager.unit_saved[-1] - eager.unit_saved[5] + eager.unit_transient[-1] > 1.3 * (saved + transient)
+
+
+def test_experts_keep_nothing_that_they_return() -> None:
+    """Mixtral: rows, gate and up, their product, for both experts of a token; attention and norms as in Llama."""
+    attention = 4 + 4 + 2 + 1 + 2
+    experts = 2 * 2 * (1 + 3 * INNER / HIDDEN)
+    assert saved_per_layer("mixtral-8x7b", Mode.FUSED, 4096) == pytest.approx(attention + experts, abs=0.2)
+    attention_8, experts_8 = attention - 1 - 1 + 1, 2 * (1 + 5 * INNER / HIDDEN)
+    found = saved_per_layer("mixtral-8x7b", Mode.FUSED, 4096, precision="fp8")
+    assert found == pytest.approx(attention_8 + experts_8, abs=0.2)
+
+
+def test_without_sequence_parallelism_blocks_hand_over_whole_values() -> None:
+    plain, whole = (
+        priced("gpt3-175b", Mode.FUSED, 2048, tp=8, options=RunOptions(sequence_parallel=parallel))
+        for parallel in (True, False)
+    )
+    assert whole.cut_bytes[5] == 2048 * 12288 * 2 == 8 * plain.cut_bytes[5]
+    assert whole.unit_kept[5] == 8 * plain.unit_kept[5]
+    (kinds,) = [{c.kind for c in b.comms if c.axis == "tp"} for b in whole.blocks.values() if b.name == "layer"]
+    assert kinds == {"all_reduce"}
+    # section 4.2.1 of the same paper: 10 + 24 / t, of which dropout masks are not kept
+    assert whole.unit_saved[5] / 2048 / 12288 == pytest.approx(8 + 24 / 8, abs=0.1)

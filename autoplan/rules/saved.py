@@ -247,7 +247,7 @@ def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
     return (both, both)
 
 
-def _experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
+def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
     """Rows (a token once per expert that takes it), hidden and inner size, bytes of an element.
 
     Tokens are taken to be spread evenly over the experts, so that a rank with a part of them has that part of the rows.
@@ -265,7 +265,7 @@ def _experts_extra(f: OpFacts) -> tuple[int, ...]:
     the last product), or without a gate the first product and its activation; what the experts return, for the gradient
     of the routing weights.
     """
-    rows, hidden, inner, width = _experts_rows(f)
+    rows, hidden, inner, width = experts_rows(f)
     first = (2 * inner, inner, inner) if f.attrs.get("gated", True) else (inner, inner)
     returned = (rows * hidden * width,) if f.inputs[2].requires_grad else ()
     return (rows * hidden * width, rows * DTYPE_BYTES["int64"], *(rows * n * width for n in first), *returned)
@@ -273,7 +273,7 @@ def _experts_extra(f: OpFacts) -> tuple[int, ...]:
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
     # forward: the weighted rows before they are summed; backward: gradients of rows, of both products' inner sides
-    rows, hidden, inner, width = _experts_rows(f)
+    rows, hidden, inner, width = experts_rows(f)
     return (rows * hidden * width, rows * (2 * hidden + 3 * inner) * width)
 
 

@@ -37,7 +37,10 @@ from autoplan.rules.saved import (
     workspace_bytes,
 )
 from autoplan.rules.strides import broadcast, contiguous, elementwise, reshaped, view_strides
+from autoplan.search import handwritten
+from autoplan.search.handwritten import Kernels
 from autoplan.search.lower import Convert, LoweredBlock, Op
+from autoplan.search.regions import attention_core, logits
 
 Ints = tuple[int, ...]
 
@@ -104,7 +107,7 @@ def activations(
     *,
     dtypes: Mapping[str, str] | None = None,
     device_type: str = "cpu",
-    fused: bool = False,
+    kernels: Kernels | None = None,
 ) -> Activations:
     """Activation memory of one call of a block on one rank.
 
@@ -113,8 +116,9 @@ def activations(
         env: numbers for `b` (micro-batch of this rank) and `s`.
         dtypes: dtype in the graph -> the one it is computed in, where they differ.
         device_type: whose kernels; "cpu" is what the tests can measure.
-        fused: element-wise operations, copies and norms are kernels together with their neighbours, written by hand
-            (Megatron, Transformer Engine) or by a compiler: see `_Walk.fuse`.
+        kernels: op by op if None. Else element-wise operations, copies and norms may be kernels together with their
+            neighbours, by a compiler or written by hand (Megatron, Transformer Engine): see `_Walk.fuse` and
+            `autoplan.search.handwritten`.
 
     The transient is an estimate: a walk over the statements, forward with the variables the text holds, and in reverse
     with the gradients that flow. The backward takes every op's gradients as made at once, the gradient of a parameter
@@ -124,7 +128,7 @@ def activations(
     Raises:
         RuleError: an op without a line in `autoplan.rules.saved`; LayoutError: a size that does not divide.
     """
-    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type).run(fused)
+    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type, kernels or Kernels()).run()
 
 
 def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:
@@ -186,8 +190,10 @@ class _Walk:
         env: Mapping[str, int],
         dtypes: Mapping[str, str],
         device_type: str,
+        kernels: Kernels,
     ) -> None:
         self.lowered, self.axes, self.env, self.dtypes, self.device_type = lowered, axes, env, dtypes, device_type
+        self.kernels = kernels
         self.factors = factors
         self.sizes: dict[str, int] = {}
         self.shapes: dict[tuple[int, Layout], Ints] = {}
@@ -195,6 +201,8 @@ class _Walk:
         self.tensors: dict[str, _Tensor] = {}
         self.steps: list[_Step] = []
         self.params: set[str] = set()
+        self.logits = logits(lowered.statements) if kernels.handwritten else frozenset[str]()
+        self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -243,7 +251,7 @@ class _Walk:
 
     # -- the block -----------------------------------------------------------------------------------------------------
 
-    def run(self, fused: bool) -> Activations:
+    def run(self) -> Activations:
         low = self.lowered
         inputs = []
         for var, value, layout in low.inputs:
@@ -258,9 +266,27 @@ class _Walk:
         first = len(self.storages)
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
-        if fused:
+        if self.kernels.handwritten:
+            self.gather_again()
+        if self.kernels.fused:
             self.fuse()
         return self._summary(inputs, first)
+
+    def gather_again(self) -> None:
+        """Products keep the shard of an input that was gathered, and gather it again (Korthikanti et al., 2022)."""
+        shards: dict[int, tuple[int, int]] = {}
+        for step, statement in zip(self.steps, self.lowered.statements, strict=True):
+            if isinstance(statement, Convert) and statement.step.kind is ConversionKind.ALL_GATHER:
+                whole, shard = (self.tensors[var].storage for var in (*step.writes, *step.reads))
+                shards[whole] = (whole, shard)
+                if whole in self.narrow:
+                    size = self.storages[self.narrow[whole]] * self.storages[shard] // self.storages[whole]
+                    shards[self.narrow[whole]] = (whole, self.new(size))
+        for step in self.steps:
+            for s in step.saved & shards.keys() if not step.fusible else ():
+                whole, shard = shards[s]
+                step.saved = step.saved - {s} | {shard}
+                step.backward += self.storages[s]
 
     def fuse(self) -> None:
         """Fused operations keep what they compute the rest from, where that is less.
@@ -328,7 +354,7 @@ class _Walk:
             op.strategy.special,
             self.device_type,
         )
-        rule = saved_rule(facts)
+        rule = handwritten.rule_of(facts, self.kernels) or saved_rule(facts)
         saved: set[int] = set()
         forward, backward = workspace_bytes(facts, rule)
         outs = self._outputs(op, rule, ins, shapes)
@@ -339,17 +365,26 @@ class _Walk:
             forward += copied
         for name in kept(facts, rule):
             k = int(name[1:])
-            saved.add((ins if name[0] == "x" else outs)[k].storage)
+            tensor = (ins if name[0] == "x" else outs)[k]
+            saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
         saved |= {self.new(size) for size in extra_bytes(facts, rule)}
         fusible = rule.form is not Form.NEW or op.node.op in _FUSED
         step = _Step(tuple(args), op.targets, frozenset(saved), fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 
+    def _float8(self, op: Op, tensor: _Tensor) -> int:
+        """The storage that a product keeps its input in. The head's product is not one of Transformer Engine's."""
+        if op.node.op != "linear" or not self.kernels.float8_inputs or op.targets[0] in self.logits:
+            return tensor.storage
+        if tensor.storage not in self.narrow:
+            self.narrow[tensor.storage] = self.new(handwritten.float8_bytes(tensor.shape))
+        return self.narrow[tensor.storage]
+
     def _gradients(self, step: _Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
         out = facts.outputs[0]
         for var, fact in zip(args, facts.inputs, strict=True):
-            if not fact.requires_grad:
+            if not fact.requires_grad or (var in self.params and self._accumulates(op)):
                 continue
             passes = rule.gradient is Gradient.PASS
             if op.node.op in _BROADCASTING and fact.num_elements != out.num_elements:
@@ -360,11 +395,17 @@ class _Walk:
         if op.bias is not None:
             step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
 
+    def _accumulates(self, op: Op) -> bool:
+        """True if the operation adds the gradients of its weights to where they are summed."""
+        return self.kernels.handwritten and op.node.op in handwritten.PRODUCTS
+
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
         if op.node.op == "dropout" and not op.node.attrs["p"]:
             return [ins[0]]
         if op.node.op == "to" and self.dtype(op.inputs[0]) == self.dtype(op.values[0]):
             return [ins[0]]
+        if op.node.op == "to" and op.targets[0] in self.logits:
+            return [ins[0]]  # the loss keeps the cast logits itself
         if rule.form is Form.VIEW:
             views = view_strides(op.node.op, op.node.attrs, ins[0].shape, ins[0].strides, shapes)
             return [
@@ -376,10 +417,13 @@ class _Walk:
         outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
         if op.node.op == "attention":
             _, h, s, d = shapes[0]
-            # in memory the CPU's kernel has heads inside the sequence, those of CUDA follow the queries
+            # in memory the CPU's kernel and Transformer Engine have heads inside the sequence, PyTorch's of CUDA follow
+            # the queries
             inside = (s * h * d, d, h * d, 1)
             strides = (
-                inside if self.device_type == "cpu" else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
+                inside
+                if self.device_type == "cpu" or self.kernels.handwritten
+                else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
             )
             if strides != inside:
                 strides = contiguous(shapes[0])
@@ -436,7 +480,7 @@ class _Walk:
         saved = set(given)
         for step in self.steps:
             saved |= step.saved & counted
-        core = self._attention_core()
+        core = attention_core(self.lowered.statements, [(step.reads, step.writes) for step in self.steps])
         selective = set(given)
         for i, step in enumerate(self.steps):
             selective |= ({self.tensors[v].storage for v in step.reads} if i in core else step.saved) & counted
@@ -558,41 +602,7 @@ class _Walk:
     def _dense(self, var: str, value: Value) -> int:
         return prod(self.tensors[var].shape) * self.width(value)
 
-    def _attention_core(self) -> list[int]:
-        """Statements that selective recompute runs again: fused attention, or softmax between two matrix products."""
-        out: set[int] = set()
-        ops = ["" if isinstance(s, Convert) else s.node.op for s in self.lowered.statements]
-        if "attention" not in ops and "softmax" not in ops:
-            return []
-        makes = {v: i for i, step in enumerate(self.steps) for v in step.writes}
-        before = [[makes[v] for v in step.reads if v in makes] for step in self.steps]
-        after: list[list[int]] = [[] for _ in self.steps]
-        for i, sources in enumerate(before):
-            for k in sources:
-                after[k].append(i)
-        for i, op in enumerate(ops):
-            if op == "attention":
-                out.add(i)
-            elif op == "softmax":
-                reach = [_until_matmul(i, ops, way) for way in (before, after)]
-                if all(reach):
-                    out |= {i, *reach[0], *reach[1]}
-        return sorted(out)
 
-
-def _until_matmul(start: int, ops: Sequence[str], neighbours: Sequence[Sequence[int]]) -> set[int]:
-    """Statements from `start` to the nearest matmul, it included, through element-wise operations and views only."""
-    found: set[int] = set()
-    for k in neighbours[start]:
-        if ops[k] == "matmul":
-            found.add(k)
-        elif ops[k] in _IN_CORE:
-            further = _until_matmul(k, ops, neighbours)
-            found |= {k, *further} if further else set()
-    return found
-
-
-_IN_CORE = frozenset("mul_scalar div_scalar add masked_fill where to dropout reshape expand".split())
 _PRODUCTS = frozenset(("linear", "matmul"))
 _BROADCASTING = frozenset("add sub mul div pow maximum minimum where".split())
 

@@ -108,11 +108,16 @@ class Cutter:
             out: Array = sums[j] - sums[i]
             return out
 
-        cuts = np.array([0.0, *pricer.workload.cut_bytes, 0.0])
+        cuts = np.array([0.0, *memory.cuts, 0.0])
         state = window(memory.stored) + window(memory.states) + memory.fixed
+        gathered, self._grads = window(memory.gathered), window(memory.grads)
+        for first, last, tied in memory.tied:  # a stage with both holds them once
+            both = (i <= first) & (j > last)
+            state, gathered = state - both * (tied[0] + tied[3]), gathered - both * tied[1]
+            self._grads = self._grads - both * tied[2]
         if not (memory.sharded and pricer.config.zero_stage == 3):
-            state = state + window(memory.gathered)
-        self._state, self._grads = state, window(memory.grads)
+            state = state + gathered
+        self._state = state
         self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))

@@ -53,7 +53,7 @@ def workload(
             works.env,
             dtypes=works.remapped,
             device_type=works.device_type,
-            fused=works.fused,
+            kernels=works.kernels,
         )
         for n, low in lowered.items()
     }
@@ -142,6 +142,8 @@ def _unit_memory(
 
 def _without_other_experts(held: Activations, lowered: LoweredBlock, block: BlockWork, works: Works) -> Activations:
     """Gradients of the experts that other ranks hold are not made here."""
+    if works.kernels.handwritten:
+        return held  # nor are those of the experts that are here, see `autoplan.search.handwritten`
     away = 0
     for stored, p in zip(lowered.params, block.params, strict=True):
         if p.expert:

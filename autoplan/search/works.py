@@ -18,6 +18,7 @@ from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.rules.strategies import Strategy
 from autoplan.rules.table import flops, rule_for
+from autoplan.search.handwritten import Kernels
 from autoplan.search.pins import layer_calls
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
@@ -48,7 +49,7 @@ class Works:
         context: context-parallel degree; attention sees the keys of the whole sequence.
         precision: dtypes of what the model computes in its own parameters' dtype.
         device_type: whose kernels; they differ in what they keep for the backward.
-        fused: element-wise operations run in kernels together, see `autoplan.search.activations`.
+        kernels: whose they are, as far as they differ in what they keep; op by op if None.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Works:
         context: int = 1,
         precision: Precision = PRECISIONS["native"],
         device_type: str = "cpu",
-        fused: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         self.graph, self.axes, self.env, self.context = graph, tuple(axes), dict(env), context
-        self.precision, self.device_type, self.fused = precision, device_type, fused
+        self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
         self.sizes = graph.factor_sizes(env)
         self.groups = groups_of(self.axes)
         self.remapped = _dtype_map(graph, precision)
@@ -73,6 +74,11 @@ class Works:
         self._narrow = {c.block for c in graph.calls if c.name in layers or not layers}
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
         self._flops: dict[tuple[str, str], float] = {}
+
+    @property
+    def fused(self) -> bool:
+        """True if element-wise operations run in kernels together."""
+        return self.kernels.fused
 
     def number(self, size: Expr) -> float:
         """A symbolic size as a number."""
