@@ -11,7 +11,9 @@ With P parameter bytes on a rank (after tp and ep), of which L is the largest bl
 
 (autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
 Parameters of experts are sharded over their own replicas. Activations are held for every micro-batch in flight, which
-the schedule's own actions count. What counts is the fullest moment:
+the schedule's own actions count. A schedule in both directions (DualPipe) has two stages on every rank, each of them on
+two ranks: twice the parameters and gradients, and twice as many replicas to shard over. What counts is the fullest
+moment:
 
 | moment | micro-batches held | gradients |
 |---|---|---|
@@ -32,6 +34,7 @@ from autoplan.cost_models.schedule import (
     actions,
     chunks_of_ranks,
     held_at_backwards,
+    num_copies,
     num_held,
     peak_activation_bytes,
 )
@@ -102,7 +105,9 @@ class MemoryModel:
     def __init__(self, workload: Workload, config: ParallelConfig, precision: Precision, cluster: Cluster) -> None:
         self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
         c = config
+        self.copies = num_copies(c.schedule)
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
+        self.shares = {expert: n * self.copies for expert, n in self.shares.items()}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
         blocks = {name: self._states(name) for name in workload.blocks}
         self.stored, self.gathered, self.grads, self.states = (
@@ -180,7 +185,7 @@ class MemoryModel:
             k: self._chunk(
                 chunks[k],
                 pinned or frozenset([u for u in chunks[k] if self.workload.layers[u]][: recompute[k]]),
-                received=k - 1 not in mine,
+                received=k - 1 not in mine or self.copies > 1,
             )
             for k in mine
         }
