@@ -194,7 +194,10 @@ class Pricer:
         return out
 
     def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:
-        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank."""
+        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank.
+
+        Of a schedule in both directions that of the first: the mirrored pair has the same links in equal nodes.
+        """
         c = self.config
         homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
         out: list[Group | None] = []

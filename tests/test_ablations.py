@@ -285,7 +285,7 @@ def test_weak_scaling_of_recent_clusters_is_nearly_flat() -> None:
     def large(num: int) -> float:
         degrees = {"tp": 4, "pp": 4, "cp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 5}
         setup = Setup("llama-3.1-70b", _h100(num), 8192, options=NEMO)
-        return step_s(setup, 2 * num, dp=num // 32, **degrees)  # type: ignore[arg-type]
+        return step_s(setup, 2 * num, dp=num // 32, **degrees)
 
     assert agrees(small(128) / small(8), 13.16 / 12.78)
     assert agrees(large(1024) / large(64), 14.92 / 14.72)
@@ -295,7 +295,7 @@ def _megascale_speedup(batch: int, few: int, many: int) -> float:
     def seconds(num: int) -> float:
         setup = Setup("gpt3-175b", _a100(num), 2048)
         chunks = {"schedule": "Interleaved1F1B", "virtual_stages": 6, "recompute": "selective"}
-        return step_s(setup, batch, tp=8, pp=8, dp=num // 64, **chunks)  # type: ignore[arg-type]
+        return step_s(setup, batch, tp=8, pp=8, dp=num // 64, **chunks)
 
     return seconds(few) / seconds(many)
 
