@@ -291,10 +291,14 @@ def estimate(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Pipeline schedule: 1F1B, GPipe, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBV, DualPipeV."
+            help="Pipeline schedule: 1F1B, GPipe, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBV, DualPipeV, "
+            "DualPipe."
         ),
     ] = None,
     stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the step to this file, as a Chrome trace (ui.perfetto.dev).")
+    ] = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
     attention: AttentionName = None,
@@ -329,7 +333,7 @@ def estimate(
     given |= {"recompute": read_recompute(recompute)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = config_of(request.cluster.num_devices, request.global_batch_size, given)
-    _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config)
+    _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)
 
 
 def _estimate(
@@ -341,9 +345,14 @@ def _estimate(
     assumed: Assumptions,
     as_json: bool,
     price: Any,
+    timeline: Path | None,
 ) -> None:
     with _waiting("pricing", as_json):
         planned = price(request, config)
+    if timeline is not None:
+        from autoplan.report.timeline import write
+
+        write(planned.estimate, timeline)
     if as_json:
         from autoplan.report.data import estimate_report
 

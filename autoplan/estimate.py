@@ -10,7 +10,7 @@ from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
-from autoplan.cost_models.schedule import SCHEDULES, actions
+from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task
 from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
@@ -32,7 +32,7 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time, with virtual stages by number of layers. With more chunks than
+    Stages that are not given are balanced by time, with several per rank by number of layers. With more chunks than
     layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A schedule
     that fixes the number of virtual stages sets it where it is left at 1. Raises: PinError for degrees that the cluster
     or model cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
@@ -52,7 +52,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     num_chunks = config.pp * config.virtual_stages
     if config.stages is not None:
         chunks = units_of(config.stages, ends)
-    elif config.virtual_stages == 1:
+    elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
         relaxed = Cutter(pricer, math.inf, config.recompute if isinstance(config.recompute, str) else "none")
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:

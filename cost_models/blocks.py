@@ -10,6 +10,7 @@ from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.host import host_s, waited_s
 from autoplan.cost_models.quantity import ZERO, Quantity, total
+from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
 from autoplan.cost_models.work import BlockWork, OpWork, Workload
 
@@ -73,16 +74,27 @@ def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict
         "cp": Group(cp, tp),
         "dp": Group(dp, tp * cp),
         "pp": Group(config.pp, tp * cp * dp),
-        "replicas": Group(dp * cp, tp),
+        "replicas": _replicas(dp * cp, tp, config),
         "etp": Group(etp, 1),
         "ep": Group(config.ep, etp),
-        "expert_replicas": Group(max(1, dp * cp * tp // (config.ep * etp)), config.ep * etp),
+        "expert_replicas": _replicas(max(1, dp * cp * tp // (config.ep * etp)), config.ep * etp, config),
     }
     stride = 1
     for name, size in reversed(axes):
         out[name] = Group(size, stride)
         stride *= size
     return out
+
+
+def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
+    """Ranks with the same parameters: those of one stage, and where two ranks of a pipeline hold it (DualPipe) both's.
+
+    The two stages are priced as neighbours; a pair alone as the one farthest apart, first and last rank.
+    """
+    copies = num_copies(config.schedule)
+    if copies > 1 and size == 1:
+        return Group(copies, (config.pp - 1) * config.dp * config.cp * config.tp)
+    return Group(size * copies, stride)
 
 
 @dataclass(frozen=True)
@@ -234,7 +246,7 @@ class BlockPricer:
     def _accumulate(self, block: BlockWork) -> Quantity:
         """Every micro-batch but the first adds to gradients that are there: whole ones, or shards if every backward
         reduces (ZeRO 2 and 3)."""
-        m = self.config.num_micro_batches
+        m = self.config.num_micro_batches // num_copies(self.config.schedule)
         if m == 1:
             return ZERO
         out = []

@@ -15,7 +15,9 @@ start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, 
 themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
 (`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
 Parameters of experts are sharded over their own replicas. Activations are held for every micro-batch in flight, which
-the schedule's own actions count. What counts is the fullest moment:
+the schedule's own actions count. A schedule in both directions (DualPipe) has two stages on every rank, each of them on
+two ranks: twice the parameters and gradients, and twice as many replicas to shard over. What counts is the fullest
+moment:
 
 | moment | micro-batches held | gradients |
 |---|---|---|
@@ -39,6 +41,7 @@ from autoplan.cost_models.schedule import (
     actions,
     chunks_of_ranks,
     held_at_backwards,
+    num_copies,
     num_held,
 )
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
@@ -118,7 +121,9 @@ class MemoryModel:
         self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
         self.handwritten = mode is Mode.FUSED
         c = config
+        self.copies = num_copies(c.schedule)
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
+        self.shares = {expert: n * self.copies for expert, n in self.shares.items()}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
         blocks = {name: self._states(name) for name in workload.blocks}
         self.stored, self.gathered, self.grads, self.states = (
@@ -219,7 +224,7 @@ class MemoryModel:
             k: self._chunk(
                 chunks[k],
                 pinned or frozenset([u for u in chunks[k] if self.workload.layers[u]][: recompute[k]]),
-                received=k - 1 not in mine,
+                received=k - 1 not in mine or self.copies > 1,
             )
             for k in mine
         }

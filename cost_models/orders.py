@@ -154,6 +154,20 @@ def dual_pipe_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tupl
     return out
 
 
+def dual_pipe(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """DualPipe (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1 and figure 5; the order is that of
+    `DualPipe.step` in github.com/deepseek-ai/DualPipe).
+
+    Micro-batches of the first half enter at the first rank and visit the stages downwards, those of the second half
+    enter at the last rank and visit them upwards, so every rank holds its own stage and that of its mirror. To a rank
+    it is DualPipeV on half as many ranks: the direction that enters at its end of the pipeline is the first chunk.
+    """
+    near, far = chunks
+    half = num_micro_batches // 2
+    folded = dual_pipe_v(min(rank, num_stages - 1 - rank), num_stages // 2, half, (near, far))
+    return [a if a.chunk == rank else a._replace(micro_batch=half + a.micro_batch) for a in folded]
+
+
 def num_rounds(num_stages: int, num_micro_batches: int) -> int:
     """Rounds of about num_stages micro-batches that schedules with chunks in turn run."""
     return max(1, num_micro_batches // num_stages)

@@ -31,6 +31,7 @@ from autoplan.cost_models.schedule import (
     Transfer,
     actions,
     chunks_of_ranks,
+    num_copies,
     ranks_of_chunks,
     simulate,
 )
@@ -165,6 +166,7 @@ class Pricer:
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
+        self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches of a rank's every chunk
         self.chunks_of = chunks_of_ranks(config.schedule, config.pp, config.virtual_stages)
         hops = self._hop_groups_of()
         self._boundaries = self._boundaries_of(hops)
@@ -197,7 +199,10 @@ class Pricer:
         return out
 
     def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:
-        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank."""
+        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank.
+
+        Of a schedule in both directions that of the first: the mirrored pair has the same links in equal nodes.
+        """
         c = self.config
         homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
         out: list[Group | None] = []
@@ -326,7 +331,7 @@ class Pricer:
         ]
         if out:  # the ranks meet for the first time in the step
             computed = sum(self.forward[u] + self.backward[u] for u in units)
-            out.append(self.costs.wait_s(self.config.num_micro_batches * computed))
+            out.append(self.costs.wait_s(self.runs * computed))
         return out
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
@@ -377,7 +382,7 @@ class Pricer:
         self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
     ) -> dict[str, Quantity]:
         """Where the step goes, on the rank that computes longest. What no other term explains is the bubble."""
-        c, m = self.config, self.config.num_micro_batches
+        c, m = self.config, self.runs
         timeline = self._timeline(chunks, times, "mid", sends=True)
         unsent = self._timeline(chunks, times, "mid", sends=False)
         rank_units = self._rank_units(chunks)

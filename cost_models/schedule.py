@@ -8,6 +8,24 @@
 A chunk is a run of layers on one rank; chunks are counted in model order over the whole pipeline (torch: stage index).
 With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`). The orders
 themselves: `autoplan.cost_models.orders`.
+
+What the papers say of p equal stages and m micro-batches, and the simulation gives (tests/test_schedule.py). F, B and
+W: seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
+chunks per rank: of a rank); held: the most micro-batches' worth of a stage's activations on any rank.
+
+| schedule | bubble of a rank | held | source |
+|---|---|---|---|
+| GPipe | (p - 1) (F + B) | m | Huang et al., 2019, section 2.3 |
+| 1F1B | (p - 1) (F + B) | p | Narayanan et al., SC 2021, section 2.2.1 |
+| Interleaved1F1B | (p - 1) (F + B) / v | p (1 + (p - 1) / (p v)) | section 2.2.2; Korthikanti et al., 2022, 4.2.3 |
+| ZB-H1 | (p - 1) (F + B - 2 W) if W <= B - W, F | p | Qi et al., 2023, table 2 |
+| ZBV | 0 if F = B - W = W, between first and last action | p | Qi et al., 2023, section 6 |
+| DualPipe | (p / 2 - 1) (F&B + B - 3 W) | p + 1, parameters twice | DeepSeek-V3 Technical Report, 2024, table 2 |
+| DualPipeV | (p - 1) (F&B + B - 3 W) / 2 | p + 1 / 2 | Qi et al., 2025: DualPipe of 2 p stages on p ranks |
+
+F&B: a forward and a backward that overlap; here F + B. The last two hold where F = B - W = W, which is what their order
+is made for; with a longer B - W the bubble is smaller than that, with a longer W or F it is larger. GPipe and 1F1B with
+fewer micro-batches than stages are the same.
 """
 
 from __future__ import annotations
@@ -48,10 +66,13 @@ class Placement(Enum):
 
     LOOP: every pass from the first rank to the last: rank r of p holds r, p + r, 2 p + r, ...
     V: every second pass back from the last rank to the first: r, 2 p - 1 - r, ...
+    BOTH: one pass, but in both directions: micro-batches of the first half from the first rank to the last, those of
+        the second half from the last to the first, so that rank r holds copies of chunks r and p - 1 - r.
     """
 
     LOOP = "loop"
     V = "v"
+    BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -61,7 +82,7 @@ class ScheduleRule:
     Attributes:
         order: the actions of a rank; arguments: rank, num_stages, num_micro_batches, the chunks of the rank.
         placement: which chunks those are.
-        virtual_stages: the fewest and the most chunks per rank; None: any number.
+        virtual_stages: the fewest and the most chunks per rank, copies not counted; None: any number.
         split_backward: weight gradients are (partly) computed apart from input gradients.
         rounds: micro-batches run in equal rounds of about num_stages.
         least_rounds: the fewest micro-batches are this times num_stages.
@@ -81,6 +102,11 @@ class ScheduleRule:
         fewest, most = self.virtual_stages
         return virtual_stages >= fewest and (most is None or virtual_stages <= most)
 
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold each chunk; each runs an equal share of the micro-batches on it."""
+        return 2 if self.placement is Placement.BOTH else 1
+
 
 SCHEDULES: Mapping[str, ScheduleRule] = {
     "GPipe": ScheduleRule(orders.gpipe),
@@ -96,22 +122,32 @@ SCHEDULES: Mapping[str, ScheduleRule] = {
     "DualPipeV": ScheduleRule(
         orders.dual_pipe_v, Placement.V, (2, 2), split_backward=True, least_rounds=2, transfer=Transfer.OVERLAPPED
     ),
+    "DualPipe": ScheduleRule(
+        orders.dual_pipe, Placement.BOTH, split_backward=True, least_rounds=2, transfer=Transfer.OVERLAPPED
+    ),
 }
 
 
 def ranks_of_chunks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank of every chunk, in model order. Raises: PinError: unknown schedule."""
-    loop = _rule(schedule).placement is Placement.LOOP
+    """The rank of every chunk, in model order; of copies the first. Raises: PinError: unknown schedule."""
+    turns = _rule(schedule).placement is Placement.V
     ranks = range(num_stages)
-    return tuple(r for turn in range(virtual_stages) for r in (ranks if loop or turn % 2 == 0 else reversed(ranks)))
+    return tuple(r for turn in range(virtual_stages) for r in (reversed(ranks) if turns and turn % 2 else ranks))
 
 
 def chunks_of_ranks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks of every rank, in model order. Raises: PinError: unknown schedule."""
+    """The chunks of every rank, in model order, copies too. Raises: PinError: unknown schedule."""
     held: list[list[int]] = [[] for _ in range(num_stages)]
     for chunk, rank in enumerate(ranks_of_chunks(schedule, num_stages, virtual_stages)):
         held[rank].append(chunk)
+    if _rule(schedule).placement is Placement.BOTH:
+        held = [sorted(pair) for pair in zip((c for (c,) in held), (c for (c,) in reversed(held)), strict=True)]
     return tuple(map(tuple, held))
+
+
+def num_copies(schedule: str) -> int:
+    """Ranks that hold each chunk (2: DualPipe). Raises: PinError: unknown schedule."""
+    return _rule(schedule).num_copies
 
 
 def _rule(schedule: str) -> ScheduleRule:
@@ -156,6 +192,13 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
             f"schedule {schedule!r} needs at least {rule.least_rounds} micro-batches per stage, not "
             f"{num_micro_batches} on {num_stages} stages; nearest legal: num_micro_batches={least}"
         )
+    if rule.num_copies > 1:
+        for name, value in (("num_stages", num_stages), ("num_micro_batches", num_micro_batches)):
+            if value % 2:
+                raise PinError(
+                    f"schedule {schedule!r} runs in both directions, so {name}={value} must be even; nearest legal: "
+                    f"{name}={value + 1}"
+                )
     return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
 
 
@@ -300,13 +343,15 @@ class _Program:
 
 def _compile(table: Sequence[Sequence[Action]]) -> _Program:
     """Put all actions into an order that respects what they wait for. ScheduleError if there is none."""
-    home = {action.chunk: rank for rank, row in enumerate(table) for action in row}
-    num_chunks = len(home)
-    if sorted(home) != list(range(num_chunks)):
-        raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {sorted(home)}")
+    # by micro-batch too: in both directions, a chunk is on the rank that its direction visits
+    home = {(a.chunk, a.micro_batch): rank for rank, row in enumerate(table) for a in row}
+    known = sorted({chunk for chunk, _ in home})
+    num_chunks = len(known)
+    if known != list(range(num_chunks)):
+        raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {known}")
     # gradients of a chunk are complete after its last weight gradient, wherever that was computed
-    last = {a.chunk: i for row in table for i, a in enumerate(row) if a.kind in (B, W)}
-    first = {a.chunk: i for row in table for i, a in reversed(list(enumerate(row))) if a.kind is F}
+    last = {(rank, a.chunk): i for rank, row in enumerate(table) for i, a in enumerate(row) if a.kind in (B, W)}
+    first = {(r, a.chunk): i for r, row in enumerate(table) for i, a in reversed(list(enumerate(row))) if a.kind is F}
     places: dict[tuple[bool, int, int], int] = {}  # (forward, chunk, micro-batch) -> position of the step
     steps: list[_Step] = []
     what: list[Action] = []
@@ -323,18 +368,18 @@ def _compile(table: Sequence[Sequence[Action]]) -> _Program:
             needs, lag = None, _NO_LAG
             if kind is F and chunk > 0:
                 needs = (True, chunk - 1, micro_batch)
-                lag = chunk if home[chunk - 1] != rank else _NO_LAG
+                lag = chunk if home.get((chunk - 1, micro_batch)) != rank else _NO_LAG
             elif kind in (B, I) and chunk == num_chunks - 1:
                 needs = (True, chunk, micro_batch)
             elif kind in (B, I):
                 needs = (False, chunk + 1, micro_batch)
-                lag = 1 + num_chunks + chunk if home[chunk + 1] != rank else _NO_LAG
+                lag = 1 + num_chunks + chunk if home.get((chunk + 1, micro_batch)) != rank else _NO_LAG
             elif kind is W:
                 needs = (False, chunk, micro_batch)
             if needs is not None and needs not in places:
                 waiting[needs] = rank
                 break
-            edge = position[rank] == (first[chunk] if kind is F else last.get(chunk))
+            edge = position[rank] == (first if kind is F else last).get((rank, chunk))
             slot = chunk * _NUM_SLOTS + _SLOTS[kind, edge and kind is not I]
             if kind is not W:
                 given[rank].append((kind is F, chunk, micro_batch))

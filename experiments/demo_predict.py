@@ -23,6 +23,7 @@ from autoplan.plan import Plan, estimate_json
 from autoplan.planner import Planned, PlanRequest, search_plan
 from autoplan.profiler.run import cached_profile, machine_key, resolve
 from autoplan.report.label import plan_label
+from autoplan.report.timeline import trace
 
 TOP = 6
 
@@ -42,36 +43,8 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def timeline(plan: Plan) -> dict[str, Any]:
-    """The predicted step as Chrome trace events (chrome://tracing, ui.perfetto.dev): a row per pipeline rank.
-
-    Format: "Trace Event Format", Google 2016: complete events (`ph: X`), microseconds.
-    """
-    estimate = plan.estimate
-    events: list[dict[str, Any]] = []
-    if estimate is None:
-        return {"traceEvents": events}
-    ends: dict[int, float] = {}
-    for e in estimate.events:
-        events.append(_event(f"{e.kind.value}{e.micro_batch}", e.kind.name.lower(), e.rank, e.start_s, e.end_s))
-        ends[e.rank] = max(ends.get(e.rank, 0.0), e.end_s)
-    step = estimate.step_time_s.mid
-    for rank, end in sorted(ends.items()):
-        events.append(_event("reductions, optimizer, waiting", "rest", rank, end, max(end, step)))
-        name = {"name": f"pipeline rank {rank}"}
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": name})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(name: str, category: str, rank: int, start_s: float, end_s: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": 0,
-        "tid": rank,
-        "ts": 1e6 * start_s,
-        "dur": 1e6 * (end_s - start_s),
-    }
+    """The predicted step as Chrome trace events."""
+    return trace(plan.estimate)
 
 
 def _quantity(q: Quantity) -> dict[str, Any]:

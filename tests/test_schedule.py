@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -138,7 +139,8 @@ def test_loops_are_placed_as_torch_does() -> None:
         homes = generate_stage_to_rank_mapping(p, p * v)
         assert ranks_of_chunks("Interleaved1F1B", p, v) == tuple(homes[chunk] for chunk in range(p * v))
     with pytest.raises(PinError, match="not known; use GPipe"):
-        ranks_of_chunks("DualPipe", 2, 2)
+        ranks_of_chunks("Dualpipe", 2, 2)
+    assert chunks_of_ranks("DualPipe", 4, 1) == ((0, 3), (1, 2), (1, 2), (0, 3))
 
 
 def _legal() -> st.SearchStrategy[tuple[str, int, int, int]]:
@@ -146,7 +148,7 @@ def _legal() -> st.SearchStrategy[tuple[str, int, int, int]]:
         name, p, m, virtual = case
         rule = SCHEDULES[name]
         rounds = m >= rule.least_rounds * p and (not rule.rounds or m % max(1, m // p) == 0)
-        return rule.takes(virtual) and rounds
+        return rule.takes(virtual) and rounds and p % rule.num_copies == m % rule.num_copies == 0
 
     cases = itertools.product(SCHEDULES, (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12), (1, 2, 3))
     return st.sampled_from([case for case in cases if fits(case)])
@@ -179,9 +181,11 @@ def test_every_timeline_respects_what_actions_wait_for(run: Any) -> None:
     for kind, chunk, mb in ends:
         kinds.setdefault((chunk, mb), set()).add(kind)
     assert set(kinds) == set(itertools.product(range(p * virtual), range(m)))
-    legal = {split if SCHEDULES[name].split_backward else whole} | ({whole} if name == "DualPipeV" else set())
+    legal = {split if SCHEDULES[name].split_backward else whole} | ({whole} if "DualPipe" in name else set())
     assert set(map(frozenset, kinds.values())) <= legal
-    homes, near = ranks_of_chunks(name, p, virtual), 1e-9
+    homes, near = {(a.chunk, a.micro_batch): rank for rank, row in enumerate(table) for a in row}, 1e-9
+    first_way = {chunk: homes[chunk, 0] for chunk in range(p * virtual)}
+    assert tuple(first_way.values()) == ranks_of_chunks(name, p, virtual)
     for rank, row in enumerate(table):
         mine = [ends[a[:3]] for a in row]
         for earlier, later in itertools.pairwise(mine):
@@ -194,18 +198,19 @@ def test_every_timeline_respects_what_actions_wait_for(run: Any) -> None:
         there |= {a[:3]: ends[b[:3]].end_s for a, b in itertools.pairwise(row) if a.joined}
     for (kind, chunk, mb), event in ends.items():
         if kind is F and chunk > 0:
-            lag = forward[chunk - 1] if homes[chunk - 1] != homes[chunk] else 0.0
+            lag = forward[chunk - 1] if homes[chunk - 1, mb] != homes[chunk, mb] else 0.0
             assert there[F, chunk - 1, mb] + lag <= event.start_s + near
         if kind in (B, I):
             assert there[F, chunk, mb] <= event.start_s + near
             if chunk < p * virtual - 1:
-                lag = backward[chunk] if homes[chunk + 1] != homes[chunk] else 0.0
+                lag = backward[chunk] if homes[chunk + 1, mb] != homes[chunk, mb] else 0.0
                 later = (B if B in kinds[chunk + 1, mb] else I, chunk + 1, mb)
                 assert there[later] + lag <= event.start_s + near
         if kind is W:
             assert ends[I, chunk, mb].end_s <= event.start_s + near
     c = chunks[0]
-    want = m * (c.forward_s + c.backward_s) + c.first_forward_extra_s + c.last_backward_extra_s
+    extras = c.first_forward_extra_s + c.last_backward_extra_s
+    want = m * (c.forward_s + c.backward_s) + SCHEDULES[name].num_copies * extras  # each copy has its own
     assert sum(e.end_s - e.start_s for e in timeline.events if e.chunk == 0) == pytest.approx(want)
     quick = simulate(table, chunks, forward, backward, transfer=transfer, events=False)
     assert (quick.end_s, quick.rank_end_s, quick.busy_s) == (timeline.end_s, timeline.rank_end_s, timeline.busy_s)
@@ -304,6 +309,71 @@ def test_dual_pipe_v_has_the_published_bubble_and_memory(p: int) -> None:
         assert peak_activation_bytes(table, [1.0] * (2 * p)) == (2.0 * p + 1,) * p
 
 
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_dual_pipe_has_the_published_bubble_and_memory(p: int) -> None:
+    """(PP / 2 - 1) (F&B + B - 3 W), twice the parameters and PP + 1 activations: DeepSeek-V3 Technical Report, 2024,
+    table 2, and DualPipe's README; a pair takes F + B."""
+    for m in (2 * p, 2 * p + 2, 4 * p):
+        table = actions("DualPipe", p, m)
+        for f in (1.0, 2.5):
+            timeline = simulate(table, [ChunkTimes(f, 2 * f, f)] * p)
+            assert timeline.bubble_s == ((p // 2 - 1) * (f + 2 * f + 2 * f - 3 * f),) * p
+        assert peak_activation_bytes(table, [1.0] * p) == (p + 1.0,) * p
+        assert [sorted({a.chunk for a in row}) for row in table] == [sorted({r, p - 1 - r}) for r in range(p)]
+
+
+def test_dual_pipe_feeds_micro_batches_from_both_ends() -> None:
+    """The order of figure 5 of the report (8 ranks, 20 micro-batches): a rank starts with the direction that enters at
+    its end; rank 0 runs 6 forwards of it alone, its neighbours 2 fewer each. Every micro-batch passes every stage once,
+    downwards in the first half, upwards in the second."""
+    table = actions("DualPipe", 8, 20)
+    firsts = [list(itertools.takewhile(lambda a, row=row: a[:2] == row[0][:2], row)) for row in table]
+    assert [len(run) - 1 for run in firsts] == [
+        6,
+        4,
+        2,
+        0,
+        0,
+        2,
+        4,
+        6,
+    ]  # and the one before the other direction's first
+    assert [run[0] for run in firsts[:2]] == [Action(F, 0, 0), Action(F, 1, 0)]
+    assert [run[0] for run in firsts[-2:]] == [Action(F, 1, 10), Action(F, 0, 10)]
+    for rank, row in enumerate(table):
+        forwards = [(a.chunk, a.micro_batch) for a in row if a.kind is F]
+        here, there = [(rank, m) for m in range(10)], [(7 - rank, m) for m in range(10, 20)]
+        assert sorted(forwards) == sorted(here + there)
+        mirrored = [a._replace(micro_batch=(a.micro_batch + 10) % 20) for a in table[7 - rank]]
+        assert list(row) == mirrored
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16), (8, 16)])
+def test_table_of_bubbles_and_activations(p: int, m: int) -> None:
+    """The table of autoplan.cost_models.schedule, where it claims so with parts of a backward of different lengths."""
+    v = 2
+    for f, b, w in ((1.0, 2.0, 1.0), (2.0, 6.0, 2.0), (2.0, 3.5, 1.5)):
+        rows = {
+            "GPipe": (1, (p - 1) * (f + b), m),
+            "1F1B": (1, (p - 1) * (f + b), p),
+            "Interleaved1F1B": (v, (p - 1) * (f + b) / v, p * (1 + (p - 1) / (p * v))),
+            "ZB-H1": (1, (p - 1) * (f + b - 2 * w), p),
+        }
+        if f == b - w == w:
+            rows["DualPipe"] = (1, (p / 2 - 1) * (f + b + b - 3 * w), p + 1)
+            rows["DualPipeV"] = (2, (p - 1) * (f + b + b - 3 * w) / 2, p + 0.5)
+        for name, (chunks, bubble, held) in rows.items():
+            table = actions(name, p, m, chunks)
+            num = p * chunks
+            timeline = simulate(table, [ChunkTimes(f / chunks, b / chunks, w / chunks)] * num)
+            assert max(timeline.bubble_s) == pytest.approx(bubble), (name, f, b, w)
+            assert max(peak_activation_bytes(table, [1 / chunks] * num)) == pytest.approx(held), name
+    table = actions("ZBV", p, m, 2)
+    timeline = simulate(table, [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
+    assert max(timeline.bubble_s) == p - 1  # only before the first and after the last action
+    assert max(peak_activation_bytes(table, [0.5] * (2 * p))) == p
+
+
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_in_flight_counts(p: int, m: int) -> None:
     held = [max(held_at_backwards(row)) for row in actions("1F1B", p, m)]
@@ -333,6 +403,9 @@ def test_refusals_name_what_works() -> None:
         (("ZBV", 2, 4, 3), "2 chunks per rank; nearest legal: virtual_stages=2, or for 3 the schedule Interleaved1F1B"),
         (("DualPipeV", 2, 4, 1), "2 chunks per rank; nearest legal: virtual_stages=2, or for 1 the schedule GPipe"),
         (("DualPipeV", 4, 7, 2), "at least 2 micro-batches per stage, not 7 on 4 stages; .*num_micro_batches=8"),
+        (("DualPipe", 3, 8, 1), "both directions, so num_stages=3 must be even; nearest legal: num_stages=4"),
+        (("DualPipe", 4, 9, 1), "both directions, so num_micro_batches=9 must be even; .*num_micro_batches=10"),
+        (("DualPipe", 4, 6, 1), "at least 2 micro-batches per stage, not 6 on 4 stages; .*num_micro_batches=8"),
     ]
     for arguments, message in cases:
         with pytest.raises(PinError, match=message):
@@ -417,6 +490,55 @@ def test_v_shaped_schedules_are_priced_by_name(name: str) -> None:
 
     plan = json.loads(run("--pp", "4", "--json").stdout)["plan"]
     assert (plan["schedule"], plan["virtual_stages"], len(plan["stages"])) == (name, 2, 8)
+
+
+def _priced(schedule: str, *options: str) -> Any:
+    task = "estimate gpt2 --cluster 1x8xh100-sxm5-80gb --seq-len 1024 --global-batch-size 32 --dp 2 --pp 4 --json"
+    return CliRunner().invoke(cli.app, [*task.split(), "--schedule", schedule, *options])
+
+
+def test_dual_pipe_is_priced_with_both_copies() -> None:
+    """Twice the parameters and gradients of ZB-H1 on the same stages; under ZeRO twice as many ranks to shard over, so
+    that the optimizer's state does not grow. Without ZeRO it does, and the copies' gradients are reduced too."""
+    options = ("--stages", "3,3,3,3", "--zero")
+    for zero, growth in (("0", 2.0), ("1", 1.0)):
+        both, one = (json.loads(_priced(name, *options, zero).stdout)["estimate"] for name in ("DualPipe", "ZB-H1"))
+        pairs = [(0, 3), (1, 2), (1, 2), (0, 3)]
+        assert [s["num_layers"] for s in both["stages"]] == [one["stages"][a]["num_layers"] * 2 for a, _ in pairs]
+
+        def held(which: Any, rank: int, term: str) -> float:
+            return float(which["memory_bytes"][rank][term]["mid"])
+
+        for rank, pair in enumerate(pairs):
+            for term, factor in (("gradients", 2.0), ("parameters", growth), ("optimizer", growth)):
+                want = sum(held(one, r, term) for r in pair) * factor / 2
+                assert held(both, rank, term) == pytest.approx(want), (zero, rank, term)
+            if zero == "1":
+                gathered = sum(held(one, r, "gathered parameters") for r in pair)
+                assert held(both, rank, "gathered parameters") == pytest.approx(gathered)
+        assert both["breakdown_s"]["compute"]["mid"] <= one["breakdown_s"]["compute"]["mid"]
+        if zero == "0":
+            assert both["breakdown_s"]["dp_comm"]["mid"] > one["breakdown_s"]["dp_comm"]["mid"]
+    assert "must be even" in _priced("DualPipe", "--pp", "1", "--dp", "8").stderr
+
+
+def test_the_step_is_written_as_a_chrome_trace(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    report = json.loads(_priced("1F1B", "--timeline", str(file)).stdout)["estimate"]
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step.json"]  # nothing temporary is left
+    actions_of = [e for e in events if e["ph"] == "X" and e["cat"] != "rest"]
+    assert len(actions_of) == 2 * 16 * 4
+    assert {e["name"] for e in actions_of if e["tid"] == 3} == {f"3{kind}{m}" for kind in "FB" for m in range(16)}
+    for rank in range(4):
+        row = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
+        for earlier, later in itertools.pairwise(row):
+            assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-6
+        assert row[-1]["ts"] + row[-1]["dur"] == pytest.approx(1e6 * report["step_time_s"]["mid"])
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == [f"pipeline rank {r}" for r in range(4)]
+    missing = tmp_path / "no" / "step.json"
+    refused = _priced("1F1B", "--timeline", str(missing))
+    assert refused.exit_code == 2 and f"cannot write {missing}" in refused.stderr
 
 
 def test_help_lists_every_schedule() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.schedule import num_copies
 
 
 def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
@@ -15,7 +16,8 @@ def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) ->
         again = sum(config.recompute)
         if not again:
             return "none"
-        total = sum(stage.num_layers for stage in estimate.stages) if estimate is not None else 0
+        held = sum(stage.num_layers for stage in estimate.stages) if estimate is not None else 0
+        total = held // num_copies(config.schedule)
         return f"{again}/{total}" if total else str(again)
     return "mixed"
 

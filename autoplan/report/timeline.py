@@ -1,0 +1,65 @@
+"""The predicted step as Chrome trace events, for chrome://tracing and ui.perfetto.dev: a row per pipeline rank.
+
+    write(estimate, Path("step.json"))      # an Estimate made with its events: `estimate_config(...).estimate`
+
+Format: "Trace Event Format", Google 2016: complete events (`ph: X`) and names of rows (`ph: M`), in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.price import Estimate
+
+_MICROSECONDS = 1e6
+
+
+def trace(estimate: Estimate | None) -> dict[str, Any]:
+    """Every action of every rank as an event, and as the last one of each rank what follows the pipeline.
+
+    The name is torch's (chunk, kind, micro-batch: `3F0`), the category the kind. None, or without events: an empty one.
+    """
+    events: list[dict[str, Any]] = []
+    if estimate is None:
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+    ends: dict[int, float] = {}
+    for e in estimate.events:
+        name = f"{e.chunk}{e.kind.value}{e.micro_batch}"
+        args = {"chunk": e.chunk, "micro_batch": e.micro_batch}
+        events.append(_event(name, e.kind.name.lower(), e.rank, e.start_s, e.end_s, args))
+        ends[e.rank] = max(ends.get(e.rank, 0.0), e.end_s)
+    step_s = estimate.step_time_s.mid
+    for rank, end_s in sorted(ends.items()):
+        events.append(_event("reductions, optimizer, waiting", "rest", rank, end_s, max(end_s, step_s), {}))
+        row = {"name": f"pipeline rank {rank}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": row})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write(estimate: Estimate, path: Path) -> None:
+    """The trace as a JSON file, whole or not at all. PinError if it cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
+            json.dump(trace(estimate), handle)
+        os.chmod(handle.name, 0o644)  # a temporary file is private
+        Path(handle.name).replace(path)
+    except OSError as error:
+        raise PinError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _event(name: str, category: str, rank: int, start_s: float, end_s: float, args: dict[str, int]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": 0,
+        "tid": rank,
+        "ts": _MICROSECONDS * start_s,
+        "dur": _MICROSECONDS * (end_s - start_s),
+        "args": args,
+    }
