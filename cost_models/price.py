@@ -163,6 +163,7 @@ class Pricer:
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
+        self.once_s = (mid.gather, mid.forward), (mid.reduce, mid.backward)  # moved once per step, what may hide it
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}

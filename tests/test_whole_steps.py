@@ -22,6 +22,7 @@ from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.work import BlockWork, OpWork, TensorWork, Workload
 from autoplan.estimate import estimate_config
 from autoplan.points import PlanRequest
+from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import solve
 from autoplan.search.pins import make_mesh
 from autoplan.search.problem import IntraSettings, build_problem
@@ -38,7 +39,7 @@ def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload
     _, axes = make_mesh(graph, ParallelConfig(tp=tp))
     env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
     settings = IntraSettings(axes, NODE, env, 4, 1.02, None, Mode.FUSED, dtypes)
-    works = Works(graph, axes, env, precision=dtypes, device_type="cuda", fused=True)
+    works = Works(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))
     return workload(graph, solve(build_problem(graph, settings)).selection, works)
 
 

@@ -80,7 +80,6 @@ class Cutter:
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
         self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.once = _prefix(np.array(pricer.first) + np.array(pricer.last))
         self.again = _prefix(np.array(pricer.again))
         self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self._built = False
@@ -122,6 +121,7 @@ class Cutter:
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)
+        self._once_s = self._moved_once()
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._reach: list[NDArray[np.int64]] = []
         windows = [self._window(s) for s in range(self.pp)]
@@ -132,6 +132,21 @@ class Cutter:
             least = (each + least[None, :]).min(axis=1)
         self._least_sum = float(least[0])  # of all T_s, over all cuts
         self._waits = [self._waiting(s) for s in range(self.pp)]
+
+    def _moved_once(self) -> Array:
+        """Seconds of what ZeRO moves once per step and nothing hides, by stage: as `Pricer.step_s` has it."""
+        pricer, i, j = self.pricer, self._i, self._j
+        if pricer.chained:
+            sums = _prefix(np.array(pricer.first) + np.array(pricer.last))
+            return np.maximum(sums[j] - sums[i], 0.0)
+        out = np.zeros(i.shape)
+        for moved, computed in pricer.once_s:
+            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * pricer.hides
+            most = np.zeros(i.shape)
+            for first in range(self.num_units):
+                most[first, first + 1 :] = np.maximum.accumulate(np.array(moved[first:]))
+            out += np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
+        return np.where(j > i, out, 0.0)
 
     def _selective(self) -> Array:
         p = self.pricer
@@ -178,7 +193,7 @@ class Cutter:
             legal &= keep <= most + _CLOSE * self.capacity
             again = self._repeated()[j] - self._repeated()[i]
         each = self.time[j] - self.time[i] + again + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
-        return np.where(legal, each, math.inf), self.once[j] - self.once[i]
+        return np.where(legal, each, math.inf), self._once_s
 
     def _received(self, stage: int) -> Array:
         """Seconds of a receive from the stage before, by the first unit of this one."""
