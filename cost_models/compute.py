@@ -129,6 +129,8 @@ def roofline_s(
     if known is not None:
         kernel = (options or RunOptions()).attention_in(mode)
         model = _unfused_s if work.op == "attention" and kernel is Attention.UNFUSED else _KERNELS.get(work.op)
+        if work.op == "experts" and options is not None and options.fused_experts:
+            model = _fused_experts_s
         found = None if model is None else model(work, phase, device, known, kernel)
         if found is not None:
             return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)
@@ -244,7 +246,18 @@ _ROW_PASSES = 4.0
 
 
 def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
-    """Two grouped products, rows spread evenly over the experts of the fullest rank; sorting and activation."""
+    """Two grouped products and an activation between them, in kernels of their own."""
+    return _grouped_s(work, phase, device, known, fused=False)
+
+
+def _fused_experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    """The same in kernels that apply and cast the activation before they write it (cuDNN's in Transformer Engine)."""
+    steps = known.steps.with_({"grouped_share": known.steps.fused_grouped_share})
+    return _grouped_s(work, phase, device, replace(known, steps=steps), fused=True)
+
+
+def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fused: bool) -> Seconds | None:
+    """Rows spread evenly over the experts of the fullest rank, put in order before and after."""
     if len(work.inputs) < 5 or work.flops <= 0:
         return None
     hidden, first, last = work.inputs[0], work.inputs[3], work.inputs[4]
@@ -259,12 +272,15 @@ def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     ]
     if not parts:
         return None
-    # Rows are put in order before and after, in both phases alike. The activation reads what the first product wrote,
-    # writes what the second one reads; backwards it reads both and writes the gradient of the first.
+    # Rows are put in order before and after, in both phases alike. The activation reads what the first product wrote
+    # and writes what the second one reads; backwards it reads gradient and input and writes the gradient of the input.
     passes = dict(work.attrs).get("row_passes", _ROW_PASSES)
     ordered = (passes if isinstance(passes, float) else _ROW_PASSES) * depth
     activated = columns + inner if phase == "forward" else 2 * columns + inner
-    cast = rows * (depth + inner if phase == "forward" else columns + outer) * cast_bytes(kind)
+    inside = inner if phase == "forward" else columns
+    if fused:
+        activated = inside = 0
+    cast = rows * ((depth if phase == "forward" else outer) + inside) * cast_bytes(kind)
     moved = rows * (ordered + activated) * dtype_bytes(hidden.dtype) + cast
     return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), usual)
 

@@ -51,10 +51,10 @@ class Launch(StrEnum):
 class Dispatcher(StrEnum):
     """How rows travel to the experts of other ranks and back.
 
-    ALL_TO_ALL: a copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`, its default). FLEX: once
-    to each node and once to each device that has experts for it, summed on the way back (`flex` with DeepEP or
-    HybridEP). FLEX_FP8: the same, in 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2;
-    Megatron sends 16 bits both ways unless told).
+    ALL_TO_ALL: a copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`). FLEX: a row once to
+    each node and once to each device that has experts for it, summed on the way back (`flex` with DeepEP or HybridEP).
+    FLEX_FP8: the same, in 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Megatron
+    sends 16 bits both ways).
     """
 
     ALL_TO_ALL = "alltoall"
@@ -72,6 +72,9 @@ class RunOptions:
     """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings.
 
     `sequence_parallel`: tensor-parallel ranks may share norms and residuals instead of each computing all of them.
+    `fused_experts`: grouped products with the activation and casts in one kernel (Transformer Engine's fused grouped
+    MLP, Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same), else one product per expert
+    over several streams, as Transformer Engine's GroupedLinear.
     """
 
     attention: Attention | None = None
@@ -79,6 +82,7 @@ class RunOptions:
     overlap: frozenset[str] = frozenset()
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     sequence_parallel: bool = True
+    fused_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in sorted(self.overlap):

@@ -44,6 +44,8 @@ class Constants:
         memory_share: share of the data sheet's bandwidth that memory-bound kernels reach.
         attention_share: speed of attention in training over that of the fitted timings (of inference runtimes).
         grouped_share: speed of products of experts over plain ones of the same sizes.
+        fused_grouped_share: the same where one kernel does products, activation and casts (`RunOptions.fused_experts`):
+            of the grouped products of DeepGEMM (README of its first release, 10 rows of 256 to 8192 rows per expert).
         imbalance: rows of the fullest rank's experts over the mean: the one factor for uneven routing.
         host_eager_s: seconds that the host needs per operation and pass, op by op (launch `async` or `blocking`).
         host_fused_s: the same of fused modules of Megatron and Transformer Engine.
@@ -64,6 +66,7 @@ class Constants:
     memory_share: float = 0.85
     attention_share: float = 1.0
     grouped_share: float = 0.6344
+    fused_grouped_share: float = 0.91
     imbalance: float = 1.0
     host_eager_s: float = 10e-6
     host_fused_s: float = 50e-6

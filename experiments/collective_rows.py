@@ -58,8 +58,8 @@ _NETWORKS: Mapping[str, float] = {
     "NVLink + IB": 50.0,  # H100 and H200 with 400 Gbit/s each
 }
 _NVLINK_DOMAIN = "NVL72"  # part of the link column: nodes of one scale-up domain
-# Kernels for experts over 8 nodes: half of what the same table has over 4, at any number of units, where the authors of
-# DeepEP publish the same for both (README: 44 and 46 GB/s). The fabric of that machine, not the kernels.
+# Kernels for experts over 8 nodes have half the speed of 4 in the one table that holds them, however many units work on
+# it, where DeepEP's authors publish the same for both (README: 44 and 46 GB/s): the fabric of that machine.
 _ODD_EXPERT_NODES = 8
 # same measurements twice: the H200 table of expert kernels repeats that of H100
 _REPEATED = ("h200_sxm/comm/sglang",)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
 from autoplan.cost_models.cluster_file import cluster_of
-from autoplan.cost_models.collectives import FABRICS, collective_s, curve, group_collective_s, wire_bytes
+from autoplan.cost_models.collectives import (
+    FABRICS,
+    collective_s,
+    curve,
+    distinct_units,
+    group_collective_s,
+    wire_bytes,
+)
 from autoplan.cost_models.collectives import KINDS as ALL_KINDS
 from autoplan.cost_models.errors import LayoutError, PinError
 from autoplan.cost_models.nccl import Protocol, fabric_of, rows
@@ -198,6 +205,50 @@ def test_experts_send_a_token_once_to_a_node() -> None:
     assert mid("ep_dispatch", 1e10, Group(512), cluster) > mid("all_to_all", 1e10, Group(512), cluster) / 2
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (128, 8), (128, 4), (16, 2)])
+def test_units_that_a_token_goes_to_are_those_of_a_draw(num_experts: int, top_k: int) -> None:
+    """Against drawing `top_k` of the experts without replacement, exactly."""
+    for units in (2, 4, 8, 16):
+        here = num_experts // units
+        exact = units * (1 - math.comb(num_experts - here, top_k) / math.comb(num_experts, top_k))
+        assert distinct_units(units, top_k) == pytest.approx(exact, rel=0.04)
+        assert distinct_units(units, 1) == pytest.approx(1.0)
+
+
+def test_fewer_copies_of_a_token_are_less_to_save() -> None:
+    """Of the same bytes: 8 copies of a token share more than 4, a single one nothing (as much as all_to_all leaves)."""
+    cluster, size = SWITCHED[0], 1e10
+
+    def seconds(top_k: int) -> float:
+        return group_collective_s("ep_dispatch", size, Group(16), cluster, top_k=top_k).mid
+
+    assert seconds(8) < 0.7 * seconds(4) < 0.5 * seconds(1)
+    assert seconds(0) == seconds(8)  # as in the measurements
+    assert seconds(1) == pytest.approx(mid("all_to_all", size, Group(16), cluster), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "tokens", "kind", "width", "micros"),
+    [
+        # DeepEP (aiconfigurator, sglang): top 8 of 256, hidden size 7168, FP8 there and 16 bits back
+        ("8x8xh100-sxm5-80gb", 8, 4096, "ep_dispatch", 1, 491.2),
+        ("8x8xh100-sxm5-80gb", 16, 16384, "ep_dispatch", 1, 2797.0),
+        ("8x8xh100-sxm5-80gb", 32, 4096, "ep_dispatch", 1, 1852.8),
+        ("8x8xh100-sxm5-80gb", 16, 8192, "ep_combine", 2, 3420.1),
+        ("8x8xh100-sxm5-80gb", 32, 8192, "ep_combine", 2, 7029.6),
+        # TensorRT-LLM in one NVLink domain
+        ("18x4xgb200-nvl72", 64, 8192, "ep_dispatch", 2, 1833.4),
+        ("18x4xgb200-nvl72", 64, 8192, "ep_combine", 2, 2044.3),
+    ],
+)
+def test_kernels_for_experts_take_what_was_published(
+    cluster: str, ranks: int, tokens: int, kind: str, width: int, micros: float
+) -> None:
+    copies = 8.0 * tokens * 7168 * width
+    found = group_collective_s(kind, copies, Group(ranks), Cluster.parse(cluster), top_k=8).mid
+    assert found == pytest.approx(micros * 1e-6, rel=0.22)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(2, 64), st.sampled_from((1, 2, 8)), st.floats(1, 1e9), st.floats(1.01, 8))
 def test_a_faster_network_is_never_slower(kind: str, n: int, stride: int, num_bytes: float, factor: float) -> None:
@@ -327,6 +378,11 @@ def test_rows_are_read_or_counted() -> None:
     assert [level.size for level in two_nodes[0].levels] == [8, 16] and two_nodes[0].fabric == "network"
     experts, _ = samples_of([{**small, "collective": "ep_dispatch"}])
     assert experts[0].num_bytes == 64  # a copy per chosen expert, as all_to_all counts
+    rack = {**small, "collective": "ep_alltoall_combine", "gpu": "gb200", "link": "NVL72 NVLink5", "n_ranks": "64"}
+    (domain,), _ = samples_of([{**rack, "nodes": "16"}])
+    assert domain.kind == "ep_combine" and [level.size for level in domain.levels] == [64]
+    odd_nodes = {**small, "collective": "ep_dispatch", "nodes": "8", "n_ranks": "64", "link": "NVLink + IB"}
+    assert samples_of([odd_nodes])[0] == []
 
 
 def test_a_fit_finds_the_constants_and_its_error_on_another_source() -> None:

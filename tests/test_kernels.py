@@ -11,7 +11,8 @@ import pytest
 
 from autoplan.cost_models import catalog, kernels
 from autoplan.cost_models.compute import op_s, roofline_s
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import Mode, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware import Device
 from autoplan.cost_models.kernels import Kernels, Kind, kernels_of
 from autoplan.cost_models.quantity import Tag
@@ -143,6 +144,21 @@ def test_experts_are_slower_the_fewer_rows_each_has() -> None:
     assert seconds(experts(512, 256)) >= weights / H100.memory_bytes_per_s  # two rows each: all weights are read
     assert seconds(experts(16384, 8), phase="backward") > 1.7 * seconds(experts(16384, 8))
     assert roofline_s(experts(16384, 8), "forward", H100, Mode.FUSED).tag is Tag.ASSUMED
+
+
+def test_fused_experts_save_the_activation_and_rows_in_order_cost_traffic() -> None:
+    """Fused: less than the speed of the products alone explains. Passes: each moves all rows once, in both phases."""
+    work, fused = experts(16384, 64), RunOptions(fused_experts=True)
+    slow_products = Constants(fused_grouped_share=Constants().grouped_share)
+    for phase, activated in (("forward", 3 * 2048), ("backward", 5 * 2048)):
+        apart = roofline_s(work, phase, H100, Mode.FUSED).mid
+        assert roofline_s(work, phase, H100, Mode.FUSED, fused).mid < 0.85 * apart
+        same = roofline_s(work, phase, H100, Mode.FUSED, fused, slow_products).mid
+        bandwidth = H100.memory_bytes_per_s * Constants().memory_share
+        assert apart - same == pytest.approx(16384 * activated * 2 / bandwidth)
+        times = [seconds(replace(work, attrs=(("row_passes", n),)), phase=phase) for n in (4.0, 6.0)]
+        assert times[0] == apart
+        assert times[1] - times[0] == pytest.approx(2 * 16384 * 4096 * 2 / bandwidth)
 
 
 def test_small_memory_bound_operations_reach_less_of_the_bandwidth() -> None:

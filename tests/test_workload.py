@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Attention, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.config import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import I, R
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
@@ -134,6 +134,52 @@ def test_products_are_those_of_the_local_experts() -> None:
         gathered |= {("dispatch", "reduce_scatter", "backward"): DISPATCHED * etp}
         assert sent(block.comms, "etp") == (gathered if etp > 1 else {})
         assert bool(sent(block.comms, "ep")) == (ep > 1)
+
+
+def test_dispatchers_differ_in_kind_bytes_and_passes() -> None:
+    """Flex: collectives of its own with the number of copies, rows copied less; FP8 only on the way to the experts."""
+    found = {}
+    for dispatcher in Dispatcher:
+        block = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(4, 1, dispatcher)))
+        found[dispatcher] = sent(block.comms, "ep"), dict(products(block).attrs)["row_passes"]
+        assert {c.top_k for c in block.comms if c.axis == "ep"} == {0 if dispatcher is Dispatcher.ALL_TO_ALL else TOP}
+    there = {("dispatch", "ep_dispatch", "forward"): DISPATCHED, ("combine", "ep_dispatch", "backward"): DISPATCHED}
+    back = {("combine", "ep_combine", "forward"): DISPATCHED, ("dispatch", "ep_combine", "backward"): DISPATCHED}
+    assert found[Dispatcher.FLEX][0] == there | back
+    eight_bits = {key: size * (1 + 4 / 128) / 2 for key, size in there.items()}
+    assert found[Dispatcher.FLEX_FP8][0] == pytest.approx(eight_bits | back)
+    # gathered and put back once per token and expert, sorted by the two local experts; of 2 copies 1.75 arrive
+    passes = [found[d][1] for d in (Dispatcher.ALL_TO_ALL, Dispatcher.FLEX)]
+    assert passes == pytest.approx([2 * (1 + 1 / 2) + 4, 2 * (1 + 1.75 / 2)])
+    one_each = products(layer(work_of("mixtral-8x7b", TP, ExpertDegrees(8, 1))))
+    assert dict(one_each.attrs)["row_passes"] == 3.0  # nothing to sort
+
+
+def test_a_router_works_on_its_own_tokens() -> None:
+    """At tp 8 each rank scores an eighth of the tokens; where experts lie over tp, all of them."""
+
+    def scores(experts: ExpertDegrees | None) -> set[tuple[int, ...]]:
+        ops = layer(work_of("mixtral-8x7b", TP, experts)).ops
+        return {o.outputs[0].shape for o in ops if o.op == "softmax"}
+
+    (whole,), (own,) = scores(None), scores(ExpertDegrees(8, 1))
+    assert own == (SEQ_LEN // TP, NUM_EXPERTS) and whole[0] in (SEQ_LEN, SEQ_LEN // TP)
+    ops = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(8, 1))).ops
+    (gate,) = [o for o in ops if o.op == "linear" and o.outputs[0].shape[-1] == NUM_EXPERTS]
+    assert gate.flops == pytest.approx(2 * SEQ_LEN / TP * HIDDEN * NUM_EXPERTS)
+
+
+def test_the_dispatcher_of_a_run_is_priced() -> None:
+    """Over two nodes, 2 copies of a token: what crosses the network is less if it goes to a node once."""
+    steps = {}
+    for dispatcher in (Dispatcher.ALL_TO_ALL, Dispatcher.FLEX):
+        request = PlanRequest(
+            load_model("qwen3-30b-a3b"), Cluster.parse("2x8xh100-sxm5-80gb"), 1024, 16,
+            mode=Mode.FUSED, options=RunOptions(dispatcher=dispatcher),
+        )  # fmt: skip
+        estimate = estimate_config(request, ParallelConfig(dp=16, ep=16, num_micro_batches=1)).estimate
+        steps[dispatcher] = estimate.breakdown["ep_comm"].mid
+    assert steps[Dispatcher.FLEX] < 0.7 * steps[Dispatcher.ALL_TO_ALL]
 
 
 def test_experts_where_tensor_parallelism_is_are_as_the_layout_says() -> None:
