@@ -4,7 +4,7 @@
     profile.op_s(work, "forward")          a measured time, or None
     profile.collective_s("all_reduce", 2**20, group_size=2, stride=1)
 
-The text form is JSON, schema version 1. It is checked on reading: ProfileError names the field and what was expected.
+The text form is JSON, schema version 2. It is checked on reading: ProfileError names the field and what was expected.
 Times are seconds of one call on one rank while all ranks of the job run the same (co-running processes share memory
 bandwidth): the median, and the quartiles as its spread.
 """

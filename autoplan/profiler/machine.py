@@ -54,7 +54,15 @@ class Machine:
             if self.job.device.type == "cpu":
                 notes += load_warning(busy, self.nodes.ranks_per_node, int(other.get("cores", 1)))
         self.before, problems = self._states()
-        return [*notes, *problems]
+        return [*notes, *problems, *self._limits()]
+
+    def _limits(self) -> list[str]:
+        """What a job of this size cannot show."""
+        if self.job.world == 1:
+            return ["one process: collectives, shared links and overlap cannot be measured"]
+        if len(self.nodes.names) == 1:
+            return ["one node: what crosses nodes cannot be measured; start it on several by torchrun"]
+        return []
 
     def end(self) -> list[str]:
         """How the nodes are after measuring; warnings for the profile."""

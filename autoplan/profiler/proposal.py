@@ -12,7 +12,7 @@ from autoplan.cost_models.cluster_file import cluster_of
 from autoplan.cost_models.collectives import wire_bytes
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.profile import Profile
-from autoplan.cost_models.units import GB, MICRO, TERA
+from autoplan.cost_models.units import GB, MIB, MICRO, TERA
 from autoplan.profiler.topology import LinkKind, Topology
 
 # Names of the driver without "NVIDIA" or "Tesla" -> id of the catalog.
@@ -36,6 +36,7 @@ _CATALOG: tuple[tuple[str, str], ...] = (
     (r"GeForce RTX 4090", "rtx4090-24gb"),
 )
 _NVLINKS = (LinkKind.NVSWITCH, LinkKind.NVLINK)
+_BANDWIDTH_BYTES = MIB  # smaller messages tell a latency
 _CPU_MEMORY_SHARE = 0.9  # of the machine: the rest is for the system and the interpreters
 
 
@@ -128,7 +129,7 @@ def _measured_bytes_per_s(profile: Profile | None, per_node: int, across: bool) 
     records = [
         r
         for r in (profile.links if profile is not None else ())
-        if r.kind == "all_gather" and r.crosses_nodes(per_node) is across
+        if r.kind == "all_gather" and r.num_bytes >= _BANDWIDTH_BYTES and r.crosses_nodes(per_node) is across
     ]
     if not records:
         return None
