@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import profiler_jobs
@@ -24,6 +25,7 @@ from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, Profile
+from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import (
     adamw_task,
     attention_task,
@@ -132,6 +134,22 @@ def test_an_operation_that_fails_is_an_error(alone: None) -> None:
     task = dataclasses.replace(linear_task(8, 16, 8, "float32"), text="F.linear(x1, x0.T)")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         measure_op(task, Clock(CPU), 1 << 16, limit_s=0.01)
+
+
+def test_ranks_repeat_together_where_a_host_was_late(alone: None) -> None:
+    class Timer:
+        lead, late, runs = 1, False, 0
+
+        def measure(self, work: Callable[[], object], warm: object) -> tuple[float, object]:
+            self.runs += 1
+            self.late = self.lead < 4
+            self.lead *= 2 if self.late else 1
+            return 1.0 / self.runs, work()
+
+    timer = Timer()
+    job = Job(CPU, time.monotonic() + 60.0, timer=timer)  # type: ignore[arg-type]
+    assert job.wall(lambda: None) == pytest.approx(1 / 3) and timer.runs == 3 and timer.lead == 4
+    assert job.until(0.5).timer is timer
 
 
 def test_lattice() -> None:

@@ -1,9 +1,10 @@
 """Time of every collective the runtime uses, over every group layout of the world, through the runtime's functions.
 
-Wall time of a short run of calls between barriers, divided by their number; the slowest rank counts. On CPUs the ranks
-compute before every call, as they do in a step, and that time is taken off: threads of gloo that have to be woken and
-caches that hold something else make a collective in a step two to four times as long as one in a tight loop. The bytes
-are those of CommWork: the gathered or reduced tensor on one rank, for all_to_all the local one.
+Time of a short run of calls after a barrier, divided by their number (on CUDA by events with the host ahead, else by
+the wall clock); the slowest rank counts. On CPUs the ranks compute before every call, as they do in a step, and that
+time is taken off: threads of gloo that have to be woken and caches that hold something else make a collective in a step
+two to four times as long as one in a tight loop. The bytes are those of CommWork: the gathered or reduced tensor on one
+rank, for all_to_all the local one.
 
 All groups of a layout run at once, since a mesh runs them so: eight groups with a rank on each node share the cards of
 the nodes. `measure_sharing` times one group alone beside it and so tells what the sharing costs.
