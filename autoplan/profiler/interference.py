@@ -23,6 +23,7 @@ _BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # gathered: as much as a layer, far 
 _PRODUCT = {"cpu": 256, "cuda": 4096}  # rows and columns
 _DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _REPEATS = 9
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older torch
 _MAX_PRODUCTS = 2000
 
 
@@ -44,7 +45,7 @@ class _Beside:
 
     def start(self) -> Any:  # Any: torch's None is for async_op=False
         """The collective, beside what comes next."""
-        return dist.all_gather_into_tensor(self.whole, self.part, async_op=True)
+        return _gather(self.whole, self.part, async_op=True)
 
     def alone_s(self, run: Callable[[], object]) -> float:
         """Median of the slowest rank."""
