@@ -562,11 +562,12 @@ def profile(
     budget: Annotated[float, typer.Option("--budget", help="Seconds to spend.", min=1)] = 300.0,
     model: Annotated[str | None, typer.Option(help="Measure the shapes of this model first.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write it; left out: the cache folder.")] = None,
+    write_cluster: Annotated[Path | None, typer.Option(help="Also propose a cluster file of what was found.")] = None,
 ) -> None:
-    """Measure this machine: operations, collectives, overheads."""
-    from autoplan.profiler.run import profile_command
+    """Measure this machine, or the nodes of a torchrun job: operations, collectives, overheads, topology, clocks."""
+    from autoplan.profiler.command import profile_command
 
-    profile_command(name, processes, budget, model, out)
+    profile_command(name, processes, budget, model, out, write_cluster)
 
 
 @app.command()

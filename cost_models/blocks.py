@@ -149,7 +149,7 @@ class BlockPricer:
         self.config, self.costs, self.precision = config, costs, precision
         self.groups = mesh_groups(config, workload.axes)
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep"}
-        given, c = costs.cluster.device.overlap_fraction, costs.constants
+        given, c = costs.overlap_fraction(), costs.constants
         self.hides = c.overlap if given is None else given
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
 

@@ -126,6 +126,17 @@ class Costs:
         seconds = count * noise * (math.sqrt(computed_s) - math.sqrt(LINK_WORK_S))
         return Quantity.spread(seconds, _WAIT_SPREAD, Tag.FITTED) if seconds > 0 else ZERO
 
+    def overlap_fraction(self) -> float | None:
+        """Share of computing that hides a collective of ZeRO: measured, else the device's; None: `Constants.overlap`.
+
+        Measured counts only where fully_shard has streams to overlap on: on CPUs it waits for every collective.
+        """
+        if self.profile is not None and self.profile.device_type == "cuda":
+            measured = self.profile.overheads.get("overlap_fraction")
+            if measured is not None:
+                return measured
+        return self.cluster.device.overlap_fraction
+
     def overhead_s(self, name: str) -> float:
         """A measured constant of the runtime (`step_s`, `zero_block_forward_s`, ...); 0 where it was not measured."""
         return 0.0 if self.profile is None else self.profile.overheads.get(name, 0.0)

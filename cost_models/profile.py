@@ -4,7 +4,7 @@
     profile.op_s(work, "forward")          a measured time, or None
     profile.collective_s("all_reduce", 2**20, group_size=2, stride=1)
 
-The text form is JSON, schema version 1. It is checked on reading: ProfileError names the field and what was expected.
+The text form is JSON, schema version 2. It is checked on reading: ProfileError names the field and what was expected.
 Times are seconds of one call on one rank while all ranks of the job run the same (co-running processes share memory
 bandwidth): the median, and the quartiles as its spread.
 """
@@ -58,6 +58,11 @@ OVERHEADS = (
     "zero_optimizer_tensor_s",  # the same of a shard that fully_shard made
     "clip_s",  # fixed cost of clip_grad_norm_
     "clip_tensor_s",  # and of one more tensor in it
+    # a collective beside products that take as long, no seconds: the share of the shorter that the other hid, and how
+    # many times as long as alone each took (at least 1)
+    "overlap_fraction",
+    "overlap_compute_slowdown",
+    "overlap_collective_slowdown",
 )
 _BANDWIDTH_BYTES = 1 << 20  # messages of this size tell a bandwidth
 # The error of an interpolation that was never checked against held-out measurements.
@@ -89,13 +94,27 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class LinkRecord:
-    """One measured collective over ranks `r0 + i * stride`. `num_bytes` as in CommWork."""
+    """One measured collective over ranks `r0 + i * stride`. `num_bytes` as in CommWork.
+
+    `time_s`: all groups of the grid at once, as a mesh runs them. `alone_s`: the group of rank 0 while the others rest;
+    None where it was not measured.
+    """
 
     kind: str
     group_size: int
     stride: int
     num_bytes: int
     time_s: Timing
+    alone_s: Timing | None = None
+
+    @property
+    def sharing(self) -> float | None:
+        """How many times as long it takes because the other groups use the same links and cards."""
+        return None if self.alone_s is None else self.time_s.median / self.alone_s.median
+
+    def crosses_nodes(self, ranks_per_node: int) -> bool:
+        """Whether some group of the grid has ranks on two nodes of `ranks_per_node` consecutive ranks."""
+        return bool(ranks_per_node % (self.group_size * self.stride))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +141,8 @@ class Profile:
     """Measurements of one kind of machine.
 
     `held_out`: errors by op class or collective; `failed`: why an operation cannot be measured, by `OpWork.key`;
-    `notes`: how it was measured, and what there was no time for.
+    `notes`: how it was measured, and what there was no time for; `machine`: provenance that no price depends on, as the
+    profiler found it (topology, clocks before and after, nodes).
     """
 
     name: str
@@ -138,6 +158,7 @@ class Profile:
     held_out: Mapping[str, ErrorStats] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def by_key(self) -> dict[str, OpRecord]:
@@ -224,6 +245,7 @@ class Profile:
             held_out={**self.held_out, **other.held_out},
             failed={**self.failed, **other.failed},
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+            machine={**self.machine, **other.machine},
         )
 
     # -- text form ---------------------------------------------------------------------------------------------------
@@ -247,6 +269,8 @@ class Profile:
                 for k, e in sorted(self.held_out.items())
             },
         }
+        if self.machine:
+            head["machine"] = dict(sorted(self.machine.items()))
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         ops = sorted(self.ops, key=lambda r: r.work.key)
         lines.append('"ops": [\n' + ",\n".join(json.dumps(_op_json(r)) for r in ops) + "\n]")
@@ -398,6 +422,7 @@ def _link_json(r: LinkRecord) -> dict[str, Any]:
         "stride": r.stride,
         "bytes": r.num_bytes,
         "time_s": _timing_json(r.time_s),
+        **({} if r.alone_s is None else {"alone_s": _timing_json(r.alone_s)}),
     }
 
 
@@ -498,13 +523,14 @@ def _read_op(f: _Field) -> OpRecord:
 
 
 def _read_link(f: _Field) -> LinkRecord:
-    f.only("kind", "group_size", "stride", "bytes", "time_s")
+    f.only("kind", "group_size", "stride", "bytes", "time_s", "alone_s")
     return LinkRecord(
         f.get("kind").text(COLLECTIVES),
         f.get("group_size").count(),
         f.get("stride").count(),
         f.get("bytes").count(),
         _read_timing(f.get("time_s")),
+        _read_timing(f.get("alone_s")) if "alone_s" in f.value else None,
     )
 
 
@@ -535,4 +561,5 @@ def _read_profile(f: _Field) -> Profile:
         held_out={k: _read_stats(v) for k, v in f.get("held_out").items()},
         failed={k: v.text() for k, v in f.get("failed").items()},
         notes=tuple(n.text() for n in f.get("notes").each()),
+        machine={k: v.value for k, v in f.get("machine").items()} if "machine" in f.value else {},
     )

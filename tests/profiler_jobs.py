@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
+import torch
+
+from autoplan.cost_models.profile import LinkRecord, Timing
+from autoplan.profiler.interference import measure_interference
+from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import linear_task, pointwise_task
+from autoplan.profiler.links import measure_sharing
 from autoplan.profiler.run import measure_in_job
 
 
@@ -20,3 +28,21 @@ def measure_again(rank: int, world: int) -> tuple[list[str], list[str]]:
     same = first.by_key[both[0].work.key] == second.by_key[both[0].work.key]
     assert same, "what was known was measured again"
     return sorted(first.by_key), sorted(second.by_key)
+
+
+def share(rank: int, world: int) -> tuple[list[LinkRecord], list[str], list[str]]:
+    """All-reduces of two sizes over groups of 2 and 4 ranks, with those of one group alone; then without any time."""
+    second = Timing(1.0, 1.0, 1.0, 1)
+    links = [
+        LinkRecord("all_reduce", size, stride, num_bytes, second)
+        for size, stride in ((2, 1), (2, 2), (4, 1))
+        for num_bytes in (4096, 8192)
+    ]
+    job = Job(torch.device("cpu"), time.monotonic() + 60.0)
+    found, left = measure_sharing(job, links, sizes=(4096,))
+    return found, left, measure_sharing(job.until(0.0), links, sizes=(4096,))[1]
+
+
+def interfere(rank: int, world: int) -> dict[str, float]:
+    """A gather beside products."""
+    return measure_interference(Job(torch.device("cpu"), time.monotonic() + 60.0))

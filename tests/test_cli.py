@@ -470,13 +470,13 @@ def test_colour_only_where_wanted() -> None:
 
 
 def test_profile_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    import autoplan.profiler.run as profiler
+    import autoplan.profiler.command as profiler
 
     got: list[object] = []
     monkeypatch.setattr(profiler, "profile_command", lambda *args: got.extend(args), raising=False)
     result = CliRunner().invoke(app, ["profile", "here", "--processes", "2", "--budget", "9", "--out", "p.json"])
     assert result.exit_code == 0, result.output
-    assert got == ["here", 2, 9.0, None, Path("p.json")]
+    assert got == ["here", 2, 9.0, None, Path("p.json"), None]
 
 
 def test_modes_and_precisions_reach_the_planner() -> None:

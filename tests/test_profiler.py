@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import profiler_jobs
@@ -14,11 +19,13 @@ from harness import pool
 from models import gpt_loss, make_gpt, make_llama, token_batch
 
 from autoplan.capture.export import capture
+from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.compute import class_of
 from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, Profile
+from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import (
     adamw_task,
     attention_task,
@@ -129,6 +136,22 @@ def test_an_operation_that_fails_is_an_error(alone: None) -> None:
         measure_op(task, Clock(CPU), 1 << 16, limit_s=0.01)
 
 
+def test_ranks_repeat_together_where_a_host_was_late(alone: None) -> None:
+    class Timer:
+        lead, late, runs = 1, False, 0
+
+        def measure(self, work: Callable[[], object], warm: object) -> tuple[float, object]:
+            self.runs += 1
+            self.late = self.lead < 4
+            self.lead *= 2 if self.late else 1
+            return 1.0 / self.runs, work()
+
+    timer = Timer()
+    job = Job(CPU, time.monotonic() + 60.0, timer=timer)  # type: ignore[arg-type]
+    assert job.wall(lambda: None) == pytest.approx(1 / 3) and timer.runs == 3 and timer.lead == 4
+    assert job.until(0.5).timer is timer
+
+
 def test_lattice() -> None:
     tasks = lattice("float32", 1e8, 1e7)
     classes = {class_of(t.work.op) for t in tasks}
@@ -208,3 +231,83 @@ def test_measure_spawns_and_ends_its_processes() -> None:
     profile = measure("spawned", budget_s=1.0, tasks=[linear_task(8, 16, 8, "float32")], progress=False)
     assert profile.name == "spawned" and profile.world_size == 1 and not profile.links
     assert linear_task(8, 16, 8, "float32").work.key in profile.by_key
+
+
+@pytest.mark.processes
+def test_one_group_alone() -> None:
+    results = pool(4).run(profiler_jobs.share)
+    assert all(r == results[0] for r in results)
+    found, left, none = results[0]
+    alone = {(r.group_size, r.stride, r.num_bytes) for r in found if r.alone_s is not None}
+    assert alone == {(2, 1, 4096), (2, 2, 4096)} and len(found) == 6  # a group of all ranks shares with none
+    assert left == [] and none == ["2 of 2 collectives of one group alone"]
+    assert all(r.alone_s.median < 1.0 and r.time_s.median == 1.0 for r in found if r.alone_s is not None)
+
+
+@pytest.mark.processes
+def test_a_collective_beside_products() -> None:
+    first, second = pool(2).run(profiler_jobs.interfere)
+    assert first == second and set(first) <= set(OVERHEADS)
+    assert 0 <= first["overlap_fraction"] <= 1
+    assert first["overlap_compute_slowdown"] >= 1 and first["overlap_collective_slowdown"] >= 1
+
+
+def two_nodes(folder: Path, *command: str, budget_s: float, timeout_s: float = 100.0) -> list[subprocess.Popen[str]]:
+    """Two agents of torchrun with a process each on this machine, as on two nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "AUTOPLAN_CACHE": str(folder),
+        "AUTOPLAN_TIMEOUT_S": str(timeout_s),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    agents = []
+    for rank in range(2):
+        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
+        agent += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        agent += [*command, "profile", "pair", "--budget", str(budget_s), "--write-cluster", "cluster.yaml"]
+        with (folder / f"node{rank}.log").open("w") as log:
+            agents.append(subprocess.Popen(agent, env=environment, stdout=log, stderr=log, text=True, cwd=folder))
+    return agents
+
+
+def ended(agents: list[subprocess.Popen[str]]) -> list[int]:
+    """Exit codes; none is left running. torchrun ends its processes when it is told to end."""
+    try:
+        first = agents[0].wait(timeout=120.0)
+        if first:
+            agents[1].terminate()
+        return [first, agents[1].wait(timeout=120.0)]
+    finally:
+        for agent in agents:
+            agent.kill()
+
+
+@pytest.mark.processes
+def test_two_nodes_under_torchrun(tmp_path: Path) -> None:
+    agents = two_nodes(tmp_path, "-m", "autoplan", budget_s=3.0)
+    codes, logs = ended(agents), [(tmp_path / f"node{i}.log").read_text() for i in range(2)]
+    assert codes == [0, 0], "\n".join(logs)
+    profile = Profile.from_json((tmp_path / "profiles" / "pair.json").read_text())
+    assert profile.world_size == 2 and profile.hardware["nodes"] == 2 and profile.hardware["ranks_per_node"] == 1
+    assert profile.links and all(r.crosses_nodes(1) for r in profile.links)
+    assert profile.machine["nodes"] == 2 and len(profile.machine["clocks_after"]) == 2
+    assert socket.gethostname() not in profile.to_json()
+    assert "written to" in logs[0] and "written to" not in logs[1]  # rank 0 writes
+    cluster = Cluster.parse(str(tmp_path / "cluster.yaml"))
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.device_type) == (2, 1, "cpu")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
+def test_a_node_that_fails_is_named(how: str, tmp_path: Path) -> None:
+    job = str(Path(__file__).with_name("profiler_dies.py"))
+    agents = two_nodes(tmp_path, job, how, budget_s=60.0, timeout_s=20.0)
+    codes, logs = ended(agents), [(tmp_path / f"node{i}.log").read_text() for i in range(2)]
+    assert 0 not in codes
+    assert f"on node {socket.gethostname()} (node rank 1)" in logs[0], logs[0]
+    assert not (tmp_path / "profiles").exists()

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from autoplan.profiler.ops import DeviceTimer, cuda_timer
+
 
 class Bar(Protocol):
     """Where progress is shown."""
@@ -30,16 +32,20 @@ class Job:
     Args:
         device: where tensors of the group's backend live.
         deadline: of `time.monotonic()`.
+        timer: of the device's queue; made where the device has one.
     """
 
-    def __init__(self, device: torch.device, deadline: float, bar: Bar | None = None) -> None:
+    def __init__(
+        self, device: torch.device, deadline: float, bar: Bar | None = None, timer: DeviceTimer | None = None
+    ) -> None:
         self.device, self.deadline, self.bar = device, deadline, bar or Quiet()
+        self.timer = cuda_timer(device) if timer is None and device.type == "cuda" else timer
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def until(self, share: float) -> Job:
         """The same job with a share of the time that is left."""
         now = time.monotonic()
-        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar)
+        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer)
 
     def goes_on(self) -> bool:
         """False once rank 0's time is over. Also brings the ranks together, so that they measure the same at once."""
@@ -72,7 +78,18 @@ class Job:
         return out
 
     def wall(self, work: Callable[[], Any]) -> float:
-        """Seconds of `work` between two barriers' ends, on this rank."""
+        """Seconds of `work` on this rank, which all ranks start together: of the device's events, else of the host.
+
+        A collective. Where the host of some rank was late, all ranks repeat it with more lead, so `work` must bear it.
+        """
+        if self.timer is not None:
+            while True:
+                self.barrier()
+                seconds, _ = self.timer.measure(work, None)
+                lead = self.slowest([float(self.timer.lead), float(self.timer.late)])
+                self.timer.lead = int(lead[0])  # the same for all: they start together
+                if not lead[1]:
+                    return seconds
         self.barrier()
         start = time.perf_counter()
         work()

@@ -1,9 +1,13 @@
 """Time of every collective the runtime uses, over every group layout of the world, through the runtime's functions.
 
-Wall time of a short run of calls between barriers, divided by their number; the slowest rank counts. On CPUs the ranks
-compute before every call, as they do in a step, and that time is taken off: threads of gloo that have to be woken and
-caches that hold something else make a collective in a step two to four times as long as one in a tight loop. The bytes
-are those of CommWork: the gathered or reduced tensor on one rank, for all_to_all the local one.
+Time of a short run of calls after a barrier, divided by their number (on CUDA by events with the host ahead, else by
+the wall clock); the slowest rank counts. On CPUs the ranks compute before every call, as they do in a step, and that
+time is taken off: threads of gloo that have to be woken and caches that hold something else make a collective in a step
+two to four times as long as one in a tight loop. The bytes are those of CommWork: the gathered or reduced tensor on one
+rank, for all_to_all the local one.
+
+All groups of a layout run at once, since a mesh runs them so: eight groups with a rank on each node share the cards of
+the nodes. `measure_sharing` times one group alone beside it and so tells what the sharing costs.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,7 @@ from autoplan.runtime.convert import I, all_gather, all_reduce, all_to_all, redu
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 SIZES = tuple(1 << k for k in (6, 10, 12, 13, 14, 16, 18, 19, 20, 22, 24, 26, 28))
+SHARED_SIZES = (1 << 22, 1 << 16)  # one group alone is measured at these: bandwidth first, then latency
 COARSE_SIZES = tuple(1 << k for k in (6, 22, 16, 19, 24, 13))  # measured first, in this order
 HELD_OUT_SIZES = (3 << 12, 3 << 16, 3 << 20)
 _WANTED_S = 0.006  # of measuring per sample
@@ -111,14 +116,20 @@ def measure_stragglers(job: Job) -> float:
 
 
 def _measure(
-    kind: str, num_bytes: int, mesh: AxisMesh, job: Job, between: Callable[[], object] | None = None
+    kind: str,
+    num_bytes: int,
+    mesh: AxisMesh,
+    job: Job,
+    between: Callable[[], object] | None = None,
+    rests: bool = False,
 ) -> list[float]:
     """Samples of the slowest rank; every rank gets the same.
 
     Args:
         between: what the ranks compute before every call, and what is then taken off.
+        rests: this rank's group takes no part; it computes all the same.
     """
-    run = _call(kind, num_bytes, mesh, job.device)
+    run: Callable[[], object] = (lambda: None) if rests else _call(kind, num_bytes, mesh, job.device)
     run()  # the first call over a group connects it
     (once,) = job.slowest([job.wall(run)])
     repeats = 15 if once < 0.01 else 7 if once < 0.2 else 3
@@ -186,12 +197,7 @@ def measure_links(
     over all ranks of the job.
     """
     points = _points(job.world, max_bytes, sizes, known)
-    meshes = {
-        (size, stride): AxisMesh(
-            [("outer", job.world // (size * stride)), ("group", size), ("inner", stride)], device_type=job.device.type
-        )
-        for size, stride in dict.fromkeys((p.size, p.stride) for p in points)
-    }
+    meshes = {at: _mesh(job, *at) for at in dict.fromkeys((p.size, p.stride) for p in points)}
     between = computation(job) if points and job.device.type == "cpu" else None
     found: dict[_Point, Timing] = {}
     for p in points:
@@ -203,6 +209,36 @@ def measure_links(
         job.bar.advance(f"{p.kind} {p.num_bytes} bytes")
     records = {p: LinkRecord(p.kind, p.size, p.stride, p.num_bytes, t) for p, t in found.items()}
     return list(records.values()), _held_out_errors(records, known, job), _left_out(points, found)
+
+
+def measure_sharing(
+    job: Job, links: Sequence[LinkRecord], sizes: Sequence[int] = SHARED_SIZES
+) -> tuple[list[LinkRecord], list[str]]:
+    """The links with `alone_s` where several groups share the machine, and what was left out. A collective."""
+    wanted = [
+        r for size in sizes for r in links if r.num_bytes == size and r.group_size < job.world and r.alone_s is None
+    ]
+    between = computation(job) if wanted and job.device.type == "cpu" else None
+    found: dict[LinkRecord, Timing] = {}
+    meshes: dict[tuple[int, int], AxisMesh] = {}
+    for r in wanted:
+        if not job.goes_on():
+            break
+        at = r.group_size, r.stride
+        if at not in meshes:
+            meshes[at] = _mesh(job, *at)
+        rests = job.rank % r.stride != 0 or job.rank // r.stride >= r.group_size
+        with use_mesh(meshes[at]), torch.no_grad():
+            found[r] = timing(_measure(r.kind, r.num_bytes, meshes[at], job, between, rests))
+        job.bar.advance(f"{r.kind} {r.num_bytes} bytes, one group alone")
+    left = len(wanted) - len(found)
+    notes = [f"{left} of {len(wanted)} collectives of one group alone"] if left else []
+    return [replace(r, alone_s=found.get(r, r.alone_s)) for r in links], notes
+
+
+def _mesh(job: Job, size: int, stride: int) -> AxisMesh:
+    axes = [("outer", job.world // (size * stride)), ("group", size), ("inner", stride)]
+    return AxisMesh(axes, device_type=job.device.type)
 
 
 def _held_out_errors(records: dict[_Point, LinkRecord], known: Profile | None, job: Job) -> dict[str, ErrorStats]:

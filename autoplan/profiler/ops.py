@@ -8,6 +8,10 @@ copies that the chain rotates over follow what a step does:
 - the activation an op reads in the forward was just written: two copies, warm;
 - what the backward reads was saved long ago: its copies are cold again. Gradients arrive warm.
 
+On CUDA the caches are put into the same state: the L2 is overwritten before every sample, and what the step would have
+just written (the activation of a forward, the gradients of a backward) is then read again. Parameters, saved
+activations and everything of an optimizer stay cold: between two uses of them a step moves more than the L2 holds.
+
 The backward is one call of the engine for the whole chain: per node, without the fixed cost of starting it. What the
 engine spends on every output it is given a gradient for, and on every activation that is a leaf here and a node in a
 step, is calibrated and taken off.
@@ -19,7 +23,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +39,7 @@ from autoplan.runtime import program
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
 _TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and at most
 _MAX_CHAIN = 32
+_MAX_LEAD = 256  # overwritings of the L2, 10 to 30 ms; the queue of launches holds about 1,000
 _MANY = 512  # of parameters whose gradients are added to
 _DEFAULT_CACHE_BYTES = 32 * MIB
 
@@ -83,26 +88,76 @@ def memory_bytes(device: torch.device) -> int:
         return 1024 * MIB
 
 
+class DeviceTimer:
+    """Seconds of the device for queued work, from a pair of events, caches as stated.
+
+    The host must be ahead, or its launches are what is timed: overwriting the L2 is repeated until that takes longer
+    than queueing the work. A sample whose first event had passed before all work was queued was late, and doubles the
+    repetitions. `torch.cuda.Event`: `query` is whether the device has passed it, `elapsed_time` is in milliseconds.
+
+    Args:
+        event: makes an event that records times.
+        flush: queues one overwriting of the L2.
+        synchronize: waits for the device.
+    """
+
+    def __init__(
+        self, event: Callable[[], Any], flush: Callable[[], object], synchronize: Callable[[], object]
+    ) -> None:
+        self.event, self.flush, self.synchronize = event, flush, synchronize
+        self.lead = 1
+        self.late = False  # the last sample, which a longer lead would better
+
+    def measure(self, work: Callable[[], Any], warm: Callable[[], object] | None) -> tuple[float, Any]:
+        """Run `work` once, after `warm` has read what it finds in the cache; its seconds and its result."""
+        begin, end = self.event(), self.event()
+        for _ in range(self.lead):
+            self.flush()
+        if warm is not None:
+            warm()
+        begin.record()
+        result = work()
+        end.record()
+        self.late = bool(begin.query()) and self.lead < _MAX_LEAD
+        if self.late:
+            self.lead *= 2
+        self.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3, result
+
+
+def cuda_timer(device: torch.device) -> DeviceTimer:
+    """The timer of a CUDA device; it keeps four times the L2 in memory."""
+    spare = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
+    return DeviceTimer(
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        spare.zero_,
+        lambda: torch.cuda.synchronize(device),
+    )
+
+
 class Clock:
     """Seconds of a piece of work on this device.
 
     On one CPU thread: the CPU time of that thread, so that what other programs take from the machine is not charged to
-    the op. On several threads: wall time. On CUDA: events, with the L2 cache flushed before.
+    the op. On several threads: wall time. On CUDA: `DeviceTimer`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._flush: torch.Tensor | None = None
-        if device.type == "cuda":
-            self._flush = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
+        self._timer = cuda_timer(device) if device.type == "cuda" else None
 
     @property
     def name(self) -> str:
         """For the record."""
-        if self.device.type == "cuda":
-            return "CUDA events, L2 flushed"
+        if self._timer is not None:
+            return "CUDA events, L2 flushed, then warmed with what the step has just written"
         return "CPU time of the thread" if self._now is time.thread_time else "wall time"
+
+    @property
+    def late(self) -> bool:
+        """Whether the last sample is to be taken again, with more lead of the host."""
+        return self._timer is not None and self._timer.late
 
     @cached_property
     def edges(self) -> tuple[float, float]:
@@ -127,19 +182,20 @@ class Clock:
         leaf = min(max(0.0, leaf), both)
         return max(0.0, both - leaf), leaf
 
-    def measure(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Run `work` once; its seconds and its result."""
-        if self._flush is not None:
-            self._flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            result = work()
-            end.record()
-            torch.cuda.synchronize(self.device)
-            return begin.elapsed_time(end) * 1e-3, result
+    def measure(self, work: Callable[[], Any], warm: Iterable[torch.Tensor] = ()) -> tuple[float, Any]:
+        """Run `work` once; its seconds and its result. `warm`: what is in the cache by then (on CPUs the caller's
+        repetitions see to that)."""
+        if self._timer is not None:
+            return self._timer.measure(work, lambda: _read(warm))
         start = self._now()
         result = work()
         return self._now() - start, result
+
+
+def _read(tensors: Iterable[torch.Tensor]) -> None:
+    """Bring tensors into the cache: reading allocates in the L2 as writing does."""
+    for t in tensors:
+        t.detach().sum()
 
 
 def timing(samples: Sequence[float]) -> Timing:
@@ -203,6 +259,7 @@ class _Chain:
         self.warm = [self._args(i, self.cold[i % 2]) for i in range(self.length)]
         self.late = [self._args(i, self.cold[i]) for i in range(self.length)]
         self.gradients: list[list[torch.Tensor]] = []
+        self.written = [x for copy in self.cold[:2] for x in copy]  # by the op before, in a step
 
     def _args(self, index: int, moving: list[torch.Tensor]) -> list[torch.Tensor]:
         found = dict(zip((*self.fixed, *self.moving), (*self.parameters[index], *moving), strict=True))
@@ -226,19 +283,23 @@ class _Chain:
         del results, outs
         output_s, leaf_s = clock.edges
         leaves = sum(self.task.work.inputs[i].requires_grad for i in self.moving) * self.length
-        seconds, _ = clock.measure(lambda: torch.autograd.grad(flat, wanted, incoming, allow_unused=True))
+        arrived = [g for gradients in self.gradients for g in gradients]
+        seconds, _ = clock.measure(lambda: torch.autograd.grad(flat, wanted, incoming, allow_unused=True), arrived)
         # parameters stay leaves in a step; never less than a fifth, however short the operation
         return max(seconds - output_s * len(flat) - leaf_s * leaves, seconds / 5)
 
 
-def _samples(run: Callable[[], float | None], length: int, limit_s: float) -> list[float]:
-    """Adaptive repeats: until enough time was measured, within limits. The first warms up and is not counted."""
+def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock: Clock) -> list[float]:
+    """Adaptive repeats: until enough time was measured, within limits. The first warms up and is not counted, nor is
+    one that the clock wants again."""
     found: list[float] = []
     spent, begin = 0.0, time.perf_counter()
     while len(found) < _MAX_REPEATS:
         seconds = run()
         if seconds is None:
             return []
+        if clock.late:
+            continue
         found.append(max(seconds, 1e-9) / length)
         spent += seconds
         elapsed = time.perf_counter() - begin
@@ -259,15 +320,15 @@ def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) 
     try:
 
         def forward() -> float:
-            seconds, results = clock.measure(lambda: chain.forward(chain.warm))
+            seconds, results = clock.measure(lambda: chain.forward(chain.warm), chain.written)
             del results
             return seconds
 
         chain.function(*chain.warm[0])  # warm up: allocator, code
-        forwards = _samples(forward, chain.length, limit_s)
+        forwards = _samples(forward, chain.length, limit_s, clock)
         backwards: list[float] = []
         if task.work.has_backward:
-            backwards = _samples(lambda: chain.backward(clock), chain.length, limit_s)
+            backwards = _samples(lambda: chain.backward(clock), chain.length, limit_s, clock)
     finally:
         if enabled:
             gc.enable()
@@ -285,7 +346,7 @@ def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRe
     optimizer.step()
     return OpRecord(
         task.work,
-        timing(_samples(lambda: clock.measure(optimizer.step)[0], length, limit_s)),
+        timing(_samples(lambda: clock.measure(optimizer.step)[0], length, limit_s, clock)),
     )
 
 
@@ -305,6 +366,8 @@ def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) ->
         return clock.measure(lambda: torch.autograd.backward(outs, gradients))[0]
 
     backward(False)
+    while clock.late:  # the host is behind: again, with more lead
+        backward(False)
     pairs = [(backward(True), backward(False)) for _ in range(_MIN_REPEATS)]
     begin = time.perf_counter()
     while len(pairs) < 5 * _MIN_REPEATS and time.perf_counter() - begin < limit_s:

@@ -1,7 +1,7 @@
 """Measure this machine, once: in processes of its own, or inside a running job; keep what was measured.
 
     profile = measure(processes=2, budget_s=120)       spawns 2 processes on this machine
-    profile = measure_in_job(tasks, budget_s=60)       on every rank of a running torch.distributed job
+    profile = measure_in_job(tasks, budget_s=60)       on every rank of a running torch.distributed job, of any nodes
 
 All ranks measure the same thing at the same time, as they would train: processes of one machine share its memory
 bandwidth. Time is bounded: what was not measured is left to interpolation, and the profile's notes say so.
@@ -33,13 +33,16 @@ from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError, ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, lattice
-from autoplan.profiler.links import measure_links
+from autoplan.profiler.links import measure_links, measure_sharing
+from autoplan.profiler.machine import Machine
+from autoplan.profiler.nodes import Nodes, agree, identity, num_nodes
 from autoplan.profiler.ops import Clock, Task, cache_bytes, measure_op, memory_bytes
 from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.tasks import model_tasks
-from autoplan.runtime.failure import guard
+from autoplan.runtime.failure import RankFailure, guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.search.pins import check_degrees, make_mesh
 from autoplan.search.works import Works
@@ -52,7 +55,7 @@ ASSUMED = "assumed"
 _MAX_FLOPS = {"cpu": 2.5e9, "cuda": 2e12}
 _MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
 _MAX_LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-_GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
+GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
 
 
 # -- which machine -----------------------------------------------------------------------------------------------------
@@ -84,14 +87,16 @@ def software() -> dict[str, str]:
 
 
 def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
-    """Name under which a profile of this machine is kept: device model, cores, torch, world size, threads."""
+    """Name under which a profile of this machine is kept: device model, cores, torch, nodes, world size, threads."""
     device = torch.device(device_type)
     facts = hardware(device)
     model = str(facts.get("gpu", facts["cpu"]))
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     threads = num_threads or torch.get_num_threads()
+    nodes = num_nodes(world_size)
+    world = f"n{nodes}-w{world_size}" if nodes > 1 else f"w{world_size}"
     version = ".".join(software()["torch"].split(".")[:2])
-    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-w{world_size}-t{threads}"
+    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}"
 
 
 def cached_profile(key: str) -> Profile | None:
@@ -247,7 +252,7 @@ def measure_in_job(
         general: also collectives, fixed costs and shapes not tied to the model, unless `known` has them.
 
     Returns: the profile, the same on every rank.
-    Raises: RankFailure if a rank failed.
+    Raises: RankFailure if a rank failed, with its node; ProfileError if the nodes have different numbers of ranks.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tasks = [t for t in tasks if known is None or t.work.key not in known.settled]
@@ -255,28 +260,40 @@ def measure_in_job(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
     )
     try:
+        job = Job(device, time.monotonic() + budget_s, shown)
         with guard():
-            job = Job(device, time.monotonic() + budget_s, shown)
-            profile = _measure(job, tasks, name, known, dtypes, general)
-            box = [profile.to_json()]  # the times are the same on every rank, the machines may not be
-            dist.broadcast_object_list(box, 0)
-            return Profile.from_json(box[0])
+            identities = job.gather(identity())
+        nodes = agree(identities)
+        try:
+            with guard():
+                profile = _measure(job, nodes, tasks, name, known, dtypes, general)
+                box = [profile.to_json()]  # the times are the same on every rank, the machines may not be
+                dist.broadcast_object_list(box, 0)
+                return Profile.from_json(box[0])
+        except RankFailure as failure:
+            raise nodes.explain(failure) from failure
     finally:
         shown.stop()
 
 
 def _measure(
-    job: Job, tasks: Sequence[Task], name: str | None, known: Profile | None, dtypes: Sequence[str], general: bool
+    job: Job,
+    nodes: Nodes,
+    tasks: Sequence[Task],
+    name: str | None,
+    known: Profile | None,
+    dtypes: Sequence[str],
+    general: bool,
 ) -> Profile:
-    clock, notes = Clock(job.device), _Notes([f"operations: {Clock(job.device).name}"])
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    notes.lines.append(f"load average of the machine before measuring: {load:.1f}")
+    clock = Clock(job.device)
+    notes, machine = _Notes([f"operations: {clock.name}"]), Machine(job, nodes)
+    notes.lines += machine.begin(hardware(job.device))
     profile = Profile(
         name or machine_key(job.world, job.device.type),
         job.device.type,
         job.world,
         torch.get_num_threads(),
-        {**hardware(job.device), "backend": dist.get_backend()},
+        {**hardware(job.device), "backend": dist.get_backend(), **machine.shape()},
         software(),
         datetime.date.today().isoformat(),
     )
@@ -285,8 +302,9 @@ def _measure(
     # first what every plan needs: a short budget still has the whole range of every collective
     if general and job.world > 1:
         links, errors, left_out = measure_links(job.until(0.25), _MAX_LINK_BYTES[job.device.type], known=known)
-        profile = replace(profile, links=(*profile.links, *links), held_out={**profile.held_out, **errors})
-        notes.lines += [f"{_NO_TIME}{what}" for what in left_out]
+        links, not_alone = measure_sharing(job.until(0.1), [*profile.links, *links])
+        profile = replace(profile, links=tuple(links), held_out={**profile.held_out, **errors})
+        notes.lines += [f"{_NO_TIME}{what}" for what in (*left_out, *not_alone)]
     ops: list[OpRecord] = []
     if tasks:
         ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, "operations of the model")
@@ -295,6 +313,8 @@ def _measure(
         ops += _measure_tasks(job.until(0.4), clock, others, notes, "operations of every step")
     if general and not profile.overheads:
         profile = replace(profile, overheads=measure_overheads(job.until(0.6), profile))
+    if general and "overlap_fraction" not in profile.overheads and job.goes_on():
+        profile = replace(profile, overheads={**profile.overheads, **measure_interference(job)})
     if general and (known is None or not known.held_out):
         size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
         for i, dtype in enumerate(dtypes):
@@ -307,8 +327,10 @@ def _measure(
             if i == 0:
                 profile = replace(profile, held_out={**profile.held_out, **_check(so_far, checks)})
             ops += checks
+    notes.lines += machine.end()
     return replace(
         profile,
+        machine={**profile.machine, **machine.data()},
         ops=(*profile.ops, *_only(ops)),
         failed={**profile.failed, **notes.failed},
         notes=tuple(dict.fromkeys((*profile.notes, *notes.lines))),
@@ -375,7 +397,7 @@ def measure(
     arguments: dict[str, Any] = {"tasks": list(tasks), "budget_s": budget_s, "name": name, "dtypes": tuple(dtypes)}
     arguments |= {"num_threads": num_threads, "progress": progress}
     context = multiprocessing.get_context("spawn")
-    deadline = time.monotonic() + budget_s + _GRACE_S
+    deadline = time.monotonic() + budget_s + GRACE_S
     before = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
@@ -386,7 +408,7 @@ def measure(
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
             for rank in range(processes):
                 here, there = context.Pipe(duplex=False)
-                timeout_s = budget_s + _GRACE_S
+                timeout_s = budget_s + GRACE_S
                 args = (rank, processes, folder, dict(arguments), timeout_s, there)
                 child = context.Process(target=_worker, args=args, daemon=True)
                 child.start()
@@ -427,11 +449,7 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
     return text
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-_COMMAND_DEGREES = (1, 2, 4, 8)
-_COMMAND_SEQUENCE = 1024
-_FILE_WIDTH = 140  # of tables where the output is no terminal
+# -- what a model needs ------------------------------------------------------------------------------------------------
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:
@@ -447,46 +465,3 @@ def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int
         for task in model_tasks(Works(graph, axes, env)):
             found.setdefault(task.work.key, task)
     return list(found.values())
-
-
-def profile_command(
-    name: str | None = None,
-    processes: int = 1,
-    budget_s: float = DEFAULT_BUDGET_S,
-    model: str | None = None,
-    out: Path | str | None = None,
-) -> Profile:
-    """`autoplan profile`: measure this machine, write the profile, print what it holds.
-
-    Args:
-        model: a model of the catalog, a `config.json` or `package.module:factory`: its operations at tensor-parallel
-            degrees 1 to 8, one sequence of 1024 tokens, are measured first.
-        out: a `.json` file; default: the user's cache, where `parallelize` finds it.
-
-    Raises: AutoplanError for an unknown model, processes this machine does not have, or a failure while measuring.
-    """
-    from rich.console import Console
-
-    from autoplan.profiler.show import summary
-
-    tasks: list[Task] = []
-    dtypes = ("float32",)
-    if model is not None:
-        from autoplan.catalog import load_model
-
-        graph = load_model(model)
-        tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE})
-        used = [p.dtype for p in graph.params.values()]
-        dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
-    profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
-    console.print(summary(profile))
-    if out is not None:
-        profile.save(out)
-        path = Path(out)
-    else:
-        path = store(profile, profile.name)
-    console.print(f"written to {path}")
-    return profile

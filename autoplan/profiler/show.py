@@ -10,6 +10,7 @@ from rich.table import Table
 from autoplan.cost_models.compute import class_of, phase_flops
 from autoplan.cost_models.profile import PHASES, OpRecord, Profile, Timing
 from autoplan.cost_models.units import GB, MIB, MICRO
+from autoplan.profiler.topology import Topology
 
 
 def _spread(times: Sequence[Timing]) -> str:
@@ -49,19 +50,26 @@ def _operations(profile: Profile) -> Table:
 
 def _links(profile: Profile) -> Table:
     table = Table(title="collectives: the slowest rank", title_justify="left")
-    for name in ("collective", "ranks", "stride", "latency", "largest", "bandwidth", "spread", "held-out error"):
-        table.add_column(name, justify="left" if name == "collective" else "right")
+    per_node = int(profile.machine.get("ranks_per_node", profile.world_size))
+    for name in (
+        *("collective", "ranks", "stride", "between", "latency", "largest", "bandwidth", "shared", "spread"),
+        "held-out error",
+    ):
+        table.add_column(name, justify="left" if name in ("collective", "between") else "right")
     for kind, size, stride in sorted({(r.kind, r.group_size, r.stride) for r in profile.links}):
         records = [r for r in profile.links if (r.kind, r.group_size, r.stride) == (kind, size, stride)]
         smallest, largest = records[0], records[-1]
+        shared = [r.sharing for r in records if r.sharing is not None]
         error = profile.held_out.get(kind)
         table.add_row(
             kind,
             str(size),
             str(stride),
+            "nodes" if smallest.crosses_nodes(per_node) else "ranks of a node",
             f"{smallest.time_s.median / MICRO:.0f} us",
             f"{largest.num_bytes / MIB:.3g} MiB",
             f"{largest.num_bytes / largest.time_s.median / GB:.2f} GB/s",
+            f"x {shared[-1]:.2f}" if shared else "",
             _spread([r.time_s for r in records]),
             "not checked" if error is None else f"{error.median:.0%} (p90 {error.p90:.0%})",
         )
@@ -69,11 +77,28 @@ def _links(profile: Profile) -> Table:
 
 
 def _overhead(name: str, value: float) -> str:
+    if name == "overlap_fraction":
+        return f"{value:.0%} hidden"
+    if name.endswith("_slowdown"):
+        return f"x {value:.2f}"
     if name.endswith("_byte_s"):
         return f"{value * MIB / MICRO:.1f} us per MiB"
     if name.endswith("_sqrt_s"):
         return f"{value * 1e-3**0.5 / MICRO:.1f} us after computing 1 ms, more as its square root"
     return f"{value / MICRO:.1f} us"
+
+
+def _machine(profile: Profile) -> list[str]:
+    """Topology and clocks, a line each."""
+    found = profile.machine
+    lines = Topology.of(found["topology"]).lines() if found.get("topology") else []
+    if found.get("nodes", 1) > 1:
+        lines.append(f"{found['nodes']} nodes of {found['ranks_per_node']} ranks; this is the first")
+    for when in ("before", "after"):
+        clocks = [f"{s['clock_mhz']:.0f}" for node in found.get(f"clocks_{when}", ()) for s in node if "clock_mhz" in s]
+        if clocks:
+            lines.append(f"clocks {when} measuring: {' '.join(clocks)} MHz")
+    return lines
 
 
 def summary(profile: Profile) -> Group:
@@ -82,6 +107,7 @@ def summary(profile: Profile) -> Group:
     parts: list[Table | str] = [
         f"{profile.name}: {profile.world_size} processes of {profile.num_threads} thread(s), {where}, {profile.date}"
     ]
+    parts += [f"machine: {line}" for line in _machine(profile)]
     if profile.ops:
         parts.append(_operations(profile))
     if profile.links:

@@ -1,0 +1,120 @@
+"""`autoplan profile`: measure this machine, or the nodes of a torchrun job, write the profile, print what it holds.
+
+    autoplan profile --processes 8 --model llama-3.1-8b --write-cluster cluster.yaml
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m autoplan profile mine
+
+Under torchrun every rank measures, rank 0 writes and prints. A node that fails is named on all of them; one that hangs
+is after the budget and a grace, or `AUTOPLAN_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.profile import Profile
+from autoplan.profiler.nodes import under_torchrun
+from autoplan.profiler.ops import Task
+from autoplan.profiler.run import DEFAULT_BUDGET_S, GRACE_S, graph_tasks, measure, measure_in_job, store
+from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, init_process_group
+
+_COMMAND_DEGREES = (1, 2, 4, 8)
+_COMMAND_SEQUENCE = 1024
+_FILE_WIDTH = 140  # of tables where the output is no terminal
+
+
+def profile_command(
+    name: str | None = None,
+    processes: int = 1,
+    budget_s: float = DEFAULT_BUDGET_S,
+    model: str | None = None,
+    out: Path | str | None = None,
+    cluster_out: Path | str | None = None,
+) -> Profile:
+    """Measure, write, print.
+
+    Args:
+        processes: on this machine; under torchrun its ranks are what measures, and this must be left at 1.
+        model: a model of the catalog, a `config.json` or `package.module:factory`: its operations at tensor-parallel
+            degrees 1 to 8, one sequence of 1024 tokens, are measured first.
+        out: a `.json` file; default: the user's cache, where `parallelize` finds it.
+        cluster_out: also propose a cluster file of these nodes.
+
+    Raises: AutoplanError for an unknown model, processes this machine does not have, or a failure while measuring.
+    """
+    tasks: list[Task] = []
+    dtypes = ("float32",)
+    if model is not None:
+        from autoplan.catalog import load_model
+
+        graph = load_model(model)
+        tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE})
+        used = [p.dtype for p in graph.params.values()]
+        dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
+    if not under_torchrun():
+        profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
+        _hand_out(profile, out, cluster_out)
+        return profile
+    if processes != 1:
+        raise ProfileError(f"--processes {processes} under torchrun: its --nproc-per-node says how many measure")
+    _join(budget_s)
+    try:
+        profile = measure_in_job(tasks, budget_s, name=name, dtypes=dtypes)
+    except RankFailure as failure:
+        raise ProfileError(f"measuring failed: {failure}") from failure
+    if dist.get_rank() == 0:
+        _hand_out(profile, out, cluster_out)
+    dist.barrier()
+    dist.destroy_process_group()
+    return profile
+
+
+def _join(budget_s: float) -> None:
+    """This rank's device, and the process group of torchrun's ranks. ProfileError if not all of them come."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise ProfileError(
+                f"rank {os.environ['RANK']} has no GPU of its own: this node has {torch.cuda.device_count()}; use "
+                f"torchrun --nproc-per-node {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(local)
+    timeout_s = None if os.environ.get(TIMEOUT_VARIABLE) else budget_s + GRACE_S
+    try:
+        init_process_group("nccl" if cuda else "gloo", timeout_s=timeout_s)
+    except (dist.DistError, RuntimeError) as exc:
+        raise ProfileError(
+            f"rank {os.environ['RANK']} did not meet the {os.environ['WORLD_SIZE']} ranks of the job: "
+            f"{' '.join(str(exc).split())}"
+        ) from exc
+
+
+def _hand_out(profile: Profile, out: Path | str | None, cluster_out: Path | str | None) -> None:
+    """Print and write; once per job."""
+    from rich.console import Console
+
+    from autoplan.profiler.show import summary
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    console.print(summary(profile))
+    if out is not None:
+        profile.save(out)
+        path = Path(out)
+    else:
+        path = store(profile, profile.name)
+    console.print(f"written to {path}")
+    if cluster_out is not None:
+        from autoplan.profiler.proposal import write_cluster
+        from autoplan.profiler.topology import Topology
+
+        topology = Topology.of(profile.machine["topology"])
+        per_node = profile.machine["ranks_per_node"]
+        write_cluster(cluster_out, topology, profile.machine["nodes"], profile, per_node)
+        console.print(f"cluster written to {cluster_out}")

@@ -1,0 +1,108 @@
+"""A collective beside a product: how much of it hides, and what each costs the other.
+
+Both are made about equally long and started together, as ZeRO starts a gather before the block that hides it. With a
+and c their times alone and t that of both, `t = a + c - hidden`: `overlap_fraction = hidden / min(a, c)` is the share
+of computing that `exposed = c - share * a` takes off (`cost_models.blocks`). While the collective runs, products are
+counted: `overlap_compute_slowdown` is how much longer one takes then. `overlap_collective_slowdown` is how much later
+the collective ends. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same cores.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoplan.profiler.job import Job
+
+_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # gathered: as much as a layer, far from latency
+_PRODUCT = {"cpu": 256, "cuda": 4096}  # rows and columns
+_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+_REPEATS = 9
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older torch
+_MAX_PRODUCTS = 2000
+
+
+class _Beside:
+    """The product, the collective and their clock on one rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, kind = job, job.device.type
+        size, dtype = _PRODUCT[kind], _DTYPE[kind]
+        self.a, self.b, self.out = (torch.ones(size, size, dtype=dtype, device=job.device) for _ in range(3))
+        part = _BYTES[kind] // 4 // job.world
+        self.part = torch.ones(part, device=job.device)
+        self.whole = torch.empty(part * job.world, device=job.device)
+
+    def products(self, count: int) -> None:
+        """In a row; on CUDA only queued."""
+        for _ in range(count):
+            torch.mm(self.a, self.b, out=self.out)
+
+    def start(self) -> Any:  # Any: torch's None is for async_op=False
+        """The collective, beside what comes next."""
+        return _gather(self.whole, self.part, async_op=True)
+
+    def alone_s(self, run: Callable[[], object]) -> float:
+        """Median of the slowest rank."""
+        run()
+        return statistics.median(self.job.slowest([self.job.wall(run) for _ in range(_REPEATS)]))
+
+    def both(self, count: int) -> tuple[float, float]:
+        """Seconds until the collective, and until everything, was done, from when both were started."""
+        self.job.barrier()
+        if self.job.device.type == "cuda":
+            return self._both_on_streams(count)
+        begin = time.perf_counter()
+        work, done = self.start(), 0.0
+        for _ in range(count):
+            self.products(1)
+            if not done and work.is_completed():
+                done = time.perf_counter() - begin
+        work.wait()
+        end = time.perf_counter() - begin
+        return done or end, end
+
+    def _both_on_streams(self, count: int) -> tuple[float, float]:
+        """By events: `wait` makes the stream that it is called on wait, not the host."""
+        start, gathered, computed = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        start.record()
+        work = self.start()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            work.wait()
+            gathered.record()
+        self.products(count)
+        torch.cuda.current_stream().wait_event(gathered)
+        computed.record()
+        torch.cuda.synchronize(self.job.device)
+        return start.elapsed_time(gathered) * 1e-3, start.elapsed_time(computed) * 1e-3
+
+
+def measure_interference(job: Job) -> dict[str, float]:
+    """`overlap_fraction` and the two slowdowns, the same on every rank; nothing on one rank. A collective."""
+    if job.world == 1:
+        return {}
+    beside = _Beside(job)
+    gather_s = beside.alone_s(lambda: beside.start().wait())
+    product_s = beside.alone_s(lambda: beside.products(10)) / 10
+    count = max(1, min(_MAX_PRODUCTS, round(gather_s / product_s)))
+    compute_s = beside.alone_s(lambda: beside.products(count))
+    beside.both(count)
+    pairs = [beside.both(count) for _ in range(_REPEATS)]
+    gathered_s = statistics.median(job.slowest([g for g, _ in pairs]))
+    both_s = statistics.median(job.slowest([b for _, b in pairs]))
+    # once more with products that outlast the collective by far: what they lose is due to it
+    long = min(_MAX_PRODUCTS, 3 * count)
+    longer_s = statistics.median(job.slowest([beside.both(long)[1] for _ in range(_REPEATS)]))
+    lost_s = longer_s - long * compute_s / count
+    hidden = (compute_s + gather_s - both_s) / min(compute_s, gather_s)
+    return {
+        "overlap_fraction": min(1.0, max(0.0, hidden)),
+        "overlap_compute_slowdown": max(1.0, 1.0 + lost_s / gathered_s),
+        "overlap_collective_slowdown": max(1.0, gathered_s / gather_s),
+    }

@@ -1,0 +1,93 @@
+"""Which nodes the ranks of a measuring job are on: all agree before anything is measured, and failures name a node.
+
+A node is an agent of torchrun on a host: two agents on one host are two nodes, which lets one machine play several.
+Ranks of a node are consecutive, as torchrun numbers them; `Group(size, stride)` counts on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoplan.cost_models.errors import ProfileError
+from autoplan.runtime.failure import RankFailure
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Names of the nodes in the order of their ranks, `ranks_per_node` each."""
+
+    names: tuple[str, ...]
+    ranks_per_node: int
+
+    def of(self, rank: int) -> str:
+        """The node of a rank."""
+        return self.names[rank // self.ranks_per_node]
+
+    def is_first(self, rank: int) -> bool:
+        """Whether it speaks for its node."""
+        return rank % self.ranks_per_node == 0
+
+    def explain(self, failure: RankFailure) -> RankFailure:
+        """The same failure with the node where it began."""
+        if failure.rank is not None:
+            return RankFailure(failure.rank, f"on node {self.of(failure.rank)}: {failure.reason}")
+        silent = re.match(r"ranks ([\d, ]+) ", failure.reason)
+        if silent is None:
+            return failure
+        where = dict.fromkeys(self.of(int(r)) for r in silent.group(1).split(","))
+        return RankFailure(None, f"node {', '.join(where)}: {failure.reason}")
+
+
+def under_torchrun(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun, or something that sets the same variables, started this process."""
+    environment = os.environ if environment is None else environment
+    return all(name in environment for name in _TORCHRUN)
+
+
+def num_nodes(world_size: int, environment: Mapping[str, str] | None = None) -> int:
+    """Nodes of a job of `world_size` ranks, from torchrun's variables; 1 where they are not of this job."""
+    environment = os.environ if environment is None else environment
+    if not under_torchrun(environment) or environment["WORLD_SIZE"] != str(world_size):
+        return 1
+    local = int(environment["LOCAL_WORLD_SIZE"])
+    return world_size // local if local and world_size % local == 0 else 1
+
+
+def identity(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Host and agent of this rank; ranks with the same are on one node."""
+    environment = os.environ if environment is None else environment
+    return socket.gethostname(), environment.get("GROUP_RANK", "")
+
+
+def agree(identities: Sequence[tuple[str, str]]) -> Nodes:
+    """The nodes of a job from every rank's `identity`, by rank.
+
+    Raises: ProfileError if the ranks of a node are not consecutive, or nodes have different numbers of them.
+    """
+    names: dict[tuple[str, str], str] = {}
+    hosts = [host for host, _ in dict.fromkeys(identities)]
+    for host, agent in identities:
+        names.setdefault((host, agent), host if hosts.count(host) == 1 else f"{host} (node rank {agent})")
+    counts = {key: identities.count(key) for key in names}
+    usual = next(iter(counts.values()))
+    for key, count in counts.items():
+        if count != usual:
+            first = next(iter(names.values()))
+            raise ProfileError(
+                f"node {names[key]} has {count} ranks, {first} has {usual}; start equally many on every node "
+                f"(torchrun --nproc-per-node {min(count, usual)})"
+            )
+    ordered = [key for key in names for _ in range(usual)]
+    if list(identities) != ordered:
+        rank = next(i for i, (a, b) in enumerate(zip(identities, ordered, strict=True)) if a != b)
+        raise ProfileError(
+            f"rank {rank} is on node {names[identities[rank]]}, between ranks of {names[ordered[rank]]}; number the "
+            "ranks node by node, as torchrun does"
+        )
+    return Nodes(tuple(names.values()), usual)
