@@ -27,6 +27,7 @@ from published_table import read_rows as read_rows
 from autoplan.cost_models.catalog import entry
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.errors import AutoplanError
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class Shapes:
                 shape = self._stated(row)
                 if row["params_b"]:
                     self._kinds.setdefault(self._layer(shape), self._nearest(row, shape).kind)
-            except Unpriced:
+            except AutoplanError:
                 continue  # says so again when this row is priced
 
     def of(self, row: Row) -> Shape:
@@ -338,12 +339,13 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     measured_s = _measured_s(row, shape, seq_len, batch)
     if "offload" in row["flags"].lower() and "offload none" not in row["flags"].lower():
         raise Unpriced("offloading to the host is not priced")
-    precision = find(tables.PRECISIONS, row["precision"])
+    cluster = cluster_of(row)
+    usual = "bf16" if "bfloat16" in cluster.device.peak_flops_by_dtype else "fp16"
+    precision = find(tables.PRECISIONS, row["precision"]) if row["precision"] else usual
     if precision is None:
-        raise Unpriced(f"no precision of the planner for {row['precision'] or 'a blank'!r}")
-    if not row["vocab"]:
-        assumed = (*assumed, "vocab")
-    task = Task(shape, cluster_of(row), precision, seq_len, batch, settings)
+        raise Unpriced(f"no precision of the planner for {row['precision']!r}")
+    assumed = (*assumed, *(name for name in ("vocab", "precision") if not row[name]))
+    task = Task(shape, cluster, precision, seq_len, batch, settings)
     return Case(row, task, framework, measured_s, assumed)
 
 
@@ -351,16 +353,17 @@ def cluster_of(row: Row) -> Cluster:
     """Catalog hardware, with the network that the row states. Unpriced for a device that the catalog lacks."""
     name, overrides = _device(row)
     count = row.needed("n_gpus")
-    per_node = min(count, row.count("gpus_per_node") or entry(name).devices_per_node)
-    if count % per_node:
-        raise Unpriced(f"{count} devices are no whole number of nodes of {per_node}")
+    nodes = math.ceil(count / (row.count("gpus_per_node") or entry(name).devices_per_node))
+    if count % nodes:
+        raise Unpriced(f"{count} devices are not spread evenly over {nodes} nodes")
+    per_node = count // nodes
     parts = [overrides] if overrides else []
     nic = _nic_gbit_s(row["internode"], per_node)
     if nic is None and entry(name).nic_gbit_s is None:
         nic = tables.USUAL_NIC
     if nic is not None and count > per_node:
         parts.append(f"nic={nic:g}")
-    text = f"{count // per_node}x{per_node}x{name}"
+    text = f"{nodes}x{per_node}x{name}"
     return Cluster.parse(f"{text}@{','.join(parts)}" if parts else text)
 
 
@@ -416,17 +419,15 @@ def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
 
 
 def _micro_batches(row: Row, framework: Framework, dp: int, batch: int) -> tuple[int, ...]:
-    """Sequences per micro-batch, the most likely first. Unpriced if what is stated does not divide the batch."""
+    """Sequences per micro-batch, the most likely first. Unpriced for more than the batch has."""
     stated = row.count("micro_batch")
     if stated is None and (match := re.search(r"\b(\d+) micro-?batches", row["flags"])) is not None:
         stated = batch // (dp * int(match.group(1)))
-    each = batch // dp
     if stated is None and framework in tables.AT_ONCE:
-        stated = each
-    legal = [n for n in ((stated,) if stated else tables.MICRO_BATCHES) if batch % dp == 0 and each % n == 0]
-    if not legal:
-        raise Unpriced("dp x micro-batch does not divide the global batch")
-    return tuple(legal)
+        stated = batch // dp
+    if dp * (stated or 1) > batch:
+        raise Unpriced(f"dp={dp} x micro-batches of {stated or 1} are more than the global batch of {batch}")
+    return (stated,) if stated else tuple(n for n in tables.MICRO_BATCHES if batch % (dp * n) == 0) or (1,)
 
 
 def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setting, ...], int, tuple[str, ...]]:
@@ -437,6 +438,9 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     ep = row.count("ep") or 1
     batch = row.needed("global_batch")
     micro = _micro_batches(row, framework, dp, batch)
+    if batch % (dp * micro[0]):  # no framework runs a part of a micro-batch: the nearest whole number of them
+        batch = dp * micro[0] * round(batch / (dp * micro[0]))
+        assumed.append("global_batch")
     zero = find(tables.ZERO_STAGES, row["zero_stage"]) if row["zero_stage"] else None
     if zero is None:
         zero = defaults.zero_stages
@@ -548,14 +552,17 @@ def _stages(layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None
 
 
 def _measured_s(row: Row, shape: Shape, seq_len: int, batch: int) -> float:
-    """Seconds of one step, NaN of a run that ran out of memory. Unstated if the row has no figure that gives them."""
+    """Seconds of one step of `batch` sequences, NaN of a run that ran out of memory or has only a memory figure.
+
+    Unstated if the row has no result.
+    """
     if (seconds := row.number("step_time_s")) is not None:
         return seconds
     devices, tokens = row.needed("n_gpus"), batch * seq_len
     if (rate := row.number("tokens_per_s_per_gpu")) is not None:
         return tokens / (rate * devices)
     tflops, formula = row.number("tflops_per_gpu"), find(tables.TFLOPS, row["tflops_kind"])
-    if tflops is None and row.out_of_memory:
+    if tflops is None and (row.out_of_memory or row["peak_mem_gb"]):
         return math.nan
     if tflops is None or formula is None:
         raise Unstated("nothing measured that gives seconds")

@@ -41,8 +41,8 @@ class Row:
         return self.fields[column]
 
     def number(self, column: str) -> float | None:
-        """A number, None where it is blank. AutoplanError names the line."""
-        text = self[column]
+        """A number, None where it is blank: `1,024` and `~5.2` too. AutoplanError names the line."""
+        text = self[column].replace(",", "").lstrip("~")
         if not text:
             return None
         try:

@@ -44,7 +44,7 @@ class Result:
     """One row, priced or not (`reason`). Times in seconds of a step, memory in bytes of one device.
 
     `stated`: the row has dimensions, degrees and a result, so that a planner can be asked. low_s, high_s: over all
-    readings; `fits`: any of them does. `measured_s` is NaN of a run that ran out of memory. `measured_bytes` where the
+    readings; `fits`: any of them does. `measured_s` is NaN where only memory is published. `measured_bytes` where the
     row has a figure; `memory_kind` as the row says.
     """
 
@@ -160,6 +160,9 @@ def result_of(case: Case) -> Result:
         estimates = price(task)
     except AutoplanError as exc:
         return blank_result(row, f"refused: {exc}")
+    except Exception as exc:  # a fault of the planner or of a library costs one row of hundreds, and is shown
+        _log.exception("row %s cannot be priced", row["id"])
+        return blank_result(row, f"failed: {type(exc).__name__}: {exc}")
     steps, estimate = [e.step_time_s for e in estimates], estimates[0]
     predicted_bytes, measured_bytes, comparable = estimate.peak_memory_bytes.mid, math.nan, False
     if case.memory is not None:

@@ -75,3 +75,43 @@ def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
     ):
         with pytest.raises(PinError, match=message):
             planned(2, virtual, stages)
+
+
+def test_a_users_frozen_layer_costs_no_gradient_no_reduction_and_no_optimizer() -> None:
+    import torch
+    from torch import nn
+
+    from autoplan.capture.export import capture
+
+    class Two(nn.Module):
+        def __init__(self, frozen: bool) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 512)
+            self.first.requires_grad_(not frozen)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.relu(self.first(x))).pow(2).mean()
+
+    example = {"x": torch.zeros(4, 512)}
+    trained, frozen = (
+        estimate_config(
+            PlanRequest(capture(Two(f), example), Cluster.parse("1x8xh100-sxm5-80gb"), 1, 1 << 16),
+            ParallelConfig(dp=8, zero_stage=0, micro_batch_size=1 << 12, num_micro_batches=2),
+        )
+        for f in (False, True)
+    )
+    backward = [
+        [
+            op.has_backward
+            for block in p.point.workload.blocks.values()
+            for op in block.ops
+            if op.op in ("linear", "relu")
+        ]
+        for p in (trained, frozen)
+    ]
+    assert backward == [[True, True, True], [False, False, True]]
+    memory = [p.estimate.stages[0].memory for p in (trained, frozen)]
+    assert memory[1]["parameters"] == memory[0]["parameters"]
+    assert memory[1]["optimizer"].mid == memory[0]["optimizer"].mid / 2
+    for term in ("compute", "dp_comm", "accumulate", "optimizer"):
+        assert frozen.estimate.breakdown[term].mid < trained.estimate.breakdown[term].mid

@@ -116,7 +116,8 @@ def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(
     with pytest.raises(AutoplanError, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
     with pytest.raises(AutoplanError, match=r"line 7: layers='many' is not a number"):
-        Shapes([row()]).of(row(line=7, layers="many"))
+        Shapes([row(), row(layers="many")]).of(row(line=7, layers="many"))
+    assert row(global_batch="1,024", step_time_s="~5.2").number("global_batch") == 1024
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,8 @@ def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(
         ({"precision": "INT8"}, "precision"),
         ({"gpu": "H100", "gpu_mem_gb": "60"}, "no device H100 with 60 GB in the catalog; it has H100 with 80, 94 GB"),
         ({"gpu": "MI999"}, "no device MI999 with 80 GB in the catalog$"),
-        ({"micro_batch": "3"}, "does not divide the global batch"),
+        ({"micro_batch": "8"}, "dp=16 x micro-batches of 8 are more than the global batch of 64"),
+        ({"n_gpus": "15", "dp": "15"}, "15 devices are not spread evenly over 2 nodes"),
         ({"params_b": "70"}, "of the published number of parameters"),
         ({"schedule": "V-half", "pp": "2", "dp": "8"}, "schedule V-half"),
     ],
@@ -167,6 +169,19 @@ def test_a_blank_degree_follows_from_the_devices() -> None:
     assert degrees(dp="", tp="", pp="", cp="", zero_stage="FSDP (see recipe)") == (1, 1, 1, 16)
     assert degrees(tp="2", dp="4") == (2, 1, 1, 8)  # contradicts the 16 devices
     assert {"dp", "cp"} <= set(case_of(dp="", cp="").assumed)
+
+
+def test_micro_batches_that_do_not_divide_the_batch_are_rounded() -> None:
+    c = case_of(micro_batch="3", step_time_s="", tokens_per_s_per_gpu="1000")
+    assert (c.task.settings[0].config.num_micro_batches, c.task.global_batch_size) == (1, 48)  # of 64 / 48
+    assert "global_batch" in c.assumed and c.measured_s == 48 * 4096 / (1000 * 16)  # a rate, of what is priced
+
+
+def test_devices_are_spread_evenly_over_nodes_and_a_blank_precision_is_the_devices_own() -> None:
+    cluster = cluster_of(row(n_gpus="12"))
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 6)
+    assert case_of(precision="").task.precision == "bf16" and "precision" in case_of(precision="").assumed
+    assert case_of(precision="", gpu="V100", gpu_mem_gb="32").task.precision == "fp16"
 
 
 def test_a_blank_micro_batch_vocabulary_or_node_is_the_frameworks() -> None:
@@ -226,6 +241,8 @@ def test_a_run_without_memory_is_priced_and_not_compared() -> None:
     c = case_of(step_time_s="", notes="OOM (does not fit 80 GB)")
     assert c.row.out_of_memory and math.isnan(c.measured_s)
     assert not case_of(notes="OOM with two").row.out_of_memory  # it has a time
+    c = case_of(step_time_s="", peak_mem_gb="60", mem_kind="allocated GB")
+    assert math.isnan(c.measured_s) and c.memory[1] == 60e9 and not c.row.out_of_memory
 
 
 def test_what_the_dimensions_leave_open_follows_from_the_number_of_parameters() -> None:
@@ -438,6 +455,15 @@ def test_a_reading_priced_with_the_first_layout_costs_what_it_costs_alone() -> N
         shared = tool.variant(request, planned, first, setting)
         assert shared.step_time_s == alone.step_time_s
         assert shared.peak_memory_bytes == alone.peak_memory_bytes
+
+
+def test_a_fault_costs_one_row_and_is_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(shape: Shape) -> ModelGraph:
+        raise KeyError("weight")
+
+    monkeypatch.setattr(tool, "graph_of", broken)
+    found = tool.result_of(case_of(id="seventh", n_gpus="8", dp="8"))
+    assert found.reason == "failed: KeyError: 'weight'" and found.stated and "seventh" in caplog.text
 
 
 @pytest.mark.usefixtures("catalog_graph")

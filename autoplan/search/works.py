@@ -136,7 +136,7 @@ class Works:
             self._tensor(block, name, layout) for name, layout in zip(node.outputs, strategy.outputs, strict=True)
         ]
         if bias:
-            inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, True))
+            inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
         moved = 0.0 if node.op in VIEWS else float(sum(t.num_bytes for t in (*inputs, *outputs)))
         attrs = tuple(
             sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
