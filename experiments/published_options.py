@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from published_defaults import Framework, find
 
-from autoplan.cost_models.config import Attention, Launch, RunOptions
+from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOptions
 
 # Years with the part of the year that has passed: what was run was set up then, at the latest.
 _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
@@ -59,15 +59,34 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     Framework.NEMO: (
         (0.0, RunOptions(Attention.FLASH2, overlap=_RECIPES)),
         (2024.3, RunOptions(Attention.FUSED, overlap=_RECIPES)),
-        # recipes of Megatron Bridge for Blackwell and experts capture CUDA graphs of what has no dynamic sizes
-        (2025.8, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES)),
-        # and from mid 2026 on of whole iterations, with the exchange of experts beside other micro-batches
-        (2026.4, RunOptions(Attention.FUSED, Launch.FULL_GRAPHS, overlap=_RECIPES | {"ep"})),
+        # recipes of Megatron Bridge (scripts/performance, its history) capture CUDA graphs of what has no dynamic sizes
+        (2025.6, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES)),
+        (2026.0, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES, dispatcher=Dispatcher.FLEX)),
     ),
     Framework.INTERNEVO: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
     Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2)),),
     Framework.OTHER: ((0.0, _OLD), (2022.9, RunOptions(Attention.FLASH1)), (2023.8, _PLAIN)),
 }
+
+# Recipes of Megatron Bridge that differ by device or precision: (since, pattern of both, changed options).
+_RECIPE_CHANGES: tuple[tuple[float, str, Mapping[str, object]], ...] = (
+    # DeepEP and the exchange of experts beside other micro-batches on H100; HybridEP where NVLink joins a rack
+    (2025.6, r"^H100", {"dispatcher": Dispatcher.FLEX, "overlap": _RECIPES | {"ep"}}),
+    (2025.8, r"^H100", {"dispatcher": Dispatcher.ALL_TO_ALL, "overlap": _RECIPES}),
+    (2025.8, r"^GB", {"dispatcher": Dispatcher.FLEX}),
+    # full_iteration graphs, moe_a2a_overlap and the fused grouped MLP of MXFP8
+    (
+        2026.4,
+        r"MXFP8|NVFP4|FP8-MX",
+        {
+            "dispatcher": Dispatcher.FLEX,
+            "launch": Launch.FULL_GRAPHS,
+            "overlap": _RECIPES | {"ep"},
+            "fused_experts": True,
+        },
+    ),
+)
+EXPERTS_WHOLE_SINCE = 2025.6  # etp = 1 in every recipe with experts of Megatron Bridge
 
 # What flags say.
 _LAUNCH: tuple[tuple[str, Launch], ...] = (
@@ -98,9 +117,13 @@ def era_of(source: str, notes: str, device: str) -> float:
     return year if year is not None else find(_DEVICES, device) or 2026.0
 
 
-def options_of(framework: Framework, era: float, flags: str) -> RunOptions:
+def options_of(framework: Framework, era: float, flags: str, device: str, precision: str) -> RunOptions:
     """The options of a framework at a time, and what the flags of a run say of them."""
     usual = next(options for since, options in reversed(OPTIONS[framework]) if era >= since)
+    if framework is Framework.NEMO:
+        for since, pattern, changed in _RECIPE_CHANGES:
+            if era >= since and re.search(pattern, f"{device} {precision}"):
+                usual = replace(usual, **changed)  # type: ignore[arg-type]
     launch, attention = find(_LAUNCH, flags), find(_ATTENTION, flags)
     said = {name for pattern, name in _OVERLAPS if re.search(pattern, flags, re.IGNORECASE)}
     return replace(

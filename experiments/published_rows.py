@@ -19,7 +19,7 @@ from typing import Any
 
 import published_defaults as tables
 from published_defaults import Formula, Framework, Memory, find
-from published_options import era_of, options_of
+from published_options import EXPERTS_WHOLE_SINCE, era_of, options_of
 from published_table import COLUMNS as COLUMNS
 from published_table import Row, Unpriced, Unstated
 from published_table import read_rows as read_rows
@@ -448,7 +448,9 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
     recompute = _recompute(row, defaults.recompute)
     virtual = (row.count("vpp") or 1,) if row["vpp"] else _virtual_stages(row, shape, pp)
-    etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp)
+    era = era_of(row["source"], row["notes"], row["gpu"])
+    whole = framework is Framework.NEMO and era >= EXPERTS_WHOLE_SINCE
+    etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, whole)
     choices = {
         "zero_stage": zero,
         "recompute": recompute,
@@ -472,8 +474,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     readings += [replace(usual, mode=v) for v in defaults.modes[1:]]
     readings += [replace(usual, micro_batch=v) for v in micro[1:]]
     schedule = _schedule(row)
-    era = era_of(row["source"], row["notes"], row["gpu"])
-    options = options_of(framework, era, f"{row['flags']} {row['model']}")
+    options = options_of(framework, era, f"{row['flags']} {row['model']}", row["gpu"], row["precision"])
     settings = []
     for r in readings:
         chunks = r.virtual_stages if pp > 1 else 1
@@ -496,11 +497,11 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     return tuple(settings), batch, tuple(assumed)
 
 
-def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int) -> tuple[int | None, ...]:
-    """As tp (None, Megatron's default) and 1, whichever ep leaves ranks for; no row states it."""
+def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int, whole: bool) -> tuple[int | None, ...]:
+    """As tp (None, Megatron's default) and 1, whichever ep leaves ranks for; no row states it. `whole`: 1 is usual."""
     if not shape.num_experts or tp == 1:
         return (None,)
-    legal = [etp for etp in (None, 1) if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
+    legal = [etp for etp in ((1, None) if whole else (None, 1)) if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
     return tuple(legal) or (None,)
 
 
