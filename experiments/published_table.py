@@ -83,13 +83,21 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file. AutoplanError for a file that cannot be read or lacks columns."""
+    """All rows of a file; one without campaigns has them in its ids, as `campaign_NUMBER`.
+
+    AutoplanError for a file that cannot be read or lacks columns.
+    """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
+            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ()) and c != "campaign"]
             if missing:
                 raise AutoplanError(f"{path}: no column {', '.join(missing)}")
-            return [Row(reader.line_num, {c: (line[c] or "").strip() for c in COLUMNS}) for line in reader]
+            return [Row(reader.line_num, _fields(line)) for line in reader]
     except OSError as exc:
         raise AutoplanError(f"{path}: cannot be read ({exc.strerror})") from exc
+
+
+def _fields(line: Mapping[str, str | None]) -> dict[str, str]:
+    fields = {c: (line.get(c) or "").strip() for c in COLUMNS}
+    return {**fields, "campaign": fields["campaign"] or re.sub(r"_\d+$", "", fields["id"])}

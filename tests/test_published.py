@@ -113,6 +113,11 @@ def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(
     bad.write_text("id,campaign\n1,2\n")
     with pytest.raises(AutoplanError, match="no column source, trust"):
         read_rows(bad)
+    plain = tmp_path / "plain.csv"
+    plain.write_text(
+        ",".join(c for c in COLUMNS if c != "campaign") + "\nsome_runs_017" + "," * (len(COLUMNS) - 2) + "\n"
+    )
+    assert read_rows(plain)[0]["campaign"] == "some_runs"
     with pytest.raises(AutoplanError, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
     with pytest.raises(AutoplanError, match=r"line 7: layers='many' is not a number"):
