@@ -184,7 +184,10 @@ class BlockPricer:
         waited = self.costs.wait_s(computed["forward"]) if sharded else ZERO
         hidden_gather = gather.less(times.forward * self.hides) + waited
         hidden_reduce = reduce.less(times.backward * self.hides) + waits[1]
-        both = (gather + reduce).less(times.backward * self.hides) + waits[2]
+        # a stream of its own: traffic hides behind all that a backward does, computing the block again included
+        behind = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
+        behind += times.forward if self.config.recompute == "full" else ZERO
+        both = (gather + reduce).less(behind * self.hides) + waits[2]
         return BlockCost(
             forward=times.forward,
             backward=times.backward,

@@ -501,7 +501,8 @@ def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int, whole: bo
     """As tp (None, Megatron's default) and 1, whichever ep leaves ranks for; no row states it. `whole`: 1 is usual."""
     if not shape.num_experts or tp == 1:
         return (None,)
-    legal = [etp for etp in ((1, None) if whole else (None, 1)) if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
+    usual = (1, None) if whole else (None, 1)
+    legal = [etp for etp in usual if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
     return tuple(legal) or (None,)
 
 

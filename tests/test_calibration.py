@@ -364,7 +364,7 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS.replace("0.09", "-1"), "step 1: step_time_s=-1"),
         (STEPS.replace("0.09", "fast"), "step 1: step_time_s='fast'"),
         (STEPS.replace("name: tp", "name: dp"), "2 steps have the name 'dp'"),
-        (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs, blocking"),
+        (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs, "),
         (STEPS.replace("flash2", "flash9"), "attention 'flash9' is not known; use unfused"),
         (STEPS.replace("[tp]", "[dp]"), "overlap of 'dp' is not known; use tp, ep, pp"),
         (STEPS.replace("[tp]", "3"), "overlap=3 must be a list"),
@@ -451,7 +451,7 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
         for c in range(4):
             writer.writerow(published(id=f"{c}a", campaign=f"c{c}", source=f"X/y{c % 2} docs/a.md:{c}"))
             writer.writerow(published(id=f"{c}b", campaign=f"c{c}", source="Korthikanti et al., 2022, Table 4"))
-        writer.writerow(published(id="lora", campaign="c9", flags="LoRA"))
+        writer.writerow(published(id="away", campaign="c9", flags="activation offload to the host"))
         writer.writerow(published(id="other", campaign="c9", trust="C"))
     experiment.main(data, write=out, json_path=rows, only="sustained_hopper,overlap", jobs=1, date="2026-01-02")
     found = json.loads(out.read_text())
