@@ -41,6 +41,7 @@ LEAST_GROUPS = 3
 _DIFFERENCE = 0.04  # of a constant's logarithm: wide enough to see past what a maximum of two times hides
 _RADIUS = 0.3  # of the trust region, in logarithms
 _LEAST_RADIUS = 0.02
+_SETTLED = 2e-3  # a round that improves the objective by less, relative, is the last
 _REWEIGHTINGS = 60
 _CLOSE = 1e-9
 
@@ -285,9 +286,11 @@ def fit(
         if value >= best:
             radius /= 2
             continue
-        best = value
         linear = replace(linear, at=z, residual=residual)
         linear = _differences(linear, steps, price, start, felt)
+        settled, best = best - value < _SETTLED * best, value
+        if settled:
+            break
     _, curvature = linear.solve(weights, free, 0.0)
     constants = _constants(start, chosen, linear.at)
     rows = _rows(linear, labels, start, constants, free, curvature)
