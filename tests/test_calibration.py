@@ -321,6 +321,15 @@ def test_steps_of_a_file_are_priced_as_estimate_prices_them(tmp_path: Path) -> N
     assert functions(steps)[1](slower) > 1.03 * expected
 
 
+def test_chunks_without_layers_are_priced_as_estimate_prices_them(tmp_path: Path) -> None:
+    degrees = "{pp: 2, micro_batch_size: 8, stages: [0, 12]}"  # the embedding alone, then all layers
+    (only,) = read_steps(
+        write_steps(tmp_path, STEPS[: STEPS.index("- <<")].replace("{micro_batch_size: 16}", degrees)), START
+    )
+    expected = estimate_config(only.planned.request, only.planned.config).estimate.step_time_s.mid
+    assert only.planned.step_s(START) == pytest.approx(expected, rel=1e-12)
+
+
 def test_calibrate_shows_errors_and_writes_a_file_that_plans_use(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     result = run("calibrate", str(write_steps(tmp_path)), "--write", str(out))
@@ -364,10 +373,11 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS.replace("0.09", "-1"), "step 1: step_time_s=-1"),
         (STEPS.replace("0.09", "fast"), "step 1: step_time_s='fast'"),
         (STEPS.replace("name: tp", "name: dp"), "2 steps have the name 'dp'"),
-        (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs, blocking"),
+        (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs"),
         (STEPS.replace("flash2", "flash9"), "attention 'flash9' is not known; use unfused"),
         (STEPS.replace("[tp]", "[dp]"), "overlap of 'dp' is not known; use tp, ep, pp"),
         (STEPS.replace("[tp]", "3"), "overlap=3 must be a list"),
+        (STEPS.replace("overlap: [tp]", "dispatcher: deep"), "dispatcher 'deep' is not known; use alltoall"),
         (STEPS.replace("launch:", "lunch:"), "unknown option 'lunch'; known: attention"),
         (STEPS.replace("mode: fused", "mode: fast"), "mode 'fast' is not known; use eager"),
         (STEPS.replace("{tp: 2", "{tp: 3"), "step 2: tp x pp x cp = 3 does not divide the 4 devices"),
@@ -451,7 +461,7 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
         for c in range(4):
             writer.writerow(published(id=f"{c}a", campaign=f"c{c}", source=f"X/y{c % 2} docs/a.md:{c}"))
             writer.writerow(published(id=f"{c}b", campaign=f"c{c}", source="Korthikanti et al., 2022, Table 4"))
-        writer.writerow(published(id="lora", campaign="c9", flags="LoRA"))
+        writer.writerow(published(id="unread", campaign="c9", layers=""))
         writer.writerow(published(id="other", campaign="c9", trust="C"))
     experiment.main(data, write=out, json_path=rows, only="sustained_hopper,overlap", jobs=1, date="2026-01-02")
     found = json.loads(out.read_text())

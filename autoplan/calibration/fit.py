@@ -88,6 +88,7 @@ _RANGES: tuple[tuple[str, Range], ...] = (
     (r"memory_share", Range(0.5, 1.0, 0.1)),
     (r"(attention|network)_share", Range(0.4, 1.2, 0.15)),
     (r".*_share", Range(0.2, 1.2, 0.2)),
+    (r"power_exponent", Range(0.1, 1.5, 0.3)),
     (r"imbalance", Range(1.0, 2.5, 0.2)),
     (r"host_fp8", Range(1.0, 5.0, 0.3)),
     (r"host_.*_s", Range(1e-6, 2e-2, 0.7)),
