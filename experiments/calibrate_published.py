@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -145,7 +146,8 @@ def main(
             tasks = list(dict.fromkeys(case.task for case in cases))
             workers = Workers(tasks, pools)
             number = {task: i for i, task in enumerate(tasks)}
-            cases = [case for case in cases if number[case.task] in workers.home]
+            timed = [case for case in cases if not math.isnan(case.measured_s)]  # others state memory alone
+            cases = [case for case in timed if number[case.task] in workers.home]
             indices = [number[case.task] for case in cases]
             steps = [Step(c.row["id"], c.row["campaign"], c.measured_s) for c in cases]
 

@@ -200,7 +200,7 @@ def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
         return priced_by(models)(questions)
 
     held = held_out(found, steps, price)
-    assert [len(indices) for _, indices in asked] == [6] * 5  # each step once
+    assert len(asked) <= 5 * 4  # at most so many prices of all steps
     for g in range(5):
         rest = [i for i, s in enumerate(steps) if s.group != f"campaign{g}"]
         again = fitted_to([steps[i] for i in rest], [models[i] for i in rest])
@@ -213,6 +213,16 @@ def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
             if s.group == f"campaign{g}":
                 assert held.errors[i] == pytest.approx(math.log(model(constants) / s.measured_s), abs=1e-9)
     assert macro(steps, held.errors) > macro(steps, found.after)
+
+
+def test_a_fit_without_a_group_does_not_go_where_the_rest_gets_worse() -> None:
+    """The host is 3 % of most steps, which are 25 % slower than said: in the linear model it has to be 400 times slower,
+    which makes them 13 times slower in truth. Only the group that is left out said so."""
+    models: list[Model] = [lambda c: 0.5 + 1e4 * c.host_fused_s] + [lambda c: 1 + 600 * c.host_fused_s] * 3
+    steps = [Step(f"{i}", f"{i}", models[i](START) * (1.25 if i else 1.0)) for i in range(4)]
+    found = fitted_to(steps, models, names=["host_fused_s"], looseness=10.0, rounds=1)
+    constants = held_out(found, steps, priced_by(models)).constants["0"]
+    assert 1 < models[1](constants) / models[1](START) < 1.25**2  # nearer to what was measured
 
 
 def test_a_constant_that_lacks_groups_without_one_goes_back() -> None:
@@ -463,6 +473,8 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
             writer.writerow(published(id=f"{c}b", campaign=f"c{c}", source="Korthikanti et al., 2022, Table 4"))
         writer.writerow(published(id="unread", campaign="c9", layers=""))
         writer.writerow(published(id="other", campaign="c9", trust="C"))
+        memory = {"step_time_s": "", "peak_mem_gb": "40", "mem_kind": "max allocated"}
+        writer.writerow(published(id="memory", campaign="c9", **memory))
     experiment.main(data, write=out, json_path=rows, only="sustained_hopper,overlap", jobs=1, date="2026-01-02")
     found = json.loads(out.read_text())
     assert found["sources"] == ["Korthikanti et al., 2022", "X/y0", "X/y1"] and found["date"] == "2026-01-02"
