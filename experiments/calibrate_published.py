@@ -146,7 +146,7 @@ def main(
             tasks = list(dict.fromkeys(case.task for case in cases))
             workers = Workers(tasks, pools)
             number = {task: i for i, task in enumerate(tasks)}
-            timed = [case for case in cases if not math.isnan(case.measured_s)]  # others state memory alone
+            timed = [case for case in cases if not math.isnan(case.measured_s)]  # others ran out of memory
             cases = [case for case in timed if number[case.task] in workers.home]
             indices = [number[case.task] for case in cases]
             steps = [Step(c.row["id"], c.row["campaign"], c.measured_s) for c in cases]

@@ -216,8 +216,8 @@ def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
 
 
 def test_a_fit_without_a_group_does_not_go_where_the_rest_gets_worse() -> None:
-    """The host is 3 % of most steps, which are 25 % slower than said: in the linear model it has to be 400 times slower,
-    which makes them 13 times slower in truth. Only the group that is left out said so."""
+    """The host is 3 % of most steps, which are 25 % slower than said: in the linear model it has to be 400 times
+    slower, which makes them 13 times slower in truth. Only the group that is left out said so."""
     models: list[Model] = [lambda c: 0.5 + 1e4 * c.host_fused_s] + [lambda c: 1 + 600 * c.host_fused_s] * 3
     steps = [Step(f"{i}", f"{i}", models[i](START) * (1.25 if i else 1.0)) for i in range(4)]
     found = fitted_to(steps, models, names=["host_fused_s"], looseness=10.0, rounds=1)
@@ -473,8 +473,7 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
             writer.writerow(published(id=f"{c}b", campaign=f"c{c}", source="Korthikanti et al., 2022, Table 4"))
         writer.writerow(published(id="unread", campaign="c9", layers=""))
         writer.writerow(published(id="other", campaign="c9", trust="C"))
-        memory = {"step_time_s": "", "peak_mem_gb": "40", "mem_kind": "max allocated"}
-        writer.writerow(published(id="memory", campaign="c9", **memory))
+        writer.writerow(published(id="full", campaign="c9", step_time_s="", notes="OOM"))
     experiment.main(data, write=out, json_path=rows, only="sustained_hopper,overlap", jobs=1, date="2026-01-02")
     found = json.loads(out.read_text())
     assert found["sources"] == ["Korthikanti et al., 2022", "X/y0", "X/y1"] and found["date"] == "2026-01-02"
