@@ -100,7 +100,7 @@ ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused 
 AttentionName = Annotated[
     str | None, typer.Option(help="Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.")
 ]
-LaunchName = Annotated[str, typer.Option(help="How kernels are started: async, graphs or blocking.")]
+LaunchName = Annotated[str, typer.Option(help="How kernels are started: async, graphs, full_graphs or blocking.")]
 Overlaps = Annotated[str | None, typer.Option("--overlap", help="What runs beside computing, by comma: tp, ep, pp.")]
 ConstantsFile = Annotated[
     Path | None, typer.Option("--constants", help="Constants of the cost model: a file of autoplan calibrate.")

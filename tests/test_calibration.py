@@ -200,7 +200,7 @@ def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
         return priced_by(models)(questions)
 
     held = held_out(found, steps, price)
-    assert [len(indices) for _, indices in asked] == [6] * 5  # each step once
+    assert len(asked) <= 5 * 4  # at most so many prices of all steps
     for g in range(5):
         rest = [i for i, s in enumerate(steps) if s.group != f"campaign{g}"]
         again = fitted_to([steps[i] for i in rest], [models[i] for i in rest])
@@ -213,6 +213,16 @@ def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
             if s.group == f"campaign{g}":
                 assert held.errors[i] == pytest.approx(math.log(model(constants) / s.measured_s), abs=1e-9)
     assert macro(steps, held.errors) > macro(steps, found.after)
+
+
+def test_a_fit_without_a_group_does_not_go_where_the_rest_gets_worse() -> None:
+    """The host is 3 % of most steps, which are 25 % slower than said: in the linear model it has to be 400 times
+    slower, which makes them 13 times slower in truth. Only the group that is left out said so."""
+    models: list[Model] = [lambda c: 0.5 + 1e4 * c.host_fused_s] + [lambda c: 1 + 600 * c.host_fused_s] * 3
+    steps = [Step(f"{i}", f"{i}", models[i](START) * (1.25 if i else 1.0)) for i in range(4)]
+    found = fitted_to(steps, models, names=["host_fused_s"], looseness=10.0, rounds=1)
+    constants = held_out(found, steps, priced_by(models)).constants["0"]
+    assert 1 < models[1](constants) / models[1](START) < 1.25**2  # nearer to what was measured
 
 
 def test_a_constant_that_lacks_groups_without_one_goes_back() -> None:
@@ -321,6 +331,15 @@ def test_steps_of_a_file_are_priced_as_estimate_prices_them(tmp_path: Path) -> N
     assert functions(steps)[1](slower) > 1.03 * expected
 
 
+def test_chunks_without_layers_are_priced_as_estimate_prices_them(tmp_path: Path) -> None:
+    degrees = "{pp: 2, micro_batch_size: 8, stages: [0, 12]}"  # the embedding alone, then all layers
+    (only,) = read_steps(
+        write_steps(tmp_path, STEPS[: STEPS.index("- <<")].replace("{micro_batch_size: 16}", degrees)), START
+    )
+    expected = estimate_config(only.planned.request, only.planned.config).estimate.step_time_s.mid
+    assert only.planned.step_s(START) == pytest.approx(expected, rel=1e-12)
+
+
 def test_calibrate_shows_errors_and_writes_a_file_that_plans_use(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     result = run("calibrate", str(write_steps(tmp_path)), "--write", str(out))
@@ -364,10 +383,11 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS.replace("0.09", "-1"), "step 1: step_time_s=-1"),
         (STEPS.replace("0.09", "fast"), "step 1: step_time_s='fast'"),
         (STEPS.replace("name: tp", "name: dp"), "2 steps have the name 'dp'"),
-        (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs, "),
+        (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs"),
         (STEPS.replace("flash2", "flash9"), "attention 'flash9' is not known; use unfused"),
         (STEPS.replace("[tp]", "[dp]"), "overlap of 'dp' is not known; use tp, ep, pp"),
         (STEPS.replace("[tp]", "3"), "overlap=3 must be a list"),
+        (STEPS.replace("overlap: [tp]", "dispatcher: deep"), "dispatcher 'deep' is not known; use alltoall"),
         (STEPS.replace("launch:", "lunch:"), "unknown option 'lunch'; known: attention"),
         (STEPS.replace("mode: fused", "mode: fast"), "mode 'fast' is not known; use eager"),
         (STEPS.replace("{tp: 2", "{tp: 3"), "step 2: tp x pp x cp = 3 does not divide the 4 devices"),
@@ -451,8 +471,9 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
         for c in range(4):
             writer.writerow(published(id=f"{c}a", campaign=f"c{c}", source=f"X/y{c % 2} docs/a.md:{c}"))
             writer.writerow(published(id=f"{c}b", campaign=f"c{c}", source="Korthikanti et al., 2022, Table 4"))
-        writer.writerow(published(id="away", campaign="c9", flags="activation offload to the host"))
+        writer.writerow(published(id="unread", campaign="c9", layers=""))
         writer.writerow(published(id="other", campaign="c9", trust="C"))
+        writer.writerow(published(id="full", campaign="c9", step_time_s="", notes="OOM"))
     experiment.main(data, write=out, json_path=rows, only="sustained_hopper,overlap", jobs=1, date="2026-01-02")
     found = json.loads(out.read_text())
     assert found["sources"] == ["Korthikanti et al., 2022", "X/y0", "X/y1"] and found["date"] == "2026-01-02"

@@ -43,6 +43,9 @@ _RADIUS = 0.3  # of the trust region, in logarithms
 _LEAST_RADIUS = 0.02
 _SETTLED = 2e-3  # a round that improves the objective by less, relative, is the last
 _REWEIGHTINGS = 60
+# Of fits without a group: how far the linear model is trusted without a look, and the shares of the way that are tried.
+_NEAR = 0.1
+_SHARES = (1.0, 0.6, 0.3, 0.0)
 _CLOSE = 1e-9
 
 
@@ -88,6 +91,7 @@ _RANGES: tuple[tuple[str, Range], ...] = (
     (r"memory_share", Range(0.5, 1.0, 0.1)),
     (r"(attention|network)_share", Range(0.4, 1.2, 0.15)),
     (r".*_share", Range(0.2, 1.2, 0.2)),
+    (r"power_exponent", Range(0.1, 1.5, 0.3)),
     (r"imbalance", Range(1.0, 2.5, 0.2)),
     (r"host_fp8", Range(1.0, 5.0, 0.3)),
     (r"host_.*_s", Range(1e-6, 2e-2, 0.7)),
@@ -300,26 +304,34 @@ def fit(
 def held_out(fitted: Fitted, steps: Sequence[Step], price: Price, *, least_groups: int = LEAST_GROUPS) -> HeldOut:
     """Fit again without each group, and price it with what came out.
 
-    The fits are those of the linear model where the whole fit ended; the prices are true ones. A constant that without
-    the group has too few groups left goes back to where it was before the fit, by the same rule. Raises: AutoplanError
-    if there is only one group.
+    The fits are those of the linear model where the whole fit ended; as far as they go from there, true prices of the
+    steps that are left decide (a search along the line, as in `fit`). A constant that without the group has too few
+    groups left goes back to where it was before the fit, by the same rule. Raises: AutoplanError if there is only one
+    group.
     """
     linear, labels = fitted.linear, sorted({s.group for s in steps})
     if len(labels) < 2:
         raise AutoplanError(f"leaving out a group needs at least two; there is only {', '.join(labels) or 'none'}")
-    found: dict[str, Constants] = {}
-    questions: list[Question] = []
-    for g, label in enumerate(labels):
+    measured, everything = np.log([s.measured_s for s in steps]), range(len(steps))
+    tried: list[tuple[int, Floats]] = []
+    for g in range(len(labels)):
         kept = linear.group != g
         free = np.array([len(rest) >= least_groups for rest in linear.determining(kept)], dtype=bool)
         free &= np.array([fitted.rows[n].fitted for n in linear.names], dtype=bool)
         z, _ = linear.solve(linear.weights(kept), free, math.inf)
-        found[label] = _constants(fitted.constants, linear.names, z)
-        questions.append((found[label], np.flatnonzero(~kept).tolist()))
+        start = np.where(free, linear.at, linear.prior)
+        far = float(np.max(np.abs(z - start), initial=0.0)) > _NEAR
+        tried += [(g, start + share * (z - start)) for share in (_SHARES if far else (1.0,))]
+    questions = [(_constants(fitted.constants, linear.names, z), everything) for _, z in tried]
+    found: dict[str, Constants] = {}
+    least = dict.fromkeys(labels, math.inf)
     errors = np.zeros(len(steps))
-    for (_, indices), seconds in zip(questions, price(questions), strict=True):
-        measured = np.log([steps[i].measured_s for i in indices])
-        errors[list(indices)] = _logs(steps, indices, seconds) - measured
+    for (g, z), (constants, _), seconds in zip(tried, questions, price(questions), strict=True):
+        residual, kept = _logs(steps, everything, seconds) - measured, linear.group != g
+        value = objective(residual, linear.weights(kept), z, linear.prior, linear.width)
+        if value < least[labels[g]]:
+            least[labels[g]], found[labels[g]] = value, constants
+            errors[~kept] = residual[~kept]
     values = [c.values for c in found.values()]
     span = {n: (min(v[n] for v in values), max(v[n] for v in values)) for n in linear.names}
     return HeldOut(errors, found, span)

@@ -8,7 +8,7 @@
       step_time_s: 9.1                          # measured
       precision: bf16                           # optional from here on
       mode: fused
-      options: {attention: fused, launch: graphs, overlap: [tp]}
+      options: {attention: fused, launch: graphs, overlap: [tp]}    # and dispatcher, of experts
       degrees: {tp: 4, recompute: full}         # what is left out: as `autoplan estimate` has it
       group: tuesday                            # steps that err together count once; left out: each by itself
 
@@ -34,7 +34,7 @@ from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.work import Workload
-from autoplan.estimate import estimate_config, recompute_counts
+from autoplan.estimate import ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.points import PlanRequest
 from autoplan.report.arguments import read_options
 from autoplan.report.degrees import config_of
@@ -43,7 +43,7 @@ from autoplan.sweep import check_task
 
 _NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
 _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")
-_OPTIONS = ("attention", "launch", "overlap")
+_OPTIONS = ("attention", "launch", "overlap", "dispatcher")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Planned:
         costs, config = request.costs, self.config
         times = op_times(self.workload, costs)
         pricer = Pricer(self.workload, config, costs, precision_of(request.precision), times)
-        chunks = config.stages or ()
+        chunks = units_of(config.stages or (), ends_apart(request.graph, config))
         return pricer.step_s(chunks, recompute_counts(pricer, config, chunks))
 
 
@@ -167,7 +167,7 @@ def _options(data: object) -> RunOptions:
     names = overlap if isinstance(overlap, str) else ",".join(map(str, overlap)) if _is_list(overlap) else None
     if names is None:
         raise PinError(f"overlap={overlap!r} must be a list, for example [tp, pp]")
-    return read_options(data.get("attention"), data.get("launch") or "async", names)
+    return read_options(data.get("attention"), data.get("launch") or "async", names, data.get("dispatcher"))
 
 
 def _is_list(value: object) -> bool:

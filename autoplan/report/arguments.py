@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.cost_models.config import RECOMPUTE, Attention, Launch, RunOptions
+from autoplan.cost_models.config import RECOMPUTE, Attention, Dispatcher, Launch, RunOptions
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.run import Assumptions
 from autoplan.report.numbers import read_count, read_series
@@ -93,11 +93,14 @@ def read_recompute(text: str) -> str | tuple[int, ...]:
     raise PinError(f"recompute {text!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage: 3,0,0,0")
 
 
-def read_options(attention: str | None, launch: str, overlap: str | None) -> RunOptions:
-    """The kernel of attention, how kernels start, and what overlaps, by comma: `tp,ep`."""
+def read_options(attention: str | None, launch: str, overlap: str | None, dispatcher: str | None = None) -> RunOptions:
+    """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, and how rows travel to experts."""
+    if dispatcher is not None and dispatcher not in tuple(Dispatcher):
+        raise PinError(f"dispatcher {dispatcher!r} is not known; use {', '.join(Dispatcher)}")
     if attention is not None and attention not in tuple(Attention):
         raise PinError(f"attention {attention!r} is not known; use {', '.join(Attention)}")
     if launch not in tuple(Launch):
         raise PinError(f"launch {launch!r} is not known; use {', '.join(Launch)}")
     beside = frozenset(part.strip() for part in (overlap or "").split(",") if part.strip())
-    return RunOptions(None if attention is None else Attention(attention), Launch(launch), beside)
+    kernel = None if attention is None else Attention(attention)
+    return RunOptions(kernel, Launch(launch), beside, Dispatcher(dispatcher or Dispatcher.ALL_TO_ALL))
