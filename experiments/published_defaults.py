@@ -88,6 +88,9 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
 }
 
+# Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False).
+GRADIENTS_16 = frozenset((Framework.NEMO,))
+
 # Name of a planner's precision, or None where it has none. Of two that a source leaves open, the one that all of its
 # devices have.
 PRECISIONS: tuple[tuple[str, str | None], ...] = (

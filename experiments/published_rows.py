@@ -26,7 +26,7 @@ from published_table import read_rows as read_rows
 
 from autoplan.cost_models.catalog import entry
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.config import GRADIENTS_16, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.errors import AutoplanError
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -345,6 +345,8 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     if precision is None:
         raise Unpriced(f"no precision of the planner for {row['precision']!r}")
     assumed = (*assumed, *(name for name in ("vocab", "precision") if not row[name]))
+    if framework in tables.GRADIENTS_16 and precision != "fp32":
+        precision += GRADIENTS_16
     task = Task(shape, cluster, precision, seq_len, batch, settings)
     return Case(row, task, framework, measured_s, assumed)
 
@@ -444,6 +446,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     zero = find(tables.ZERO_STAGES, row["zero_stage"]) if row["zero_stage"] else None
     if zero is None:
         zero = defaults.zero_stages
+    if pp > 1 and zero[0] == 2:  # in a pipeline gradients are reduced once per step, not after each micro-batch
+        zero = (1, 2)
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
     recompute = _recompute(row, defaults.recompute)
@@ -475,6 +479,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     readings += [replace(usual, micro_batch=v) for v in micro[1:]]
     schedule = _schedule(row)
     options = options_of(framework, era, f"{row['flags']} {row['model']}", row["gpu"], row["precision"])
+    options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
     settings = []
     for r in readings:
         chunks = r.virtual_stages if pp > 1 else 1

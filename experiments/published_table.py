@@ -16,9 +16,9 @@ from autoplan.cost_models.errors import AutoplanError
 
 COLUMNS = (
     "id campaign source trust model params_b layers hidden ffn_hidden heads kv_heads vocab seq_len moe_experts "
-    "moe_topk gpu gpu_mem_gb n_gpus gpus_per_node internode tp pp vpp dp cp ep zero_stage micro_batch global_batch "
-    "recompute precision schedule flags step_time_s tokens_per_s_per_gpu tflops_per_gpu tflops_kind peak_mem_gb "
-    "mem_kind notes"
+    "moe_topk gpu gpu_mem_gb n_gpus gpus_per_node internode tp sp pp vpp dp cp ep zero_stage micro_batch "
+    "global_batch recompute precision schedule flags step_time_s tokens_per_s_per_gpu tflops_per_gpu tflops_kind "
+    "peak_mem_gb mem_kind notes"
 ).split()
 
 
