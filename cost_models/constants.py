@@ -51,7 +51,8 @@ class Constants:
         host_fused_s: the same of fused modules of Megatron and Transformer Engine.
         host_blocking_s: seconds per operation and pass where the host waits for every kernel (launch `blocking`).
         host_experts_s: the same as `host_fused_s` of one call of experts (routing, sorting, waiting for the sizes).
-        host_fp8: factor on all of them where products are 8 bits (amax, scales, casts).
+        host_expert_s: the same per expert of a rank, where each has products of its own.
+        host_fp8: factor on `host_fused_s` where products are 8 bits (amax, scales, casts).
         overlap: share of ZeRO's traffic that hides behind compute.
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
         network_share: bandwidth of networks among other traffic over that of collective benchmarks.
@@ -71,7 +72,8 @@ class Constants:
     host_eager_s: float = 10e-6
     host_fused_s: float = 50e-6
     host_blocking_s: float = 150e-6
-    host_experts_s: float = 2e-3
+    host_experts_s: float = 1e-3
+    host_expert_s: float = 2e-4
     host_fp8: float = 1.5
     overlap: float = 0.8
     tp_hidden: float = 0.5

@@ -4,7 +4,8 @@ Python, dispatch and launch of each operation; a device works off a queue that t
 longer of both (launch `async`), the device's share alone (`full_graphs`; `graphs`: but for experts), or their sum
 (`blocking`). Views start no kernel; in fused and compiled programs neither do element-wise operations, unless the host
 waits for each kernel (where old fused kernels save few of them). A call of experts sorts rows by expert and, where the
-number of rows of each is not known beforehand, waits for the device to tell it: Megatron's dropless dispatch.
+number of rows of each is not known beforehand, waits for the device to tell it: Megatron's dropless dispatch; then each
+expert of the rank has products of its own (Transformer Engine's GroupedLinear), unless they are fused.
 
 The constants are fitted to whole steps of small micro-batches (`Constants.host_*`). What is no accelerator pays for
 operations one at a time in `compute`, and a profile of the runtime has it measured.
@@ -44,9 +45,13 @@ def _of(ops: tuple[OpWork, ...], phase: str, costs: Costs) -> Quantity:
             continue
         if op.op != "experts" and costs.options.launch is Launch.GRAPHS:
             continue
-        own = c.host_experts_s if op.op == "experts" else blocking if waits else each
+        if op.op == "experts":
+            num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
+            seconds += c.host_experts_s + num_local * c.host_expert_s
+            continue
         dtype = dict(op.attrs).get("matmul_dtype")
-        seconds += own * (c.host_fp8 if isinstance(dtype, str) and kind_of(dtype) is not Kind.HALF else 1.0)
+        narrow = isinstance(dtype, str) and kind_of(dtype) is not Kind.HALF
+        seconds += (blocking if waits else each) * (c.host_fp8 if narrow else 1.0)
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
 
 

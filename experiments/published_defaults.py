@@ -24,6 +24,7 @@ class Framework(StrEnum):
     COMPOSER = "Composer FSDP"
     JAX = "MaxText, Pax"
     MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
+    BIGSCIENCE = "Megatron-DeepSpeed of BigScience"
     MEGATRON = "Megatron-LM"
     NEMO = "NeMo, Megatron Bridge"
     INTERNEVO = "InternEvo"
@@ -67,7 +68,8 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"Composer|llm-foundry", Framework.COMPOSER),
     (r"torchtitan", Framework.TORCHTITAN),
     (r"InternEvo", Framework.INTERNEVO),
-    (r"DeepSpeed|bigscience", Framework.MEGATRON_DEEPSPEED),
+    (r"bigscience|OpenLLM-France", Framework.BIGSCIENCE),
+    (r"DeepSpeed", Framework.MEGATRON_DEEPSPEED),
     (r"NeMo|Megatron-Bridge|dgxc-benchmarking|training_results", Framework.NEMO),
     (r"Megatron|Korthikanti|calculon|SC21|2205\.05198|2402\.15627|SimuMax|ModelZoo|Primus", Framework.MEGATRON),
 )
@@ -79,6 +81,7 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.JAX: Defaults((Mode.COMPILED,), ("full", "none"), (3,)),
     # Megatron's fused softmax, bias and gelu; --checkpoint-activations was usual before FlashAttention
     Framework.MEGATRON_DEEPSPEED: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
+    Framework.BIGSCIENCE: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
     # Transformer Engine; performance recipes compute at most the attention core again (NVIDIA NeMo performance guide)
     Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
@@ -134,7 +137,7 @@ INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "Interleav
 
 # Entries of the tokenizer where a row is silent: GPT-2's byte pairs, which Megatron's examples, functional tests and
 # mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
-_MEGATRONS = (Framework.MEGATRON, Framework.NEMO, Framework.MEGATRON_DEEPSPEED)
+_MEGATRONS = (Framework.MEGATRON, Framework.NEMO, Framework.MEGATRON_DEEPSPEED, Framework.BIGSCIENCE)
 VOCAB: Mapping[Framework, int] = dict.fromkeys(_MEGATRONS, 50257)
 VOCAB_MULTIPLE = 128
 

@@ -45,8 +45,9 @@ _RECIPES = frozenset({"pp", "tp"})  # NeMo's performance recipes add user buffer
 OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     Framework.COMPOSER: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
     Framework.JAX: ((0.0, RunOptions(Attention.FUSED, Launch.GRAPHS)),),  # XLA launches command buffers; cuDNN
-    # the launch scripts of BigScience and those that follow it set CUDA_LAUNCH_BLOCKING=1
-    Framework.MEGATRON_DEEPSPEED: (
+    Framework.MEGATRON_DEEPSPEED: ((0.0, RunOptions(Attention.UNFUSED)), (2023.8, RunOptions(Attention.FLASH2))),
+    # the launch scripts of BLOOM, and those that follow it on the same machine, set CUDA_LAUNCH_BLOCKING=1
+    Framework.BIGSCIENCE: (
         (0.0, RunOptions(Attention.UNFUSED, Launch.BLOCKING)),
         (2023.8, RunOptions(Attention.FLASH2, Launch.BLOCKING)),
     ),

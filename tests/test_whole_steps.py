@@ -93,6 +93,9 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     assert seconds(Mode.FUSED, Launch.GRAPHS) == pytest.approx(c.host_experts_s)
     assert seconds(Mode.FUSED, Launch.FULL_GRAPHS) == 0.0
     assert seconds(Mode.FUSED, some=(narrow,)) == pytest.approx(c.host_fp8 * c.host_fused_s)
+    row, weight = experts.inputs[0], TensorWork((4, 64, 64), "bfloat16", True)
+    four = replace(experts, inputs=(row, row, row, weight, weight), attrs=(("matmul_dtype", "float8"),))
+    assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
     assert host_s(ops, "forward", Costs(Cluster.local(2))).mid == 0.0  # a CPU runs what it starts
 
 
