@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision
@@ -25,7 +25,7 @@ class OpTimes:
     """Seconds of the operations of one call of a block.
 
     `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
-    `host_*`: what the host needs to start them.
+    `host_*`: what the host needs to start them; `attention`: the part of its core, by phase.
     """
 
     forward: Quantity
@@ -34,21 +34,27 @@ class OpTimes:
     selective: Quantity
     host_forward: Quantity = ZERO
     host_backward: Quantity = ZERO
+    attention: Mapping[str, Quantity] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
     """By block. They do not depend on dp, pp, ZeRO or the number of micro-batches: found once for many Pricers."""
     out = {}
     for name, block in workload.blocks.items():
+        forward = [costs.forward_s(op) for op in block.ops]
         backward = [costs.backward_s(op) for op in block.ops]
         weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op.op in _WEIGHTS]
         out[name] = OpTimes(
-            total([costs.forward_s(op) for op in block.ops]),
+            total(forward),
             total(backward),
             total(weight),
             total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
             host_s(block.ops, "forward", costs),
             host_s(block.ops, "backward", costs),
+            {
+                phase: total([q for op, q in zip(block.ops, found, strict=True) if op.op == "attention"])
+                for phase, found in (("forward", forward), ("backward", backward))
+            },
         )
     return out
 
@@ -168,7 +174,12 @@ class BlockPricer:
                 waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
                 comm[key] = comm.get(key, ZERO) + seconds + waited
         for (family, phase), seconds in comm.items():
-            if family in self.costs.options.overlap:
+            if family not in self.costs.options.overlap:
+                continue
+            if family == "cp":  # every step of the ring behind attention on what the step before brought
+                ring = (self.config.cp - 1) / self.config.cp
+                comm[family, phase] = seconds.less(times.attention.get(phase, ZERO) * ring)
+            else:
                 comm[family, phase] = seconds.less(seconds * self.hidden.get(family, 0.0))
         hosts = {"forward": times.host_forward, "backward": times.host_backward}
         launched = {}

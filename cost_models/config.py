@@ -63,8 +63,9 @@ class Dispatcher(StrEnum):
 
 
 # What may run at the same time as computing: Megatron's user buffers or PyTorch's AsyncTP (tp), experts of one
-# micro-batch beside another one (ep), transfers between stages of an interleaved schedule (pp).
-OVERLAPS = ("tp", "ep", "pp")
+# micro-batch beside another one (ep), transfers between stages of an interleaved schedule (pp), keys and values that
+# travel around a ring while attention works on those that are there (cp; Megatron's cp-comm-type p2p, its default).
+OVERLAPS = ("tp", "ep", "pp", "cp")
 
 
 @dataclass(frozen=True)

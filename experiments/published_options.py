@@ -37,8 +37,9 @@ _DEVICES: tuple[tuple[str, float], ...] = (
 )
 
 _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
-_INTERLEAVED = frozenset({"pp"})  # Megatron's --overlap-p2p-communication, on by default with virtual stages
-_RECIPES = frozenset({"pp", "tp"})  # NeMo's performance recipes add user buffers for tensor parallelism
+# Megatron's defaults: --overlap-p2p-communication with virtual stages, a ring for context parallelism
+_INTERLEAVED = frozenset({"pp", "cp"})
+_RECIPES = frozenset({"pp", "cp", "tp"})  # NeMo's performance recipes add user buffers for tensor parallelism
 
 # (since, options), the last that applies. FlashAttention: 2022, in Megatron and PyTorch from 2023 on, FlashAttention-2
 # from the end of 2023; Transformer Engine brings cuDNN's own from 2024 on.

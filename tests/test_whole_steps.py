@@ -201,6 +201,17 @@ def test_overlap_hides_the_share_that_the_constants_say() -> None:
     assert hidden.breakdown["tp_comm"].mid == pytest.approx((1 - share) * plain.breakdown["tp_comm"].mid)
 
 
+def test_a_ring_hides_behind_the_attention_that_it_feeds() -> None:
+    config = ParallelConfig(cp=8, num_micro_batches=2)
+    for seq_len, hidden in ((131072, True), (4096, False)):
+        plain, ring = (
+            estimate(config, NODES.with_(nodes=1), RunOptions(overlap=o), seq_len=seq_len).breakdown.get("cp_comm")
+            for o in (frozenset(), frozenset({"cp"}))
+        )
+        assert plain is not None and plain.mid > 0
+        assert (ring is None or ring.mid == 0) if hidden else (ring is not None and 0 < ring.mid < plain.mid)
+
+
 def test_transfers_of_an_interleaved_schedule_may_overlap() -> None:
     config = ParallelConfig(
         dp=8, pp=8, num_micro_batches=16, schedule="Interleaved1F1B", virtual_stages=4, micro_batch_size=2
@@ -229,7 +240,7 @@ def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
 
 
 def test_bad_options_and_constants_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PinError, match=r"overlap of 'dp' is not known; use tp, ep, pp"):
+    with pytest.raises(PinError, match=r"overlap of 'dp' is not known; use tp, ep, pp, cp"):
         RunOptions(overlap=frozenset({"dp"}))
     with pytest.raises(ProfileError, match=r"constant 'speed' is not known; known are sustained_ampere"):
         Constants().with_({"speed": 1.0})
