@@ -37,6 +37,11 @@ SPLITS = (1, 2, 4, 8)
 QUERIES_PER_TILE = 128
 LARGEST_HEAD = 256  # to which the efficiency of attention belongs
 _LEAST_ACCELERATOR_FLOPS = 50e12
+# Rows of operands that are no multiple of this many bytes cannot be loaded for matrix units at once: kernels of a third
+# of the speed or less (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements). Assumed.
+_ALIGNMENT_BYTES = 16
+_MISALIGNED_SHARE = 0.33
+_MISALIGNED_ERROR = 1.0
 _NORM = 4.0  # how sharply arithmetic and traffic take turns; 4 fits a little better than their maximum
 # What a device made by hand reaches where nothing is said (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication
 # Background User's Guide").
@@ -115,8 +120,8 @@ class Kernels:
     steps: GlobalConstants
 
     def sustained(self, kind: Kind) -> float:
-        """Share of a burst's speed that long training keeps."""
-        return float(self.steps.sustained(self.family, kind) * self.power**self.steps.power_exponent)
+        """Share of a burst's speed that long training keeps; all of it where there is power enough."""
+        return min(1.0, float(self.steps.sustained(self.family, kind) * self.power**self.steps.power_exponent))
 
     @property
     def memory_share(self) -> float:
@@ -145,11 +150,14 @@ class Kernels:
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
         share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
+        aligned = all(size * width % _ALIGNMENT_BYTES == 0 for size in (depth, columns))
+        if not aligned:
+            share *= _MISALIGNED_SHARE
         compute_s = _product_compute_s(
             fit.constants, self.tiles, self.units, rows, columns, depth, groups, device.peak_flops * share, bandwidth
         )
-        error = fit.error + (self.grouped_error if grouped else 0.0)
-        tag = fit.tag if kind in self.gemm and not grouped else Tag.ASSUMED
+        error = fit.error + (self.grouped_error if grouped else 0.0) + (0.0 if aligned else _MISALIGNED_ERROR)
+        tag = fit.tag if kind in self.gemm and not grouped and aligned else Tag.ASSUMED
         return Seconds(both_s(compute_s, moved / bandwidth), self._launch_s(fit), error, tag)
 
     def attention_s(
