@@ -56,6 +56,8 @@ class Constants:
         overlap: share of ZeRO's traffic that hides behind compute.
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
         network_share: bandwidth of networks among other traffic over that of collective benchmarks.
+        step_intervals: by class of model (`dense`, `experts`): between which shares of the predicted step 9 of 10
+            measured ones lie, of campaigns that had no part in the fit. No constant of the model; () if not known.
     """
 
     sustained_ampere: float = 0.96
@@ -79,6 +81,7 @@ class Constants:
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5
     network_share: float = 1.0
+    step_intervals: tuple[tuple[str, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
@@ -95,12 +98,17 @@ class Constants:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(self.values.items()))
+        return hash((tuple(self.values.items()), self.step_intervals))
 
     @property
     def values(self) -> dict[str, float]:
         """By name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_intervals"}
+
+    def step_interval(self, experts: bool) -> tuple[float, float] | None:
+        """Shares of a predicted step between which a measured one lies; None if not known."""
+        wanted = "experts" if experts else "dense"
+        return next(((low, high) for name, low, high in self.step_intervals if name == wanted), None)
 
     def sustained(self, family: str, kind: str) -> float:
         """Share of a burst's speed; that of the family's 16-bit products where the class has none of its own."""
@@ -113,7 +121,7 @@ class Constants:
         for name in values:
             if name not in known:
                 raise ProfileError(f"constant {name!r} is not known; known are {', '.join(known)}")
-        return replace(self, **values)
+        return replace(self, **values)  # type: ignore[arg-type]
 
     @staticmethod
     @lru_cache(maxsize=1)
@@ -142,4 +150,17 @@ def constants_of(data: Any, where: str) -> Constants:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ProfileError(f"{where}: {name}={value!r} is not a number")
         values[name] = float(value)
-    return Constants().with_(values)
+    return replace(Constants().with_(values), step_intervals=_intervals(data.get("step_intervals", {}), where))
+
+
+def _intervals(data: Any, where: str) -> tuple[tuple[str, float, float], ...]:
+    out = []
+    for name, entry in data.items() if isinstance(data, Mapping) else [("step_intervals", data)]:
+        try:
+            low, high = float(entry["low"]), float(entry["high"])
+        except (TypeError, KeyError, ValueError):
+            raise ProfileError(f"{where}: {name}={entry!r} must have low and high") from None
+        if not 0 < low <= 1 <= high < math.inf:
+            raise ProfileError(f"{where}: {name} from {low} to {high} must hold 1")
+        out.append((str(name), low, high))
+    return tuple(out)

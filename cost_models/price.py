@@ -21,6 +21,7 @@ from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_time
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.memory import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
 from autoplan.cost_models.quantity import Quantity, Tag, total
 from autoplan.cost_models.schedule import (
@@ -37,9 +38,9 @@ from autoplan.cost_models.schedule import (
 )
 from autoplan.cost_models.work import Workload
 
-# What the parts do not explain of a step, either way. Priced from a profile: with it 37 of 40 measured plans lie within
-# their interval, 28 without (experiments/plan_accuracy.py). Priced from the catalog: with it 90 % of 723 published
-# runs do, 74 % without (experiments/validate_published.py).
+# What the parts do not explain of a step, either way. Priced from a profile: with it 38 of 40 measured plans lie within
+# their interval, about 30 without (experiments/plan_accuracy.py). Priced from the catalog for a device that is in no
+# published timings: assumed.
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 
 
@@ -338,8 +339,7 @@ class Pricer:
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
         low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
-        unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
-        low, high = low / (1 + unexplained), high * (1 + unexplained)
+        low, high = self._interval_s(low, mid, high)
         times = self.chunk_times(chunks, recompute, "mid")
         breakdown = self._breakdown(chunks, recompute, times, mid)
         tag = max(q.tag for q in breakdown.values() if q.high)
@@ -378,6 +378,21 @@ class Pricer:
             memory_capacity_bytes=float(self.device.memory_bytes),
             events=self._timeline(chunks, times, "mid", events=True).events if events else (),
         )
+
+    def _interval_s(self, low: float, mid: float, high: float) -> tuple[float, float]:
+        """Between which seconds a step lies. `low`, `high`: all terms at their least and at their most.
+
+        Where published timings hold the device, what such predictions were off for runs that had no part in any fit;
+        else all terms off in one direction, and what the parts do not explain.
+        """
+        known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
+        if known is not None and known.own_launch:
+            experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
+            found = self.costs.constants.step_interval(experts)
+            if found is not None:
+                return mid * found[0], mid * found[1]
+        unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
+        return low / (1 + unexplained), high * (1 + unexplained)
 
     def _breakdown(
         self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float

@@ -27,13 +27,14 @@ from published_rows import Case, Row, Shapes, Task, interpret, read_rows
 from rich.console import Console
 from validate_published import chosen, request_of
 
-from autoplan.calibration.fit import LEAST_GROUPS, Question, Step, fit, held_out, interval
+from autoplan.calibration.fit import LEAST_GROUPS, Floats, Interval, Question, Step, fit, held_out, interval
 from autoplan.calibration.steps import Planned
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError
 
 AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
+STATED = 0.9  # of those that the planner states
 # A step that is this many times off says that something is missing, not how large a constant is: it has no part in the
 # fit, and counts fully in validate_published.py.
 BEYOND = 4.0
@@ -111,6 +112,14 @@ def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
     return out
 
 
+def stated_interval(cases: Sequence[Case], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
+    """Of steps of models with or without experts; None for fewer than two campaigns of them."""
+    mine = [i for i, case in enumerate(cases) if (case.task.shape.num_experts > 0) == (name == "experts")]
+    if len({steps[i].group for i in mine}) < 2:
+        return None
+    return interval([steps[i] for i in mine], errors[mine], STATED)
+
+
 def origin(source: str) -> str:
     """The repository or paper that a row names first, without files and lines."""
     repository = re.match(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source)
@@ -166,6 +175,7 @@ def main(
             fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
             held = held_out(fitted, steps, price)
         intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
+        classes = {name: stated_interval(cases, steps, held.errors, name) for name in ("dense", "experts")}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
     console.print(constants_table(fitted, held, "campaign"))
@@ -173,7 +183,16 @@ def main(
     for found in intervals:
         console.print(interval_text(found), soft_wrap=True)
     console.print(f"{fitted.rounds} rounds; constants of fewer than {LEAST_GROUPS} campaigns stay")
+    for name, known in classes.items():
+        if known is not None:
+            console.print(f"{name}: {interval_text(known)}", soft_wrap=True)
     more = {
+        # measured / predicted of an interval holds 1: what is predicted is within what is stated
+        "step_intervals": {
+            name: {"low": min(1.0, found.low), "high": max(1.0, found.high), "covered": found.covered}
+            for name, found in classes.items()
+            if found is not None
+        },
         "date": date or datetime.date.today().isoformat(),
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }

@@ -265,3 +265,20 @@ def test_the_shipped_constants_are_all_there() -> None:
     assert Constants.shipped().values.keys() == Constants().values.keys()
     assert Constants.shipped().sustained("ada", "fp8") == Constants.shipped().sustained_ampere
     assert Constants.shipped().sustained("blackwell", "fp4") == Constants.shipped().sustained_blackwell_fp8
+
+
+def test_what_is_stated_is_what_was_wrong_elsewhere(tmp_path: Path) -> None:
+    """Catalog prices of devices that timings hold: the interval of held-out runs, by class of model."""
+    path = tmp_path / "constants.json"
+    intervals = {"dense": {"low": 0.9, "high": 1.2, "covered": 0.9}, "experts": {"low": 0.7, "high": 1.5}}
+    path.write_text(json.dumps({"constants": {}, "step_intervals": intervals}))
+    constants = Constants.load(path)
+    step = estimate(ParallelConfig(dp=8), constants=constants).step_time_s
+    assert (step.low, step.high) == (pytest.approx(0.9 * step.mid), pytest.approx(1.2 * step.mid))
+    experts = estimate(ParallelConfig(dp=8, ep=8), constants=constants, model="mixtral-8x7b").step_time_s
+    assert experts.high == pytest.approx(1.5 * experts.mid)
+    other = estimate(ParallelConfig(dp=8), Cluster.parse("1x8xmi300x-192gb"), constants=constants).step_time_s
+    assert other.high > 1.3 * other.mid  # no timings hold it
+    path.write_text(json.dumps({"constants": {}, "step_intervals": {"dense": {"low": 1.1, "high": 1.2}}}))
+    with pytest.raises(ProfileError, match=r"dense from 1.1 to 1.2 must hold 1"):
+        Constants.load(path)
