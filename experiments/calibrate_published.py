@@ -37,7 +37,7 @@ AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
 STATED = 0.9  # of those that the planner states
 # A step that is this many times off says that something is missing, not how large a constant is: it has no part in the
 # fit, and counts fully in validate_published.py.
-BEYOND = 4.0
+BEYOND = 2.0
 
 
 @lru_cache(maxsize=4096)
