@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import ParallelConfig, Precision
+from autoplan.cost_models.config import Mode, ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.host import host_s, waited_s
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
-from autoplan.cost_models.work import BlockWork, OpWork, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
@@ -166,7 +166,8 @@ class BlockPricer:
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in block.comms) for phase in computed}
         for c in block.comms:
-            seconds = self.costs.collective_s(c.kind, c.num_bytes, self.groups[c.axis], c.top_k)
+            size = c.num_bytes * self._sent_share(block, c)
+            seconds = self.costs.collective_s(c.kind, size, self.groups[c.axis], c.top_k)
             if c.per == "step":
                 per_step += seconds
             else:
@@ -217,6 +218,12 @@ class BlockPricer:
             gather=gather if stage in (1, 2) else ZERO,
             reduce=reduce if stage == 1 else ZERO,
         )
+
+    def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
+        """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""
+        if comm.kind != "all_gather" or self.families.get(comm.axis) != "tp" or self.costs.mode is not Mode.FUSED:
+            return 1.0
+        return 0.5 if any(name == "matmul_dtype" for op in block.ops for name, _ in op.attrs) else 1.0
 
     def _grad_bytes(self, dtype: str) -> float:
         return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes

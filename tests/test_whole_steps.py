@@ -201,6 +201,17 @@ def test_overlap_hides_the_share_that_the_constants_say() -> None:
     assert hidden.breakdown["tp_comm"].mid == pytest.approx((1 - share) * plain.breakdown["tp_comm"].mid)
 
 
+def test_8_bit_products_are_gathered_in_8_bits_by_transformer_engine() -> None:
+    config = ParallelConfig(tp=8, num_micro_batches=8)
+
+    def tp_s(precision: str, mode: Mode) -> float:
+        request = PlanRequest(load_model("llama-3.1-8b"), NODE, 8192, 8, precision=precision, mode=mode)
+        return estimate_config(request, config).estimate.breakdown["tp_comm"].mid
+
+    assert 0.6 < tp_s("fp8", Mode.FUSED) / tp_s("bf16", Mode.FUSED) < 0.9  # what is reduced keeps 16 bits
+    assert tp_s("fp8", Mode.COMPILED) == pytest.approx(tp_s("bf16", Mode.COMPILED), rel=0.05)
+
+
 def test_a_ring_hides_behind_the_attention_that_it_feeds() -> None:
     config = ParallelConfig(cp=8, num_micro_batches=2)
     for seq_len, hidden in ((131072, True), (4096, False)):
