@@ -56,6 +56,14 @@ _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPI
 # Share of the traffic of an element-wise op that is left when it is fused into its producer, where it is not known what
 # runs together (search.fusion): its input stays in registers, its output is written where a backward needs it.
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
+# How often the kernels of a loss read or write all logits: log_softmax finds the maximum, adds up, and writes; Megatron's
+# vocabulary-parallel one (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum, subtracts,
+# exponentiates, adds up and divides in kernels of their own; a compiler reads twice. Backwards they are read and written.
+_LOSS_PASSES: dict[Mode, dict[str, float]] = {
+    Mode.EAGER: {"forward": 4.0, "backward": 3.0},
+    Mode.FUSED: {"forward": 7.0, "backward": 2.0},
+    Mode.COMPILED: {"forward": 2.0, "backward": 2.0},
+}
 # Intervals of the roofline: a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
 _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing holds
@@ -137,6 +145,8 @@ def roofline_s(
         fused = work.op in ELEMENTWISE and mode is not Mode.EAGER
         launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
+    if known is not None and work.op == "cross_entropy_sum":
+        moved = _LOSS_PASSES[mode][phase] * work.inputs[0].num_bytes
     together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
     if isinstance(together, int):
         moved, launch = float(together), 0.0

@@ -171,6 +171,15 @@ def test_what_runs_together_reads_and_writes_once() -> None:
     assert dict(gelu.attrs)["fused_forward_bytes"] <= 2 * wide
 
 
+def test_a_loss_reads_its_logits_more_than_once() -> None:
+    logits = TensorWork((4096, 128256), "float32", True)
+    loss = OpWork("cross_entropy_sum", (logits,), (TensorWork((), "float32", True),), (), 1e9, float(logits.num_bytes))
+    bandwidth = NODE.device.memory_bytes_per_s * Constants.shipped().memory_share
+    for mode, passes in ((Mode.FUSED, 7 + 2), (Mode.EAGER, 4 + 3), (Mode.COMPILED, 2 + 2)):
+        both = sum(op_s(loss, phase, NODE.device, None, mode).mid for phase in ("forward", "backward"))
+        assert both == pytest.approx(passes * logits.num_bytes / bandwidth, rel=0.05)
+
+
 def test_a_norm_is_one_kernel_however_it_is_written() -> None:
     """RMSNorm as Hugging Face writes it (to float32, square, mean, rsqrt, two products, back): with the addition before
     it two tensors are read and two written, not the 36 bytes per element of its operations one by one."""
