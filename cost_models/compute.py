@@ -56,9 +56,10 @@ _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPI
 # Share of the traffic of an element-wise op that is left when it is fused into its producer, where it is not known what
 # runs together (search.fusion): its input stays in registers, its output is written where a backward needs it.
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
-# How often the kernels of a loss read or write all logits: log_softmax finds the maximum, adds up, and writes; Megatron's
-# vocabulary-parallel one (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum, subtracts,
-# exponentiates, adds up and divides in kernels of their own; a compiler reads twice. Backwards they are read and written.
+# How often the kernels of a loss read or write all logits: log_softmax finds the maximum, adds up, and writes; the
+# vocabulary-parallel one of Megatron (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum,
+# subtracts, exponentiates, adds up and divides in kernels of their own; a compiler reads twice. Backwards they are read
+# and written.
 _LOSS_PASSES: dict[Mode, dict[str, float]] = {
     Mode.EAGER: {"forward": 4.0, "backward": 3.0},
     Mode.FUSED: {"forward": 7.0, "backward": 2.0},
