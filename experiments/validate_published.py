@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 from published_graphs import graph_of
 from published_rows import Case, Row, Setting, Shape, Shapes, Task, Unstated, interpret, read_rows
+from published_summary import held_out_errors, insert, markdown
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -65,6 +66,7 @@ class Result:
     ep: int = 0
     recompute: str = ""
     sweep: str = ""
+    setting: str = ""
     assumed: tuple[str, ...] = ()
     predicted_s: float = math.nan
     low_s: float = math.nan
@@ -188,6 +190,7 @@ def result_of(case: Case) -> Result:
         ep=first.ep,
         recompute=row["recompute"].split(" ")[0] or "not stated",
         sweep=f"{row['campaign']} {sweep}",
+        setting=str(task.settings[0]),
         assumed=case.assumed,
         predicted_s=steps[0].mid,
         low_s=min(q.low for q in steps),
@@ -322,8 +325,11 @@ def macro_mean(campaigns: Mapping[str, Errors]) -> float:
 
 
 def ranked_pairs(results: Sequence[Result]) -> dict[str, tuple[int, int, int]]:
-    """By campaign: pairs of one sweep (same model, devices, precision and batch; other degrees) whose measured times
-    differ by more than RANKED_APART, how many of them are predicted in the right order, and the number of sweeps."""
+    """By campaign: pairs of one sweep (same model, devices, precision and batch; other settings) whose measured times
+    differ by more than RANKED_APART, how many of them are predicted in the right order, and the number of sweeps.
+
+    Two measurements of one setting (another release, another site, a repetition) are no pair: nothing tells them apart.
+    """
     sweeps: dict[str, list[Result]] = defaultdict(list)
     for r in results:
         if r.compared:
@@ -333,6 +339,8 @@ def ranked_pairs(results: Sequence[Result]) -> dict[str, tuple[int, int, int]]:
         pairs = right = 0
         for i, a in enumerate(found):
             for b in found[:i]:
+                if a.setting == b.setting:
+                    continue
                 if max(a.measured_s, b.measured_s) > (1 + RANKED_APART) * min(a.measured_s, b.measured_s):
                     pairs += 1
                     right += (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
@@ -488,6 +496,7 @@ def main(
     campaign: Annotated[str, typer.Option(help="only rows of this campaign; all by default")] = "",
     limit: Annotated[int, typer.Option(min=0, help="at most so many rows, spread over the file; 0: all")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = 2,
+    readme: Annotated[Path | None, typer.Option(help="put the table between the marks of this file")] = None,
 ) -> None:
     """Price published measurements and print the planner's error."""
     console = Console()
@@ -500,6 +509,11 @@ def main(
         raise typer.BadParameter(str(exc)) from exc
     results = validate(rows, everything, jobs, console)
     show(results, console)
+    if readme is not None:
+        try:
+            insert(readme, markdown(summary_of(results), held_out_errors()))
+        except AutoplanError as exc:
+            raise typer.BadParameter(str(exc)) from exc
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         stored = {"rows": [_json_row(r) for r in results], "summary": _plain(summary_of(results))}

@@ -22,6 +22,7 @@ from autoplan.points import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
+import published_summary
 import validate_published as tool
 from published_defaults import Formula
 from published_graphs import deepened, graph_of
@@ -516,6 +517,7 @@ def test_a_file_is_priced_row_by_row_and_stored(tmp_path: Path) -> None:
 
 def result(predicted: float, measured: float, campaign: str = "c", **fields: Any) -> tool.Result:
     priced = {"predicted_s": predicted, "low_s": 0.8 * predicted, "high_s": 1.2 * predicted, "measured_s": measured}
+    fields.setdefault("setting", f"of {predicted}")
     return tool.Result("id", campaign, "A", "m", "d", "8", **{**priced, **fields})
 
 
@@ -560,6 +562,36 @@ def test_order_within_sweeps_counts_pairs_that_differ_enough() -> None:
     assert tool.ranked_pairs([*found, result(9.0, 0.1, sweep="b")]) == {"c": (2, 2, 1)}
     wrong = [result(2.0, 1.0, sweep="a"), result(1.0, 1.2, sweep="a")]
     assert tool.ranked_pairs(wrong) == {"c": (1, 0, 1)}
+    again = [result(1.0, 1.0, sweep="a"), result(1.0, 2.0, sweep="a")]  # one setting, measured twice
+    assert tool.ranked_pairs(again) == {}
+
+
+def test_the_table_of_the_readme_is_generated(tmp_path: Path) -> None:
+    refused = tool.Result("id", "e", "A", "m", "d", "8", "refused")
+    summary = tool.summary_of([result(1.1, 1.0), result(0.9, 1.0), result(1.0, 1.0, "e"), refused])
+    table = published_summary.markdown(summary, {"c": 0.123})
+    assert "| c | 2 | 100.0% | 10.0% | 12.3% | 10.0% | +0% | 100.0% |" in table
+    assert "| e | 2 | 50.0% | 50.0% |  | 0.0% | +0% | 100.0% |" in table
+    assert "Macro average over campaigns: **30.0%**" in table
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{published_summary.BEGIN}\nold\n{published_summary.END}\nafter\n")
+    published_summary.insert(readme, table)
+    text = readme.read_text()
+    assert "old" not in text and table in text and text.startswith("before\n") and text.endswith("\nafter\n")
+    published_summary.insert(readme, table)
+    assert readme.read_text() == text and list(tmp_path.iterdir()) == [readme]
+    readme.write_text("no marks")
+    with pytest.raises(AutoplanError, match="once each"):
+        published_summary.insert(readme, table)
+
+
+def test_the_shipped_constants_say_what_they_are_worth() -> None:
+    """Held-out errors of every campaign, fitted constants of at least three of them, intervals that hold 1."""
+    data = json.loads((Path(__file__).resolve().parents[1] / "profiles" / "constants.json").read_text())
+    assert len(published_summary.held_out_errors()) >= 10
+    fitted = {name: entry for name, entry in data["constants"].items() if entry["fitted"]}
+    assert fitted and all(len(entry["groups"]) >= 3 and entry["standard_error"] > 0 for entry in fitted.values())
+    assert data["error"]["in_sample"] < data["error"]["held_out"] < data["error"]["before"]
 
 
 def test_memory_errors_by_kind() -> None:

@@ -1,0 +1,81 @@
+"""The table of published runs in README.md, generated: predicted against measured, campaign by campaign.
+
+    python experiments/validate_published.py --data FILE.csv --trust A --readme README.md
+
+What stands between the two marks is replaced; `held out` is of the shipped constants (profiles/constants.json): every
+campaign predicted by constants fitted without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.errors import AutoplanError
+
+BEGIN = "<!-- published runs: made by experiments/validate_published.py --readme, do not edit -->"
+END = "<!-- end of published runs -->"
+
+
+def held_out_errors() -> dict[str, float]:
+    """Mean |log(predicted / measured)| by campaign of the constants of this version, with that campaign left out."""
+    text = files("autoplan.profiles").joinpath("constants.json").read_text(encoding="utf-8")
+    errors: Mapping[str, Mapping[str, float]] = json.loads(text).get("errors", {})
+    return {name: float(found["held_out"]) for name, found in errors.items() if "held_out" in found}
+
+
+def _share(value: float | None, signed: bool = False) -> str:
+    if value is None or math.isnan(value):
+        return ""
+    return f"{value:+.0%}" if signed else f"{value:.1%}"
+
+
+def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
+    """The table of a summary (`validate_published.summary_of`)."""
+    lines = [
+        "| runs | rows | priced | mean error | held out | median | bias | within interval |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+
+    def line(name: str, e: Mapping[str, Any], out: float | None) -> str:
+        priced = _share(e["num_priced"] / e["num_stated"]) if e["num_stated"] else ""
+        figures = (_share(e["mean_with_unpriced"]), _share(out), _share(e["median"]), _share(e["bias"], True))
+        return f"| {name} | {e['num_stated']} | {priced} | {' | '.join(figures)} | {_share(e['coverage'])} |"
+
+    groups = summary["groups"]
+    for name, errors in groups["campaign"].items():
+        lines.append(line(name, errors, held_out.get(name)))
+    for name, errors in groups["model"].items():
+        lines.append(line(f"all, {name}", errors, None))
+    lines.append(line("**all**", summary["all"], None))
+    macro, width = f"{summary['macro_mean']:.1%}", f"{summary['all']['width']:.0%}"
+    pairs, right = (sum(r[k] for r in summary["ranking"].values()) for k in ("pairs", "right"))
+    lines += [
+        "",
+        f"Macro average over campaigns: **{macro}**. Median width of the interval: {width} of the prediction.",
+        f"Pairs of one sweep that were measured more than 5 % apart, predicted in the right order: {right} of {pairs}.",
+    ]
+    return "\n".join(lines)
+
+
+def insert(path: Path, text: str) -> None:
+    """Put `text` between the marks of a file, atomically. AutoplanError if it has not exactly one of each, in order."""
+    try:
+        old = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise AutoplanError(f"{path}: cannot be read ({error.strerror})") from error
+    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
+        raise AutoplanError(f"{path}: the line {BEGIN!r} and then {END!r} are needed, once each")
+    head, rest = old.split(BEGIN)
+    new = f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(new)
+    Path(name).chmod(path.stat().st_mode & 0o777)
+    Path(name).replace(path)
