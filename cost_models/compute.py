@@ -235,11 +235,17 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
 
 
+# With context parallelism attention is computed for one part of the keys after the other, and what each part gives is
+# added to the sum: bytes per element and part. Forward: 16 bits read, 32 bits read and written; backward: of queries,
+# keys and values (as in context_parallel.py of Transformer Engine).
+_JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
+
+
 def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kernel: Attention) -> Seconds | None:
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
     query, _, value = work.inputs[:3]
-    return known.attention_s(
+    found = known.attention_s(
         device,
         phase,
         flops=work.flops,
@@ -250,6 +256,11 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kerne
         causal=bool(dict(work.attrs).get("causal")),
         kernel=kernel,
     )
+    parts = dict(work.attrs).get("context_parts", 1)
+    if isinstance(parts, int) and parts > 1:
+        joined = parts * _JOIN_BYTES[phase] * work.outputs[0].num_elements
+        return _together([found], joined / (known.memory_share * device.memory_bytes_per_s), True)
+    return found
 
 
 # Rows read and written once on the way to the experts of the same rank, and once on the way back.
@@ -493,7 +504,7 @@ def op_s(
         return ZERO
     found = None
     if profile is not None:
-        alone = replace(work, attrs=tuple(a for a in work.attrs if not a[0].startswith("fused_")))
+        alone = replace(work, attrs=tuple(a for a in work.attrs if not a[0].startswith(("fused_", "context_"))))
         found = profile.op_s(alone, phase) or interpolated_s(alone, phase, profile)
     if found is None:
         return roofline_s(work, phase, device, mode, options, constants)

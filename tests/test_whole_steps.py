@@ -133,6 +133,15 @@ def test_older_attention_is_slower_and_the_more_so_on_newer_devices() -> None:
     assert slower[0] == pytest.approx(1.0) and 1.5 < slower[1] < 2.0  # 0.56 of the speed (published pairs)
 
 
+def test_attention_in_parts_adds_their_results() -> None:
+    whole = attention(65536)
+    works = [replace(whole, attrs=(("causal", True), ("context_parts", n))) for n in (1, 2, 8)]
+    times = [op_s(work, "forward", NODE.device, None, Mode.FUSED).mid for work in works]
+    assert times[0] == op_s(whole, "forward", NODE.device, None, Mode.FUSED).mid
+    joined = 10.0 * whole.outputs[0].num_elements / NODE.device.memory_bytes_per_s / Constants.shipped().memory_share
+    assert times[1] - times[0] == pytest.approx(2 * joined) and times[2] - times[0] == pytest.approx(8 * joined)
+
+
 def test_modes_bring_their_own_attention() -> None:
     assert RunOptions().attention_in(Mode.FUSED) is Attention.FUSED
     assert RunOptions().attention_in(Mode.EAGER) is RunOptions().attention_in(Mode.COMPILED) is Attention.FLASH2
@@ -253,7 +262,7 @@ def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
             tp=4, dp=4, pp=4, num_micro_batches=8, virtual_stages=virtual, schedule=schedule
         )
         exposed.append(estimate(config, slow).breakdown["dp_comm"].mid)
-    assert exposed[0] > 1.2 * exposed[1] and exposed[1] > 1.1 * exposed[2] > 0
+    assert exposed[0] > 1.1 * exposed[1] and exposed[1] > 1.05 * exposed[2] > 0
 
 
 # -- options and constants ---------------------------------------------------------------------------------------------

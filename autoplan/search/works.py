@@ -143,6 +143,8 @@ class Works:
         )
         if self.precision.matmul and node.op in _NARROW and block.name in self._narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
+        if node.op == "attention" and self.context > 1:
+            attrs = (*attrs, ("context_parts", self.context))
         return OpWork(
             node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
         )
