@@ -120,6 +120,8 @@ ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
 RECOMPUTE: tuple[tuple[str, str], ...] = ((r"^none", "none"), (r"^full", "full"))
+# torchtitan's selective recompute: every other layer, or within layers every other product, which costs about as much
+EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
 
 # The planner's schedule for a row's words; None: none is the same. ZBB (Qi et al., Zero Bubble Pipeline Parallelism,

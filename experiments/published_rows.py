@@ -455,12 +455,13 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     era = era_of(row["source"], row["notes"], row["gpu"])
     whole = framework is Framework.NEMO and era >= EXPERTS_WHOLE_SINCE
     etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, whole)
+    modes = _modes(row, framework)
     choices = {
         "zero_stage": zero,
         "recompute": recompute,
         "vpp": virtual,
         "etp": etps,
-        "mode": defaults.modes,
+        "mode": modes,
         "micro_batch": micro,
     }
     blank = [
@@ -469,13 +470,13 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
         if not row[name] and (name != "vpp" or pp > 1)
     ]
     assumed += [name for name, values in choices.items() if len(values) > 1 or name in blank]
-    usual = _Reading(zero[0], recompute[0], virtual[0], etps[0], defaults.modes[0], micro[0])
+    usual = _Reading(zero[0], recompute[0], virtual[0], etps[0], modes[0], micro[0])
     # one field at a time departs from the usual
     readings = [usual, *(replace(usual, zero_stage=v) for v in zero[1:])]
     readings += [replace(usual, recompute=v) for v in recompute[1:]]
     readings += [replace(usual, virtual_stages=v) for v in virtual[1:]]
     readings += [replace(usual, etp=v) for v in etps[1:]]
-    readings += [replace(usual, mode=v) for v in defaults.modes[1:]]
+    readings += [replace(usual, mode=v) for v in modes[1:]]
     readings += [replace(usual, micro_batch=v) for v in micro[1:]]
     schedule = _schedule(row)
     options = options_of(framework, era, f"{row['flags']} {row['model']}", row["gpu"], row["precision"])
@@ -495,7 +496,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
             num_micro_batches=batch // (dp * r.micro_batch),
             schedule=tables.INTERLEAVED.get(schedule, schedule) if chunks > 1 else schedule,
             virtual_stages=chunks,
-            recompute=r.recompute,
+            recompute=r.recompute if r.recompute != HALF else tuple(n // 2 for n in _layers(shape.layers, pp * chunks)),
             stages=_stages(shape.layers, pp, chunks),
         )
         settings.append(Setting(r.mode, config, options))
@@ -511,14 +512,32 @@ def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int, whole: bo
     return tuple(legal) or (None,)
 
 
+def _modes(row: Row, framework: Framework) -> tuple[Mode, ...]:
+    """Of the framework; where torchtitan says what it compiles, only that (float8 needs it)."""
+    modes = tables.DEFAULTS[framework].modes
+    if framework is Framework.TORCHTITAN and not re.search(r"compile|float8|AsyncTP", row["flags"], re.IGNORECASE):
+        return tuple(reversed(modes))
+    return modes
+
+
 def _recompute(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
     text = row["recompute"]
     if not text:
         return usual
     if re.search(tables.CORE_ATTENTION, text):
         return ("selective",)
+    if re.search(tables.EVERY_OTHER, text):
+        return (HALF, "selective", "full")
     found = find(tables.RECOMPUTE, text)
     return (found,) if found else ("selective", "none", "full")  # of other parts of a layer: it lies between
+
+
+HALF = "half"  # of every stage's layers, in full
+
+
+def _layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers per chunk, as even as they go: at most as many as any chunk has, where stages are uneven."""
+    return (layers // chunks,) * chunks
 
 
 def _virtual_stages(row: Row, shape: Shape, pp: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from rich.table import Table
 from autoplan.cost_models.config import ParallelConfig, precision_of
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.price import Estimate, Pricer
-from autoplan.estimate import Planned, check_config, ends_apart, estimate_config, layers_of, units_of
+from autoplan.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.points import PlanRequest
 
 _log = logging.getLogger(__name__)
@@ -146,8 +146,7 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     point = first.point
     chunks = units_of(first.config.stages or (), ends_apart(request.graph, first.config))
     pricer = Pricer(point.workload, config, costs, precision_of(request.precision), point.times)
-    layers = layers_of(point.workload, chunks)
-    return pricer.estimate(chunks, layers if config.recompute == "full" else [0] * len(chunks))
+    return pricer.estimate(chunks, recompute_counts(pricer, config, chunks))
 
 
 def blank_result(row: Row, reason: str, stated: bool = True) -> Result:
