@@ -148,6 +148,11 @@ class BlockCost:
         return self.forward + self.comm_s("forward") + self.waited["forward"]
 
 
+def _narrow(block: BlockWork) -> bool:
+    """True if its products take 8 or 4 bits."""
+    return any(name == "matmul_dtype" for op in block.ops for name, _ in op.attrs)
+
+
 class BlockPricer:
     """Prices of the blocks of one workload at given degrees."""
 
@@ -223,7 +228,7 @@ class BlockPricer:
         """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""
         if comm.kind != "all_gather" or self.families.get(comm.axis) != "tp" or self.costs.mode is not Mode.FUSED:
             return 1.0
-        return 0.5 if any(name == "matmul_dtype" for op in block.ops for name, _ in op.attrs) else 1.0
+        return 0.5 if _narrow(block) else 1.0
 
     def _grad_bytes(self, dtype: str) -> float:
         return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
@@ -247,7 +252,9 @@ class BlockPricer:
             ranks = self._share(expert)
             if ranks == 1 or not mine:
                 continue
-            size = sum(p.num_elements * dtype_bytes(p.dtype) for p in mine)
+            size = float(sum(p.num_elements * dtype_bytes(p.dtype) for p in mine))
+            if self.costs.options.narrow_gather and _narrow(block):
+                size /= 2
             grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine if p.trainable)
             gather.append(self.costs.collective_s("all_gather", size, self.groups[name]))
             gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))

@@ -73,6 +73,8 @@ class RunOptions:
     """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings.
 
     `sequence_parallel`: tensor-parallel ranks may share norms and residuals instead of each computing all of them.
+    `narrow_gather`: ZeRO gathers weights of 8-bit products in 8 bits (torchtitan's enable_fsdp_float8_all_gather and
+    Megatron's --fp8-param-gather).
     `fused_experts`: grouped products with the activation and casts in one kernel (Transformer Engine's fused grouped
     MLP, Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same), else one product per expert
     over several streams, as Transformer Engine's GroupedLinear.
@@ -84,6 +86,7 @@ class RunOptions:
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     sequence_parallel: bool = True
     fused_experts: bool = False
+    narrow_gather: bool = False
 
     def __post_init__(self) -> None:
         for name in sorted(self.overlap):

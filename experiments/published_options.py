@@ -62,11 +62,16 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
         (0.0, RunOptions(Attention.FLASH2, overlap=_RECIPES)),
         (2024.3, RunOptions(Attention.FUSED, overlap=_RECIPES)),
         # recipes of Megatron Bridge (scripts/performance, its history) capture CUDA graphs of what has no dynamic sizes
-        (2025.6, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES)),
-        (2026.0, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES, dispatcher=Dispatcher.FLEX)),
+        (2025.6, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES, narrow_gather=True)),
+        (
+            2026.0,
+            RunOptions(
+                Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES, dispatcher=Dispatcher.FLEX, narrow_gather=True
+            ),
+        ),
     ),
     Framework.INTERNEVO: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
-    Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2)),),
+    Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2, narrow_gather=True)),),
     Framework.OTHER: ((0.0, _OLD), (2022.9, RunOptions(Attention.FLASH1)), (2023.8, _PLAIN)),
 }
 

@@ -230,6 +230,19 @@ def test_8_bit_products_are_gathered_in_8_bits_by_transformer_engine() -> None:
     assert tp_s("fp8", Mode.COMPILED) == pytest.approx(tp_s("bf16", Mode.COMPILED), rel=0.05)
 
 
+def test_weights_of_8_bit_products_may_be_gathered_in_8_bits() -> None:
+    config = ParallelConfig(dp=64, zero_stage=3)
+    slow = NODES.with_(nic=25)
+
+    def gathered_s(narrow: bool, precision: str) -> float:
+        options = RunOptions(narrow_gather=narrow)
+        request = PlanRequest(load_model("llama-3.1-8b"), slow, 2048, 64, precision=precision, options=options)
+        return estimate_config(request, config).estimate.breakdown["dp_comm"].mid
+
+    assert gathered_s(True, "fp8") < 0.85 * gathered_s(False, "fp8")
+    assert gathered_s(True, "bf16") == gathered_s(False, "bf16")
+
+
 def test_a_ring_hides_behind_the_attention_that_it_feeds() -> None:
     config = ParallelConfig(cp=8, num_micro_batches=2)
     for seq_len, hidden in ((131072, True), (4096, False)):
