@@ -171,7 +171,7 @@ class Points:
             context=cp,
             precision=self.precision,
             device_type=r.cluster.device_type,
-            kernels=Kernels(r.mode, r.options.attention_in(r.mode), self.precision.matmul == "float8"),
+            kernels=Kernels(r.mode, r.options.attention_in(r.mode), self.precision.matmul is not None),
         )
         work = workload(r.graph, solution.selection, works, experts, ends)
         point = IntraPoint(axes, solution, work, op_times(work, settings.costs))

@@ -26,6 +26,9 @@ from kernel_accuracy_rows import Timing, timing_of
 H100 = catalog.device("h100-sxm5-80gb")
 LISTED = sorted(kernels.data("devices")["devices"])
 OTHERS = ["mi300x-192gb", "tpu-v5p", "v100-sxm2-16gb", "trainium2-96gb"]
+# Without what only whole steps show: kernels as the fit of their timings has them.
+BURST = {name: 1.0 for name in Constants().values if name.startswith("sustained")}
+BURST |= {"attention_share": 1.0, "power_exponent": 0.0, "memory_share": kernels.data("devices")["memory"]["share"]}
 SIZES = (1, 100, 1024, 5000, 16384)
 
 
@@ -158,12 +161,13 @@ def test_experts_are_slower_the_fewer_rows_each_has() -> None:
 def test_fused_experts_save_the_activation_and_rows_in_order_cost_traffic() -> None:
     """Fused: less than the speed of the products alone explains. Passes: each moves all rows once, in both phases."""
     work, fused = experts(16384, 64), RunOptions(fused_experts=True)
-    slow_products = Constants(fused_grouped_share=Constants().grouped_share)
+    shipped = Constants.shipped()
+    slow_products = shipped.with_({"fused_grouped_share": shipped.grouped_share})
     for phase, activated in (("forward", 3 * 2048), ("backward", 5 * 2048)):
         apart = roofline_s(work, phase, H100, Mode.FUSED).mid
         assert roofline_s(work, phase, H100, Mode.FUSED, fused).mid < 0.85 * apart
         same = roofline_s(work, phase, H100, Mode.FUSED, fused, slow_products).mid
-        bandwidth = H100.memory_bytes_per_s * Constants().memory_share
+        bandwidth = H100.memory_bytes_per_s * shipped.memory_share
         assert apart - same == pytest.approx(16384 * activated * 2 / bandwidth)
         times = [seconds(replace(work, attrs=(("row_passes", n),)), phase=phase) for n in (4.0, 6.0)]
         assert times[0] == apart
@@ -177,7 +181,8 @@ def test_small_memory_bound_operations_reach_less_of_the_bandwidth() -> None:
         return work.moved_bytes / seconds(work) / H100.memory_bytes_per_s
 
     shares = [share(1 << p) for p in (10, 16, 20, 24, 30)]
-    assert shares == sorted(shares) and shares[0] < 0.01 and 0.8 < shares[-1] <= 1
+    assert shares == sorted(shares) and shares[0] < 0.01
+    assert 0.98 * Constants.shipped().memory_share < shares[-1] <= Constants.shipped().memory_share
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -230,10 +235,14 @@ def test_the_data_are_complete() -> None:
 
 
 def test_large_products_reach_what_is_published_of_them() -> None:
-    """Best shape of stas00/ml-engineering (MAMF, read): 794 TFLOP/s bf16 on H100, 271 on A100, 1745 on B200."""
+    """Best shape of stas00/ml-engineering (MAMF, read): 794 TFLOP/s bf16 on H100, 271 on A100, 1745 on B200. Of
+    bursts: long training keeps less of it."""
+    burst = Constants.shipped().with_(BURST)
     for name, published in (("h100-sxm5-80gb", 794e12), ("a100-sxm4-80gb", 271e12), ("b200-sxm-180gb", 1745e12)):
-        rate = 2 * 8192.0**3 / seconds(linear(8192, 8192, 8192), catalog.device(name))
-        assert 0.75 * published < rate < published
+        product, device = linear(8192, 8192, 8192), catalog.device(name)
+        rate = 2 * 8192.0**3 / roofline_s(product, "forward", device, Mode.FUSED, None, burst).mid
+        assert 0.75 * published < rate < 1.08 * published  # short bursts of the fit's source: 7 % more on H100
+        assert 2 * 8192.0**3 / seconds(product, device) < rate
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------
@@ -268,8 +277,7 @@ def test_rows_are_read_as_their_sources_mean_them() -> None:
 def test_the_fit_and_the_planner_have_one_model() -> None:
     """Arrays here, numbers there: the same seconds but for the share that lasts (of aligned sizes, as all timings)."""
     device = known(H100)
-    shares = dict.fromkeys((n for n in device.steps.values if n.startswith("sustained")), 1.0)
-    burst = replace(device, steps=device.steps.with_({**shares, "attention_share": 1.0}))
+    burst = replace(device, steps=device.steps.with_(BURST))
     fit = device.gemm[Kind.HALF].constants
     values = {name: getattr(fit, name) for name in fit.__dataclass_fields__}
     shapes = [(256, 1024, 8192), (1, 8, 8), (5000, 3000, 7000), (16384, 16384, 1024)]

@@ -493,14 +493,14 @@ def test_v_shaped_schedules_are_priced_by_name(name: str) -> None:
 
 
 def _priced(schedule: str, *options: str) -> Any:
-    task = "estimate gpt2 --cluster 1x8xh100-sxm5-80gb --seq-len 1024 --global-batch-size 32 --dp 2 --pp 4 --json"
+    task = "estimate llama-2-7b --cluster 1x8xh100-sxm5-80gb --seq-len 1024 --global-batch-size 32 --dp 2 --pp 4 --json"
     return CliRunner().invoke(cli.app, [*task.split(), "--schedule", schedule, *options])
 
 
 def test_dual_pipe_is_priced_with_both_copies() -> None:
     """Twice the parameters and gradients of ZB-H1 on the same stages; under ZeRO twice as many ranks to shard over, so
     that the optimizer's state does not grow. Without ZeRO it does, and the copies' gradients are reduced too."""
-    options = ("--stages", "3,3,3,3", "--zero")
+    options = ("--stages", "8,8,8,8", "--zero")
     for zero, growth in (("0", 2.0), ("1", 1.0)):
         both, one = (json.loads(_priced(name, *options, zero).stdout)["estimate"] for name in ("DualPipe", "ZB-H1"))
         pairs = [(0, 3), (1, 2), (1, 2), (0, 3)]

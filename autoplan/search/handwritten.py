@@ -32,7 +32,7 @@ PRODUCTS = frozenset(("linear", "experts"))  # whose weights' gradients are accu
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whose kernels run. `float8`: products take 8-bit inputs."""
+    """Whose kernels run. `float8`: products take inputs of 8 bits, or fewer, which are kept as 8 (an upper bound)."""
 
     mode: Mode = Mode.EAGER
     attention: Attention = Attention.FLASH2
