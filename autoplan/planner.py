@@ -72,6 +72,7 @@ _RESTRICTIONS = (
     "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
     "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
+    "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
 )
 _EXPERTS = "ep = 1: the weights of experts are sharded by tp only"
 

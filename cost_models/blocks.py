@@ -125,6 +125,7 @@ class BlockCost:
     optimizer: Quantity
     reduced_bytes: Mapping[str, float]
     waited: Mapping[str, Quantity]  # for the host to start kernels, by phase
+    hidden_again: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
     reduce: Quantity  # of ZeRO 1, once per step, whole
 
@@ -144,8 +145,14 @@ class BlockCost:
 
     @property
     def again_s(self) -> Quantity:
-        """Its forward once more, parameters at hand."""
-        return self.forward + self.comm_s("forward") + self.waited["forward"]
+        """Its forward once more, parameters at hand, less what it hides."""
+        return _beyond(self.forward + self.comm_s("forward") + self.waited["forward"], self.hidden_again)
+
+
+def _beyond(whole: Quantity, part: Quantity) -> Quantity:
+    """What is left of `whole` without `part`, each in its own scenario, never below 0."""
+    low, mid, high = (max(0.0, getattr(whole, w) - getattr(part, w)) for w in ("low", "mid", "high"))
+    return Quantity(min(low, mid), mid, max(mid, high), whole.tag)
 
 
 def _narrow(block: BlockWork) -> bool:
@@ -203,8 +210,8 @@ class BlockPricer:
         hidden_reduce = reduce.less(times.backward * self.hides) + waits[1]
         # a stream of its own: traffic hides behind all that a backward does, computing the block again included
         behind = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
-        behind += times.forward if self.config.recompute == "full" else ZERO
         both = (gather + reduce).less(behind * self.hides) + waits[2]
+        beside = (gather + reduce).less((behind + times.forward) * self.hides) + waits[2]
         return BlockCost(
             forward=times.forward,
             backward=times.backward,
@@ -220,6 +227,7 @@ class BlockPricer:
             optimizer=self._optimizer(block),
             reduced_bytes=self._reduced(block),
             waited=launched,
+            hidden_again=_beyond(both, beside) if stage == 3 else ZERO,
             gather=gather if stage in (1, 2) else ZERO,
             reduce=reduce if stage == 1 else ZERO,
         )

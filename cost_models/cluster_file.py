@@ -109,12 +109,14 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
         return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
     if "device_overrides" in top:
         raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
-    device = _device(top["device"], f"{where}, device")
+    kind = top.get("device_type", "cuda")
+    # what whole steps show of accelerators holds for one made by hand, unless its file says otherwise
+    device = _device(top["device"], f"{where}, device", None if kind == "cuda" else 0.0)
     levels = _levels(top.get("levels"), nic, f"{where}, levels")
     networks = [level for level in levels[1:] if level.name == "network"]
     if networks:
         given["nic"] = networks[-1].bytes_per_s * 8 / GB
-    kind, kept = top.get("device_type", "cuda"), tuple(sorted(given.items()))
+    kept = tuple(sorted(given.items()))
     return Cluster(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
 
 
@@ -165,12 +167,12 @@ def _device_fields(data: object, where: str, base: Device | None) -> dict[str, A
     return out
 
 
-def _device(data: object, where: str) -> Device:
+def _device(data: object, where: str, overlap_fraction: float | None) -> Device:
     fields = _device_fields(data, where, None)
     for key, name in (("peak_tflops", "peak_flops"), ("memory_gb", "memory_bytes"), ("memory_gb_s", None)):
         if (name or _DEVICE[key][0]) not in fields:
             raise PinError(f"{where}: {key} is missing; needed are peak_tflops, memory_gb and memory_gb_s")
-    return Device(**{"name": "device", "source": "given", **fields})
+    return Device(**{"name": "device", "source": "given", "overlap_fraction": overlap_fraction, **fields})
 
 
 def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from autoplan.cost_models.kernels import (
     Kind,
     Seconds,
     cast_bytes,
+    is_aligned,
     kernels_of,
     kind_of,
     memory_ramp_s,
@@ -200,9 +201,11 @@ def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     rows = out.num_elements / columns / groups
     depth = work.flops / (2.0 * out.num_elements)
     kind, width, usual = _precision(work)
+    aligned = is_aligned(kind, width, depth, columns)
+    output_bytes = float(dtype_bytes(out.dtype))
     parts = [
         known.product_s(
-            device, kind, *sizes, groups=groups, operand_bytes=width, output_bytes=float(dtype_bytes(out.dtype))
+            device, kind, *sizes, groups=groups, operand_bytes=width, output_bytes=output_bytes, aligned=aligned
         )
         for sizes in _sides(rows, columns, depth, phase, left.requires_grad, right.requires_grad)
     ]
@@ -225,7 +228,15 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     forward = ((queries, keys, query.shape[-1]), (queries, value.shape[-1], keys))
     width = float(dtype_bytes(query.dtype))
     parts = [
-        known.product_s(device, Kind.HALF, *sizes, groups=heads, operand_bytes=width, output_bytes=width)
+        known.product_s(
+            device,
+            Kind.HALF,
+            *sizes,
+            groups=heads,
+            operand_bytes=width,
+            output_bytes=width,
+            aligned=is_aligned(Kind.HALF, width, query.shape[-1], value.shape[-1], keys),
+        )
         for rows, columns, depth in forward
         for sizes in _sides(rows, columns, depth, phase, query.requires_grad, key.requires_grad)
     ]
@@ -288,7 +299,15 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fuse
     rows = known.steps.imbalance * work.flops / (2.0 * (columns * depth + outer * inner))  # of all experts here
     kind, width, usual = _precision(work)
     parts = [
-        known.product_s(device, kind, *sizes, groups=experts, operand_bytes=width, grouped=True)
+        known.product_s(
+            device,
+            kind,
+            *sizes,
+            groups=experts,
+            operand_bytes=width,
+            grouped=True,
+            aligned=is_aligned(kind, width, n, k),
+        )
         for n, k, weight in ((columns, depth, first), (outer, inner, last))
         for sizes in _sides(rows / experts, n, k, phase, hidden.requires_grad, weight.requires_grad)
     ]

@@ -57,7 +57,8 @@ class Constants:
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
         network_share: bandwidth of networks among other traffic over that of collective benchmarks.
         step_intervals: by class of model (`dense`, `experts`): between which shares of the predicted step 9 of 10
-            measured ones lie, of campaigns that had no part in the fit. No constant of the model; () if not known.
+            measured ones are to lie, from campaigns that had no part in the fit; the file says what share of them
+            does. No constant of the model; () if not known.
     """
 
     sustained_ampere: float = 0.96
@@ -92,6 +93,8 @@ class Constants:
                     raise ProfileError(f"constant {name}={value!r} is a share; it must lie in (0, 2]")
             elif name in ("overlap", "tp_hidden", "ep_hidden") and value > 1:
                 raise ProfileError(f"constant {name}={value!r} is a share; it must lie in [0, 1]")
+            elif name in ("imbalance", "host_fp8") and value < 1:
+                raise ProfileError(f"constant {name}={value!r} is a factor of at least 1")
 
     def __hash__(self) -> int:
         return self._hash
@@ -128,7 +131,7 @@ class Constants:
     def shipped() -> Constants:
         """Those of this version."""
         text = files("autoplan.profiles").joinpath("constants.json").read_text(encoding="utf-8")
-        return constants_of(json.loads(text), "profiles/constants.json")
+        return constants_of(json.loads(text), "profiles/constants.json", Constants())
 
     @staticmethod
     def load(path: str | Path) -> Constants:
@@ -137,11 +140,11 @@ class Constants:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ProfileError(f"constants {path} cannot be read: {error}") from error
-        return constants_of(data, f"constants {path}")
+        return constants_of(data, f"constants {path}", Constants.shipped())
 
 
-def constants_of(data: Any, where: str) -> Constants:
-    """From the data of a file: `constants` by name, each a number or a mapping with `value`; the rest as shipped."""
+def constants_of(data: Any, where: str, base: Constants) -> Constants:
+    """From the data of a file: `constants` by name, each a number or a mapping with `value`; the rest as in `base`."""
     if not isinstance(data, Mapping) or not isinstance(data.get("constants"), Mapping):
         raise ProfileError(f"{where}: a mapping with the key 'constants' is needed")
     values: dict[str, float] = {}
@@ -150,7 +153,10 @@ def constants_of(data: Any, where: str) -> Constants:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ProfileError(f"{where}: {name}={value!r} is not a number")
         values[name] = float(value)
-    return replace(Constants().with_(values), step_intervals=_intervals(data.get("step_intervals", {}), where))
+    found = base.with_(values)
+    if "step_intervals" in data:
+        found = replace(found, step_intervals=_intervals(data["step_intervals"], where))
+    return found
 
 
 def _intervals(data: Any, where: str) -> tuple[tuple[str, float, float], ...]:

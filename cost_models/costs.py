@@ -71,7 +71,8 @@ class Costs:
         if group.size == 1 or num_bytes == 0:
             return ZERO
         seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile, top_k)
-        if self.constants.network_share != 1.0 and self._crosses_network(group) and seconds.tag is not Tag.MEASURED:
+        # a profile's links were measured as they are used; a CPU's are no such network
+        if self.profile is None and self.cluster.device_type != "cpu" and self._crosses_network(group):
             return seconds * (1.0 / self.constants.network_share)
         return seconds
 

@@ -27,6 +27,8 @@ _SPREAD = 0.5  # from host to host and from one version of a framework to the ne
 
 def host_s(ops: Sequence[OpWork], phase: str, costs: Costs) -> Quantity:
     """Seconds of the host for one pass over `ops`; nothing where it costs nothing."""
+    if costs.profile is not None and costs.mode is Mode.EAGER:  # measured as it runs, the host with it
+        return ZERO
     if costs.options.launch is Launch.FULL_GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
         return ZERO
     return _of(tuple(ops), phase, costs)

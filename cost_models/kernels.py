@@ -37,9 +37,9 @@ SPLITS = (1, 2, 4, 8)
 QUERIES_PER_TILE = 128
 LARGEST_HEAD = 256  # to which the efficiency of attention belongs
 _LEAST_ACCELERATOR_FLOPS = 50e12
-# Rows of operands that are no multiple of this many bytes cannot be loaded for matrix units at once: kernels of a third
-# of the speed or less (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements). Assumed.
-_ALIGNMENT_BYTES = 16
+# Rows of operands that are no multiple of 16 bytes cannot be loaded for matrix units at once: kernels of a third of the
+# speed or less (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements). Assumed.
+_ALIGNMENT_BITS = 128
 _MISALIGNED_SHARE = 0.33
 _MISALIGNED_ERROR = 1.0
 _NORM = 4.0  # how sharply arithmetic and traffic take turns; 4 fits a little better than their maximum
@@ -57,6 +57,18 @@ class Kind(StrEnum):
     HALF = "half"
     FP8 = "fp8"
     FP4 = "fp4"
+
+
+_ELEMENT_BITS = {Kind.FP8: 8, Kind.FP4: 4}
+
+
+def is_aligned(kind: Kind, num_bytes: float, *sizes: float) -> bool:
+    """True if rows of all these sizes start where matrix units can load them. `num_bytes`: of a 16 or 32-bit element.
+
+    Sizes are those of the dims that tensors are contiguous in: features, never the number of tokens.
+    """
+    bits = _ELEMENT_BITS.get(kind, 8 * num_bytes)
+    return all(size * bits % _ALIGNMENT_BITS == 0 for size in sizes)
 
 
 OPERAND_BYTES: dict[Kind, float] = {Kind.HALF: 2.0, Kind.FP8: 1.0, Kind.FP4: 0.5625}  # FP4: a scale per 16 elements
@@ -140,17 +152,18 @@ class Kernels:
         operand_bytes: float | None = None,
         output_bytes: float = 2.0,
         grouped: bool = False,
+        aligned: bool = True,
     ) -> Seconds:
         """Seconds of `groups` products [rows, depth] x [depth, columns] in one kernel at `device.peak_flops`.
 
         `grouped`: of unlike operands that one launch works off (experts). Bytes are per element; None: of the kind.
+        `aligned`: what `is_aligned` says of the dims that operands are contiguous in.
         """
         fit = self.gemm.get(kind) or self.gemm[Kind.HALF]
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
         share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
-        aligned = all(size * width % _ALIGNMENT_BYTES == 0 for size in (depth, columns))
         if not aligned:
             share *= _MISALIGNED_SHARE
         compute_s = _product_compute_s(

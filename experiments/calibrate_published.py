@@ -22,12 +22,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from published_rows import Case, Row, Shapes, Task, interpret, read_rows
 from rich.console import Console
 from validate_published import chosen, request_of
 
-from autoplan.calibration.fit import LEAST_GROUPS, Floats, Interval, Question, Step, fit, held_out, interval
+from autoplan.calibration.fit import (
+    LEAST_GROUPS,
+    Floats,
+    HeldOut,
+    Interval,
+    Price,
+    Question,
+    Step,
+    fit,
+    held_out,
+    interval,
+)
 from autoplan.calibration.steps import Planned
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
 from autoplan.cost_models.constants import Constants
@@ -112,6 +124,29 @@ def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
     return out
 
 
+def unseen_errors(steps: Sequence[Step], held: HeldOut, constants: Constants, price: Price) -> Floats:
+    """log(predicted / measured) of every step by constants fitted without its campaign.
+
+    A campaign of which no step had a part in the fit is priced with `constants`, those of all.
+    """
+    groups = sorted({s.group for s in steps})
+    of_group = [[i for i, s in enumerate(steps) if s.group == g] for g in groups]
+    answers = price([(held.constants.get(g, constants), mine) for g, mine in zip(groups, of_group, strict=True)])
+    out = np.zeros(len(steps))
+    for mine, seconds in zip(of_group, answers, strict=True):
+        for i, value in zip(mine, seconds, strict=True):
+            out[i] = math.log(value / steps[i].measured_s)
+    return out
+
+
+def mean_errors(steps: Sequence[Step], logs: Floats) -> dict[str, float]:
+    """Mean |predicted / measured - 1| by campaign."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for step, value in zip(steps, logs, strict=True):
+        found[step.group].append(abs(math.exp(value) - 1))
+    return {name: float(np.mean(found[name])) for name in sorted(found)}
+
+
 def stated_interval(cases: Sequence[Case], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
     """Of steps of models with or without experts; None for fewer than two campaigns of them."""
     mine = [i for i, case in enumerate(cases) if (case.task.shape.num_experts > 0) == (name == "experts")]
@@ -169,13 +204,17 @@ def main(
             (first,) = price([(begin, range(len(steps)))])
             near = [max(p / s.measured_s, s.measured_s / p) <= BEYOND for p, s in zip(first, steps, strict=True)]
             console.print(f"{near.count(False)} of {len(steps)} steps are more than {BEYOND:g} times off and left out")
+            every, everywhere, all_steps = cases, indices, steps
             cases, indices, steps = (
                 [x for x, ok in zip(values, near, strict=True) if ok] for values in (cases, indices, steps)
             )
             fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
             held = held_out(fitted, steps, price)
-        intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
-        classes = {name: stated_interval(cases, steps, held.errors, name) for name in ("dense", "experts")}
+            # what the constants are worth: every step with them, those that had no part in the fit included
+            indices = everywhere
+            unseen = unseen_errors(all_steps, held, fitted.constants, price)
+        intervals = [interval(all_steps, unseen, aimed) for aimed in AIMED]
+        classes = {name: stated_interval(every, all_steps, unseen, name) for name in ("dense", "experts")}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
     console.print(constants_table(fitted, held, "campaign"))
@@ -193,6 +232,8 @@ def main(
             for name, found in classes.items()
             if found is not None
         },
+        # of all steps of a campaign, with constants fitted without it
+        "unseen": mean_errors(all_steps, unseen),
         "date": date or datetime.date.today().isoformat(),
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }

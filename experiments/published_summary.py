@@ -24,10 +24,9 @@ END = "<!-- end of published runs -->"
 
 
 def held_out_errors() -> dict[str, float]:
-    """Mean |log(predicted / measured)| by campaign of the constants of this version, with that campaign left out."""
+    """Mean error by campaign with the constants of this version fitted without it; all of its rows count."""
     text = files("autoplan.profiles").joinpath("constants.json").read_text(encoding="utf-8")
-    errors: Mapping[str, Mapping[str, float]] = json.loads(text).get("errors", {})
-    return {name: float(found["held_out"]) for name, found in errors.items() if "held_out" in found}
+    return {name: float(error) for name, error in json.loads(text).get("unseen", {}).items()}
 
 
 def _share(value: float | None, signed: bool = False) -> str:
