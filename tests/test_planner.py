@@ -148,6 +148,8 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         saved.append(save + keep)
         kept.append(keep)
     layers = tuple(draw(st.lists(st.booleans(), min_size=units, max_size=units)))
+    # a parameter that both ends hold is no larger than what either has
+    shared = 4.0 * min(sum(p.num_elements for p in blocks[f"b{u}"].params) for u in (0, units - 1))
     work = Workload(
         model="random",
         axes=(),
@@ -163,7 +165,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         unit_kept=tuple(kept),
         unit_transient=tuple(transients),
         unit_transient_again=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
-        tied=draw(st.sampled_from([(), ((0, units - 1, 1e6),)])),
+        tied=draw(st.sampled_from([(), ((0, units - 1, shared),)])),
         free_saved=draw(st.floats(0, 1e5)),
         tokens=8.0,
         model_flops=1.0,
@@ -174,7 +176,8 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
     c = cluster(pp * dp, 1 << 40, draw(st.sampled_from([0.0, 1e-6, 1e-4])))
     if draw(st.booleans()):  # where what ZeRO moves once per step hides behind whole stages
         c = replace(c, device_type="cuda", device=replace(c.device, overlap_fraction=draw(st.sampled_from([0.0, 0.8]))))
-    return Pricer(work, config, Costs(c, None, Mode.COMPILED)), draw(st.floats(1e5, 4e7))
+    pricer = Pricer(work, config, Costs(c, None, Mode.COMPILED))
+    return pricer, draw(st.floats(1e5, 4e7)) + pricer.memory.fixed
 
 
 @settings(max_examples=80)
