@@ -48,7 +48,7 @@ from autoplan.cost_models.errors import AutoplanError
 AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
 STATED = 0.9  # of those that the planner states
 # A step that is this many times off says that something is missing, not how large a constant is: it has no part in the
-# fit, and counts fully in validate_published.py.
+# fit and the intervals, and counts fully in `unseen` and in validate_published.py.
 BEYOND = 2.0
 
 
@@ -204,7 +204,7 @@ def main(
             (first,) = price([(begin, range(len(steps)))])
             near = [max(p / s.measured_s, s.measured_s / p) <= BEYOND for p, s in zip(first, steps, strict=True)]
             console.print(f"{near.count(False)} of {len(steps)} steps are more than {BEYOND:g} times off and left out")
-            every, everywhere, all_steps = cases, indices, steps
+            everywhere, all_steps = indices, steps
             cases, indices, steps = (
                 [x for x, ok in zip(values, near, strict=True) if ok] for values in (cases, indices, steps)
             )
@@ -213,8 +213,9 @@ def main(
             # what the constants are worth: every step with them, those that had no part in the fit included
             indices = everywhere
             unseen = unseen_errors(all_steps, held, fitted.constants, price)
-        intervals = [interval(all_steps, unseen, aimed) for aimed in AIMED]
-        classes = {name: stated_interval(every, all_steps, unseen, name) for name in ("dense", "experts")}
+        # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
+        intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
+        classes = {name: stated_interval(cases, steps, held.errors, name) for name in ("dense", "experts")}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
     console.print(constants_table(fitted, held, "campaign"))
