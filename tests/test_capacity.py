@@ -18,7 +18,8 @@ from autoplan import fleet, sweep
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Dispatcher, Launch, ParallelConfig, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.run import (
@@ -270,6 +271,12 @@ BAD = [
     (FILE + "precision: [bf16, int4]", r"precision\[1\]: precision 'int4' is not known; use native"),
     (FILE + "pins: tp=8", "pins='tp=8' must be a mapping"),
     (FILE + "pins: {pt: 8}", "unknown pin 'pt'; known: "),
+    (FILE + "launch: graph", "launch 'graph' is not known; use async, graphs"),
+    (FILE + "dispatcher: deep", "dispatcher 'deep' is not known; use alltoall, flex"),
+    (FILE + "overlap: [dp]", "overlap of 'dp' is not known; use tp, ep"),
+    (FILE + "narrow_gather: 1", "narrow_gather=1 must be true or false"),
+    (FILE + "constants: none.json", r"constants: constants .*none.json cannot be read"),
+    (FILE + "constants: 3", "constants: 3 is no file"),
     (FILE + "time_limit_s: 0", "time_limit_s=0 must be a finite number of at least 1"),
     (FILE + "profile: nobody", "profile: profile 'nobody' is not known"),
     (FILE + "profile: cpu-2core-gloo-w2", "was measured on cpu devices, cluster 1x4xh100-sxm5-80gb has cuda devices"),
@@ -294,6 +301,42 @@ def test_files_that_a_file_names_lie_beside_it(tmp_path: Path) -> None:
     assert cluster.num_devices == 4 and cluster.price is not None and cluster.price.usd_per_device_hour == 3
     with pytest.raises(PinError, match=r"capacity file nowhere.yaml does not exist"):
         fleet.read_task("nowhere.yaml")
+
+
+OPTIONS = "launch: graphs\noverlap: [tp, cp]\ndispatcher: flex\nsequence_parallel: false\nnarrow_gather: true\n"
+
+
+def test_options_and_constants_reach_every_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> Any:
+        seen.append(request)
+        return fake_search(request)
+
+    real: Callable[..., Any] = sweep.points
+    monkeypatch.setattr("autoplan.fleet.points", lambda base, vary, _: real(base, vary, search))
+    (tmp_path / "mine.json").write_text('{"constants": {"memory_share": 0.7}}')
+    path = write(tmp_path, FILE + OPTIONS + "constants: mine.json\n")
+    wanted = RunOptions(
+        None, Launch.GRAPHS, frozenset({"tp", "cp"}), Dispatcher.FLEX, sequence_parallel=False, narrow_gather=True
+    )
+    out = " ".join(run_file(path).stdout.split())
+    assert "graphs launch, overlap of cp and tp, flex dispatcher, no sequence parallelism, weights gathered" in out
+    assert f"constants of {tmp_path / 'mine.json'}" in out
+    data = json.loads(run_file(path, "--json").stdout)
+    assert data["options"]["dispatcher"] == "flex" and data["options"]["sequence_parallel"] is False
+    assert data["constants"] == str(tmp_path / "mine.json") and data["pins"] == {} and data["profile"] is None
+    assert all((r.options, r.constants.memory_share) == (wanted, 0.7) for r in seen) and len(seen) == 2 * 6
+    del seen[:]
+    autoplan.capacity("gpt2", H100, "1T", 1024, 16, options=wanted, constants=Constants().with_({"overlap": 0.5}))
+    autoplan.capacity("gpt2", H100, "1T", 1024, 16, options={"launch": "graphs"})
+    assert [r.options for r in seen] == [wanted, RunOptions(launch=Launch.GRAPHS)]
+    assert [r.constants.overlap for r in seen] == [0.5, Constants.shipped().overlap]
+
+
+def test_the_command_refuses_a_missing_folder_before_it_plans(tmp_path: Path) -> None:
+    result = run_file(write(tmp_path, "models: [not read]"), "--csv", str(tmp_path / "nowhere" / "c.csv"))
+    assert result.exit_code == 2 and f"there is no folder {tmp_path / 'nowhere'}" in result.stderr
 
 
 def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
