@@ -1,5 +1,6 @@
-"""Whole runs and the capacity table: failures, energy, critical batch by hand; the file, its errors, the frame."""
+"""Whole runs and the capacity table: failures, energy, critical batch by hand; the file and its errors, the frame."""
 
+import errno
 import json
 import math
 import re
@@ -33,8 +34,9 @@ from autoplan.cost_models.run import (
     whole_run,
 )
 from autoplan.planner import PlanRequest, estimate_config
-from autoplan.report import numbers
+from autoplan.report import numbers, timeline
 from autoplan.report.arguments import read_assumptions
+from autoplan.report.files import check_writable, write_csv, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 H100 = "1x4xh100-sxm5-80gb"
@@ -348,3 +350,38 @@ def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
 def test_energy_and_uptime_in_words() -> None:
     assert [numbers.uptime(v) for v in (0.926, 0.99961, 0.9999999, 1.0)] == ["92.6 %", "99.96 %", "100.0 %", "100.0 %"]
     assert [numbers.energy(v) for v in (812, 12_300, 1.21e9, 0.5)] == ["812 kWh", "12.3 MWh", "1,210 GWh", "0.500 kWh"]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    write_text(file, "one")
+    assert file.stat().st_mode & 0o777 == 0o644
+    file.chmod(0o600)
+    link.symlink_to(file)
+    write_text(link, "two")
+    assert file.read_text() == "two" and link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+    write_csv(file, [{"a": 1, "b": None}])
+    assert file.read_bytes() == b"a,b\r\n1,\r\n"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(PinError, match=rf"cannot write {file}: No space left"):
+        write_text(file, "three")
+    with pytest.raises(PinError, match=r"t.json: No space left"):
+        timeline.write(SimpleNamespace(events=(), step_time_s=SimpleNamespace(mid=1.0)), tmp_path / "t.json")  # type: ignore[arg-type]
+    assert sorted(tmp_path.iterdir()) == [file, link] and file.read_bytes().startswith(b"a,b")
+
+
+def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
+    with pytest.raises(PinError, match="it is a folder; name a file in it"):
+        check_writable(tmp_path)
+    with pytest.raises(PinError, match="there is no folder"):
+        write_csv(tmp_path / "a" / "b.csv", [])
+    check_writable(tmp_path / "new")
+    write_text("/dev/null", "a device stays one")
+    assert not Path("/dev/null").is_file() and not list(tmp_path.iterdir())

@@ -1,7 +1,6 @@
 """The command line: answers, JSON, exit codes, what-ifs. Small catalog models, so that a search takes a second."""
 
 import csv
-import errno
 import json
 import os
 import re
@@ -37,9 +36,8 @@ from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.planner import PlanRequest, StoppedError, estimate_config, search_plan
-from autoplan.report import numbers, timeline
+from autoplan.report import numbers
 from autoplan.report.arguments import OPTIONS, option_data, option_words, options_of, read_pins, read_vary
-from autoplan.report.files import check_writable, write_csv, write_text
 from autoplan.report.label import plan_label
 from autoplan.report.text import estimate_command
 from autoplan.sweep import VARIED, Point, points, row, whatif, whole_run
@@ -466,41 +464,6 @@ def test_models_are_found_where_the_user_stands(
     monkeypatch.setattr("autoplan.calibration.command.calibrate_command", command)
     monkeypatch.setattr("autoplan.profiler.command.profile_command", command)
     assert CliRunner().invoke(app, list(words), env=PLAIN).exit_code == 0 and found == [True]
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, link = tmp_path / "a.txt", tmp_path / "link.txt"
-    write_text(file, "one")
-    assert file.stat().st_mode & 0o777 == 0o644
-    file.chmod(0o600)
-    link.symlink_to(file)
-    write_text(link, "two")
-    assert file.read_text() == "two" and link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
-    write_csv(file, [{"a": 1, "b": None}])
-    assert file.read_bytes() == b"a,b\r\n1,\r\n"
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(PinError, match=rf"cannot write {file}: No space left"):
-        write_text(file, "three")
-    with pytest.raises(PinError, match=r"t.json: No space left"):
-        timeline.write(SimpleNamespace(events=(), step_time_s=SimpleNamespace(mid=1.0)), tmp_path / "t.json")  # type: ignore[arg-type]
-    assert sorted(tmp_path.iterdir()) == [file, link] and file.read_bytes().startswith(b"a,b")
-
-
-def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
-    with pytest.raises(PinError, match="it is a folder; name a file in it"):
-        check_writable(tmp_path)
-    with pytest.raises(PinError, match="there is no folder"):
-        write_csv(tmp_path / "a" / "b.csv", [])
-    check_writable(tmp_path / "new")
-    write_text("/dev/null", "a device stays one")
-    assert not Path("/dev/null").is_file() and not list(tmp_path.iterdir())
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

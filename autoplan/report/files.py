@@ -18,11 +18,11 @@ _MODE = 0o644  # of a new file; a temporary one is private
 def check_writable(path: Path | str) -> None:
     """PinError for a path that is a folder, or whose folder is missing or not to be written in; nothing is written."""
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # as those below False, not an error, for what may not be looked at
         raise PinError(f"cannot write {path}: it is a folder; name a file in it, for example {path / 'out'}")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise PinError(f"cannot write {path}: there is no folder {path.parent}; make it, or name another")
-    if not path.exists() and not os.access(path.parent, os.W_OK):
+    if not os.path.exists(path) and not os.access(path.parent, os.W_OK):
         raise PinError(f"cannot write {path}: folder {path.parent} may not be written in; name another")
 
 
@@ -38,14 +38,14 @@ def write_text(path: Path | str, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8", newline="")
         else:
-            _replace(path.resolve(), text)
+            _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
         raise PinError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _replace(path: Path, text: str) -> None:
     mode = path.stat().st_mode & 0o777 if path.exists() else _MODE
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             file.write(text)
