@@ -6,15 +6,37 @@ Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is 
 
 from __future__ import annotations
 
-import math
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from autoplan.report.flags import (
+    AsJson,
+    Assumed,
+    AttentionName,
+    BatchSize,
+    ClusterText,
+    ConstantsFile,
+    CsvPath,
+    DispatcherName,
+    FusedExperts,
+    LaunchName,
+    Model,
+    ModeName,
+    NarrowGather,
+    Overlaps,
+    PinTexts,
+    PrecisionName,
+    ProfileName,
+    SeqLen,
+    SequenceParallel,
+    TimeLimit,
+    Tokens,
+)
+from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
     from autoplan.cost_models.config import ParallelConfig
@@ -77,114 +99,7 @@ def _options(
     """Options before the command."""
 
 
-Model = Annotated[
-    str, typer.Argument(help="Catalog name (autoplan models), a Hugging Face config.json, or package.module:factory.")
-]
-ClusterText = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        "-c",
-        help="Nodes x devices per node x device (8x8xh100-sxm5-80gb), nodes x cloud instance (8xp5.48xlarge), local:N, "
-        "or a YAML file; with overrides @nic=400,price=2.5.",
-    ),
-]
-SeqLen = Annotated[str, typer.Option("--seq-len", "--seq", help="Tokens per sequence; 8k is 8192.")]
-BatchSize = Annotated[str, typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices.")]
-PinTexts = Annotated[
-    list[str] | None,
-    typer.Option("--pin", help="Fix a choice, for example tp=8, recompute=full or stages=10,11,11; may be repeated."),
-]
-PrecisionName = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8, or native (the model's own dtypes).")]
-ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
-AttentionName = Annotated[
-    str | None, typer.Option(help="Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.")
-]
-LaunchName = Annotated[str, typer.Option(help="How kernels are started: async, graphs, full_graphs or blocking.")]
-Overlaps = Annotated[str | None, typer.Option("--overlap", help="What runs beside computing, by comma: tp, ep, pp.")]
-ConstantsFile = Annotated[
-    Path | None, typer.Option("--constants", help="Constants of the cost model: a file of autoplan calibrate.")
-]
-ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: a profile's name or file.")]
-Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days, money, energy.")]
-Assumed = Annotated[
-    list[str] | None,
-    typer.Option("--assume", help="Of the whole run: mtbf_device_days=2000, pue=1.1; may be repeated."),
-]
-CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _request(
-    model: str,
-    cluster: str,
-    seq_len: str,
-    global_batch_size: str,
-    *,
-    pins: Sequence[str] | None = None,
-    precision: str,
-    mode: str,
-    profile: str | None,
-    options: tuple[str | None, str, str | None],
-    constants: Path | None,
-    top: int = 1,
-    time_limit: float = 60.0,
-    runnable: bool = False,
-) -> PlanRequest:
-    """Everything is read and checked before the model is loaded, which may take long.
-
-    `options`: as `read_options` takes them.
-    """
-    from autoplan.catalog import load_model
-    from autoplan.cost_models.cluster import Cluster
-    from autoplan.cost_models.config import Mode, precision_of
-    from autoplan.cost_models.constants import Constants
-    from autoplan.cost_models.errors import PinError
-    from autoplan.cost_models.profile import Profile
-    from autoplan.planner import PlanRequest
-    from autoplan.report.arguments import read_options, read_pins
-    from autoplan.report.numbers import read_count
-    from autoplan.sweep import check_task
-
-    if not math.isfinite(time_limit):
-        raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
-    where = Cluster.parse(cluster)
-    if mode not in tuple(Mode):
-        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
-    precision_of(precision)
-    tokens = read_count(seq_len, "--seq-len")
-    batch = read_count(global_batch_size, "--global-batch-size")
-    check_task(tokens, batch)
-    fixed, run_options = read_pins(pins or ()), read_options(*options)
-    known = Constants.shipped() if constants is None else Constants.load(constants)
-    measured = Profile.load(profile) if profile is not None else None
-    if measured is not None and measured.device_type != where.device_type:
-        raise PinError(
-            f"profile {measured.name} was measured on {measured.device_type} devices, the cluster {where} has "
-            f"{where.device_type} devices"
-        )
-    if ":" in model and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a factory in the folder where the user stands, as python -m would find it
-    return PlanRequest(
-        graph=load_model(model),
-        cluster=where,
-        seq_len=tokens,
-        global_batch_size=batch,
-        pins=fixed,
-        precision=precision,
-        mode=Mode(mode),
-        profile=measured,
-        options=run_options,
-        constants=known,
-        constants_file=None if constants is None else str(constants),
-        top=top,
-        time_limit_s=time_limit,
-        executed=runnable,
-    )
 
 
 def _read_tokens(text: str | None) -> float | None:
@@ -224,6 +139,10 @@ def plan(
     attention: AttentionName = None,
     launch: LaunchName = "async",
     overlap: Overlaps = None,
+    dispatcher: DispatcherName = "alltoall",
+    sequence_parallel: SequenceParallel = True,
+    fused_experts: FusedExperts = False,
+    narrow_gather: NarrowGather = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     tokens: Tokens = None,
@@ -235,10 +154,11 @@ def plan(
     """The fastest plan that fits, with its certificate."""
     from autoplan.cost_models.errors import InfeasibleError
     from autoplan.planner import search_plan
+    from autoplan.report.request import read_request
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
-    request = _request(
+    request = read_request(
         model,
         cluster,
         seq_len,
@@ -247,14 +167,14 @@ def plan(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(attention, launch, overlap),
+        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather),
         constants=constants,
         top=top,
         time_limit=time_limit,
         runnable=runnable,
     )
     try:
-        with _waiting("searching", as_json):
+        with waiting("searching", as_json):
             result = search_plan(request)
     except InfeasibleError as error:
         if as_json:
@@ -304,6 +224,10 @@ def estimate(
     attention: AttentionName = None,
     launch: LaunchName = "async",
     overlap: Overlaps = None,
+    dispatcher: DispatcherName = "alltoall",
+    sequence_parallel: SequenceParallel = True,
+    fused_experts: FusedExperts = False,
+    narrow_gather: NarrowGather = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     tokens: Tokens = None,
@@ -314,10 +238,14 @@ def estimate(
     from autoplan.planner import estimate_config
     from autoplan.report.arguments import read_list, read_recompute
     from autoplan.report.degrees import config_of
+    from autoplan.report.files import check_writable
+    from autoplan.report.request import read_request
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
-    request = _request(
+    if timeline is not None:
+        check_writable(timeline)
+    request = read_request(
         model,
         cluster,
         seq_len,
@@ -325,7 +253,7 @@ def estimate(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(attention, launch, overlap),
+        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather),
         constants=constants,
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
@@ -347,7 +275,7 @@ def _estimate(
     price: Any,
     timeline: Path | None,
 ) -> None:
-    with _waiting("pricing", as_json):
+    with waiting("pricing", as_json):
         planned = price(request, config)
     if timeline is not None:
         from autoplan.report.timeline import write
@@ -389,6 +317,10 @@ def whatif(
     attention: AttentionName = None,
     launch: LaunchName = "async",
     overlap: Overlaps = None,
+    dispatcher: DispatcherName = "alltoall",
+    sequence_parallel: SequenceParallel = True,
+    fused_experts: FusedExperts = False,
+    narrow_gather: NarrowGather = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     tokens: Tokens = None,
@@ -399,17 +331,22 @@ def whatif(
 ) -> None:
     """The best plan at every point of a sweep over hardware and task.
 
-    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, price, cluster, seq_len,
-    global_batch_size, precision, mode, and the pins tp, pp, dp, zero_stage, micro_batch_size, recompute.
+    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, power (W per device),
+    price, cluster, seq_len, global_batch_size, precision, mode, and the pins tp, pp, dp, zero_stage, micro_batch_size,
+    num_micro_batches, recompute.
     """
     from autoplan.report.arguments import read_vary
+    from autoplan.report.files import check_writable, write_csv
+    from autoplan.report.request import read_request
     from autoplan.sweep import check_varied, points, row
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
     values = read_vary(vary)
     check_varied(values)
-    request = _request(
+    if csv is not None:
+        check_writable(csv)
+    request = read_request(
         model,
         cluster,
         seq_len,
@@ -418,13 +355,13 @@ def whatif(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(attention, launch, overlap),
+        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather),
         constants=constants,
         time_limit=time_limit,
     )
     found: list[Point] = []
     interrupted = False  # between two searches; in one of them, the last point says so
-    with _waiting("planning", as_json) as status:
+    with waiting("planning", as_json) as status:
         count = _product(values)
         try:
             for point in points(request, values):
@@ -435,10 +372,12 @@ def whatif(
     interrupted = interrupted or (bool(found) and found[-1].interrupted)
     rows = [row(point, total, assumed) for point in found]
     if csv is not None:
-        _write_csv(csv, rows)
+        write_csv(csv, rows)
     outcome = _outcome(found, interrupted)
     if as_json:
-        _print_json({"schema": 1, "status": outcome, "command": "whatif", "vary": values, "rows": rows})
+        from autoplan.report.data import whatif_report
+
+        _print_json(whatif_report(outcome, request, values, rows))
     else:
         from autoplan.report.text import console, whatif_text
 
@@ -476,15 +415,19 @@ def capacity(
     """Many models on many clusters: plan, days, money, energy and goodput, a row each.
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
-    precision, mode, pins, profile, assumptions (mtbf_device_days, pue, ...) and time_limit_s.
+    precision, mode, pins, attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather,
+    profile, constants, assumptions (mtbf_device_days, pue, ...) and time_limit_s.
     """
     from autoplan.fleet import Cell, cell_row, cells, read_task
+    from autoplan.report.files import check_writable, write_csv
+    from autoplan.report.request import import_from_here
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a factory in the folder where the user stands
+    import_from_here()
+    if csv is not None:
+        check_writable(csv)
     found: list[Cell] = []
     interrupted = False
-    with _waiting("planning", as_json) as status:
+    with waiting("planning", as_json) as status:
         task = read_task(file)
         count = task.num_searches * len(task.tokens)
         try:
@@ -496,7 +439,7 @@ def capacity(
     found_points = [cell.point for cell in found]
     interrupted = interrupted or (bool(found) and found[-1].point.interrupted)
     if csv is not None:
-        _write_csv(csv, [cell_row(cell, task.assumptions) for cell in found])
+        write_csv(csv, [cell_row(cell, task.assumptions) for cell in found])
     outcome = _outcome(found_points, interrupted)
     from autoplan.report.capacity import capacity_report, capacity_text
 
@@ -516,45 +459,6 @@ def _product(values: dict[str, list[Any]]) -> int:
     return count
 
 
-def _write_csv(path: Path, rows: list[dict[str, object]]) -> None:
-    import csv
-    import tempfile
-
-    from autoplan.cost_models.errors import PinError
-
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, newline="") as handle:
-            writer = csv.DictWriter(handle, list(rows[0]) if rows else [])
-            writer.writeheader()
-            writer.writerows(rows)
-        os.chmod(handle.name, 0o644)  # a temporary file is private
-        Path(handle.name).replace(path)
-    except OSError as error:
-        raise PinError(f"cannot write {path}: {error.strerror}") from error
-
-
-class _Quiet:
-    """Stands for a status line where nobody looks."""
-
-    def __enter__(self) -> _Quiet:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def update(self, text: str) -> None:
-        """Nothing to show."""
-
-
-def _waiting(what: str, quiet: bool) -> Any:
-    """A line on stderr while a person waits; nothing in files and pipes."""
-    if quiet or not sys.stderr.isatty():
-        return _Quiet()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"{what} (Ctrl-C: best so far)")
-
-
 @app.command()
 def profile(
     name: Annotated[str | None, typer.Argument(help="Name of the profile; left out: made from this machine.")] = None,
@@ -566,7 +470,10 @@ def profile(
 ) -> None:
     """Measure this machine, or the nodes of a torchrun job: operations, collectives, overheads, topology, clocks."""
     from autoplan.profiler.command import profile_command
+    from autoplan.report.request import import_from_here
 
+    if model is not None and ":" in model:
+        import_from_here()
     profile_command(name, processes, budget, model, out, write_cluster)
 
 
@@ -581,11 +488,13 @@ def calibrate(
     """Fit the cost model's constants to your own training steps.
 
     Every step of the file has model, cluster, seq_len, global_batch_size and step_time_s, and if wanted name, group,
-    precision, mode, options (attention, launch, overlap) and degrees (dp, tp, pp, ..., recompute).
+    precision, mode, options (attention, launch, overlap, dispatcher, ...) and degrees (dp, tp, pp, ..., recompute).
     """
     from autoplan.calibration.command import calibrate_command
+    from autoplan.report.request import import_from_here
 
-    with _waiting("fitting", quiet=False):
+    import_from_here()
+    with waiting("fitting", quiet=False):
         show = calibrate_command(file, profile, constants, only, write)
     show()
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
-from autoplan.cost_models.errors import InfeasibleError, PinError
+from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
 from autoplan.cost_models.work import Workload
-from autoplan.points import IntraPoint, PlanRequest, Points, check_task
+from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
 from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
@@ -47,7 +47,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     points, ends = Points(r), ends_apart(r.graph, config)
     point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends)
     if point is None:
-        raise InfeasibleError(f"no layout of {r.graph.name} exists at tp={config.tp}")
+        raise no_layout(r, f"tp={config.tp}")
     pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)
     num_chunks = config.pp * config.virtual_stages
     if config.stages is not None:

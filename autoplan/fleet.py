@@ -12,7 +12,10 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
     precision: bf16
     mode: eager
     pins: {tp: 8}                               # of all rows
+    launch: graphs                              # how runs are set up: the names of RunOptions; also attention,
+    overlap: [tp, pp]                           # dispatcher, sequence_parallel, fused_experts, narrow_gather
     profile: NAME                               # measured times
+    constants: FILE                             # of the cost model, written by `autoplan calibrate`
     assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.run.FIGURES
     time_limit_s: 60                            # of one search
 
@@ -30,28 +33,31 @@ from typing import TYPE_CHECKING, Any
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.cluster_file import read_yaml
-from autoplan.cost_models.config import Mode, precision_of
+from autoplan.cost_models.config import Mode, RunOptions, precision_of
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.run import Assumptions
 from autoplan.planner import PlanRequest, search_plan
+from autoplan.report.arguments import OPTIONS, option_data, options_of
 from autoplan.report.numbers import read_count, read_number
 from autoplan.search.space import KNOWN_PINS
-from autoplan.sweep import Point, check_task, check_tokens, critical_batch, points, row
+from autoplan.sweep import Point, check_task, check_tokens, critical_batch, points, read_constants, row
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
-_OPTIONAL = ("precision", "mode", "pins", "profile", "assumptions", "time_limit_s")
+_OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s")
 
 
 @dataclass(frozen=True)
 class CapacityTask:
     """What a capacity table is asked for: rows are the product of the lists, tokens fastest.
 
-    `models` and `clusters` are pairs of the name in the table and what it stands for.
+    `models` and `clusters` are pairs of the name in the table and what it stands for; `constants_file` is where
+    constants were read from, None: those of this version, or given as such.
     """
 
     models: tuple[tuple[str, ModelGraph], ...]
@@ -62,7 +68,10 @@ class CapacityTask:
     precision: tuple[str, ...]
     mode: tuple[Mode, ...]
     pins: Mapping[str, Any]
+    options: RunOptions
     profile: Profile | None
+    constants: Constants
+    constants_file: str | None
     assumptions: Assumptions
     time_limit_s: float
 
@@ -123,6 +132,8 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
     limit = given.get("time_limit_s", 60.0)
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
         raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
+    options = _read(where, options_of, {name: given[name] for name in OPTIONS if name in given})
+    known, file = _read(f"{where}: constants", lambda v: _constants(v, folder), given.get("constants"))
     task = CapacityTask(
         # what takes long is read last
         tokens=read("tokens", _tokens),
@@ -131,6 +142,9 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         precision=read("precision", lambda v: precision_of(str(v)).name, "bf16"),
         mode=read("mode", _mode, Mode.EAGER),
         pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
+        options=options,
+        constants=known,
+        constants_file=file,
         assumptions=Assumptions.of(assumptions, f"{where}: assumptions"),
         time_limit_s=float(limit),
         clusters=read("clusters", lambda v: _cluster(v, folder)),
@@ -201,6 +215,12 @@ def _profile(value: object, folder: Path | None) -> Profile | None:
     return Profile.load(_beside(str(value), folder, (".json",)))
 
 
+def _constants(value: object, folder: Path | None) -> tuple[Constants, str | None]:
+    if value is not None and not isinstance(value, Constants | Path | str):
+        raise PinError(f"{value!r} is no file; name one of `autoplan calibrate --write`")
+    return read_constants(folder / value if folder is not None and isinstance(value, str) else value)
+
+
 def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
     if isinstance(value, ModelGraph):
         return value.name, value
@@ -231,6 +251,9 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             task.global_batch_size[0],
             task.pins,
             profile=task.profile,
+            options=task.options,
+            constants=task.constants,
+            constants_file=task.constants_file,
             time_limit_s=task.time_limit_s,
         )
         for point in points(base, vary, search):
@@ -260,7 +283,9 @@ def capacity(
     pins: Mapping[str, Any] | None = None,
     precision: str | Sequence[str] = "bf16",
     mode: Mode | str | Sequence[Mode | str] = Mode.EAGER,
+    options: RunOptions | Mapping[str, Any] | None = None,
     profile: Profile | str | None = None,
+    constants: Constants | Path | str | None = None,
     assumptions: Mapping[str, float] | None = None,
     time_limit_s: float = 60.0,
 ) -> pd.DataFrame:
@@ -273,6 +298,8 @@ def capacity(
         seq_len: tokens per sequence; also `8k` (8192).
         global_batch_size: sequences per step.
         pins: choices that all rows keep.
+        options: how all runs are set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`.
+        constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
         assumptions: of the run: failures, power, storage; by the names of `autoplan.cost_models.run.FIGURES`.
         time_limit_s: of one search.
 
@@ -294,7 +321,9 @@ def capacity(
             "pins": pins,
             "precision": precision,
             "mode": mode,
+            **option_data(options_of(options)),
             "profile": profile,
+            "constants": constants,
             "assumptions": assumptions,
             "time_limit_s": time_limit_s,
         },

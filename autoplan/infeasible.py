@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.cost_models.errors import InfeasibleError, PinError
-from autoplan.points import ILP_LIMIT_S, PlanRequest, Points, QuickMemory, least_memory_first
+from autoplan.points import ILP_LIMIT_S, PlanRequest, Points, QuickMemory, least_memory_first, no_layout
 from autoplan.search.intra import StoppedError
 from autoplan.search.space import Candidate, space
 from autoplan.search.stages import Shortage
@@ -55,7 +55,7 @@ def nothing_fits(
     r = points.request
     shortages = shortages or _shortages(points, candidates)
     if not shortages:
-        return InfeasibleError(f"no layout of {r.graph.name} exists at any tensor-parallel degree that is allowed")
+        return no_layout(r, "any tensor-parallel degree that is allowed")
     shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes, e[1]))
     c = candidate
     name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"

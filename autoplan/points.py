@@ -197,6 +197,14 @@ class Points:
         return Cutter(pricer, self.capacity_bytes, pins.get("recompute"), stages)
 
 
+def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
+    """The error for tensor-parallel degrees, `where`, at which nothing is legal inside blocks."""
+    text = f"no layout of {request.graph.name} exists at {where}"
+    if not request.options.sequence_parallel:
+        text += " without sequence parallelism; allow it (leave out --no-sequence-parallel), or use tp=1"
+    return InfeasibleError(text)
+
+
 def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelConfig:
     """The configuration of a candidate, without stages."""
     c = candidate

@@ -12,11 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import active_params
 from autoplan.cost_models.cluster import OVERRIDES, Cluster
-from autoplan.cost_models.config import PRECISIONS, Mode, precision_of
+from autoplan.cost_models.config import PRECISIONS, Mode, RunOptions, precision_of
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate
@@ -145,6 +147,14 @@ def check_tokens(tokens: object) -> None:
         raise PinError(f"tokens={tokens!r} must be a number above 0 and at most {_MOST_TOKENS:g}")
 
 
+def read_constants(given: Constants | Path | str | None) -> tuple[Constants, str | None]:
+    """The constants, and the file that they were read from; those of this version for None. ProfileError for a file
+    that cannot be read."""
+    if given is None or isinstance(given, Constants):
+        return Constants.shipped() if given is None else given, None
+    return Constants.load(given), str(given)
+
+
 def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     """The request at one point."""
     cluster = base.cluster
@@ -236,6 +246,8 @@ def points(
             request.global_batch_size,
             request.precision,
             request.mode,
+            request.options,
+            request.constants,
             tuple((name, str(value)) for name, value in request.pins.items()),
         )
         if key not in known:
@@ -333,6 +345,8 @@ def whatif(
     precision: str = "bf16",
     mode: Mode | str = Mode.EAGER,
     profile: Profile | str | None = None,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    constants: Constants | Path | str | None = None,
     time_limit_s: float = 60.0,
     assumptions: Mapping[str, float] | None = None,
 ) -> pd.DataFrame:
@@ -344,6 +358,9 @@ def whatif(
         vary: lists of values by name (`sweep.VARIED`); rows are their product, the last name fastest.
         tokens: adds days, US dollars (where the cluster has a price), kWh and goodput for so many tokens.
         profile: measured times, or their name or path.
+        options: how the run is set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`; None:
+            the defaults.
+        constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
         time_limit_s: of one point.
         assumptions: of the whole run, by the names of `cost_models.run.FIGURES`.
 
@@ -359,11 +376,13 @@ def whatif(
     import pandas as pd
 
     from autoplan.catalog import load_model
+    from autoplan.report.arguments import options_of
 
     check_tokens(tokens)
     assumed = Assumptions.of(assumptions)
     if mode not in tuple(Mode):
         raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    known, file = read_constants(constants)
     base = PlanRequest(
         load_model(model) if isinstance(model, str) else model,
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -373,6 +392,9 @@ def whatif(
         precision,
         Mode(mode),
         Profile.load(profile) if isinstance(profile, str) else profile,
+        options_of(options),
+        known,
+        file,
         time_limit_s=time_limit_s,
     )
     return pd.DataFrame([row(p, tokens, assumed) for p in points(base, vary)])

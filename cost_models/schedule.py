@@ -255,26 +255,6 @@ def num_held(row: Sequence[Action]) -> int:
     return max(held_at_backwards(row))
 
 
-def peak_activation_bytes(table: Iterable[Sequence[Action]], chunk_bytes: Sequence[float]) -> tuple[float, ...]:
-    """Per rank the peak of the sum of held activations.
-
-    Args:
-        table: what `actions` returns.
-        chunk_bytes: what one micro-batch holds on each chunk, in model order.
-    """
-    out = []
-    for row in table:
-        held = peak = 0.0
-        for kind, chunk, *_ in row:
-            if kind is F:
-                held += chunk_bytes[chunk]
-                peak = max(peak, held)
-            elif kind is not I:
-                held -= chunk_bytes[chunk]
-        out.append(peak)
-    return tuple(out)
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkTimes:
     """Seconds of one micro-batch on one chunk.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.plan import Plan, estimate_json
 from autoplan.planner import Planned, PlanRequest, search_plan
 from autoplan.profiler.run import cached_profile, machine_key, resolve
+from autoplan.report.files import write_text
 from autoplan.report.label import plan_label
 from autoplan.report.timeline import trace
 
@@ -36,10 +36,7 @@ def used_profile(world: int) -> Profile | None:
 
 def write_json(path: Path, data: Any) -> None:
     """In one go, or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-        json.dump(data, handle, indent=1)
-        handle.write("\n")
-    Path(handle.name).replace(path)
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def timeline(plan: Plan) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from autoplan.cost_models.errors import AutoplanError
+from autoplan.report.files import write_text
 
 BEGIN = "<!-- published runs: made by experiments/validate_published.py --readme, do not edit -->"
 END = "<!-- end of published runs -->"
@@ -72,9 +71,4 @@ def insert(path: Path, text: str) -> None:
     if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
         raise AutoplanError(f"{path}: the line {BEGIN!r} and then {END!r} are needed, once each")
     head, rest = old.split(BEGIN)
-    new = f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(new)
-    Path(name).chmod(path.stat().st_mode & 0o777)
-    Path(name).replace(path)
+    write_text(path, f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")

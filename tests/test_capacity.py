@@ -1,5 +1,6 @@
-"""Whole runs and the capacity table: failures, energy, critical batch by hand; the file, its errors, the frame."""
+"""Whole runs and the capacity table: failures, energy, critical batch by hand; the file and its errors, the frame."""
 
+import errno
 import json
 import math
 import re
@@ -18,7 +19,8 @@ from autoplan import fleet, sweep
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Dispatcher, Launch, ParallelConfig, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.run import (
@@ -32,8 +34,9 @@ from autoplan.cost_models.run import (
     whole_run,
 )
 from autoplan.planner import PlanRequest, estimate_config
-from autoplan.report import numbers
+from autoplan.report import numbers, timeline
 from autoplan.report.arguments import read_assumptions
+from autoplan.report.files import check_writable, write_csv, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 H100 = "1x4xh100-sxm5-80gb"
@@ -270,6 +273,12 @@ BAD = [
     (FILE + "precision: [bf16, int4]", r"precision\[1\]: precision 'int4' is not known; use native"),
     (FILE + "pins: tp=8", "pins='tp=8' must be a mapping"),
     (FILE + "pins: {pt: 8}", "unknown pin 'pt'; known: "),
+    (FILE + "launch: graph", "launch 'graph' is not known; use async, graphs"),
+    (FILE + "dispatcher: deep", "dispatcher 'deep' is not known; use alltoall, flex"),
+    (FILE + "overlap: [dp]", "overlap of 'dp' is not known; use tp, ep"),
+    (FILE + "narrow_gather: 1", "narrow_gather=1 must be true or false"),
+    (FILE + "constants: none.json", r"constants: constants .*none.json cannot be read"),
+    (FILE + "constants: 3", "constants: 3 is no file"),
     (FILE + "time_limit_s: 0", "time_limit_s=0 must be a finite number of at least 1"),
     (FILE + "profile: nobody", "profile: profile 'nobody' is not known"),
     (FILE + "profile: cpu-2core-gloo-w2", "was measured on cpu devices, cluster 1x4xh100-sxm5-80gb has cuda devices"),
@@ -296,6 +305,42 @@ def test_files_that_a_file_names_lie_beside_it(tmp_path: Path) -> None:
         fleet.read_task("nowhere.yaml")
 
 
+OPTIONS = "launch: graphs\noverlap: [tp, cp]\ndispatcher: flex\nsequence_parallel: false\nnarrow_gather: true\n"
+
+
+def test_options_and_constants_reach_every_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> Any:
+        seen.append(request)
+        return fake_search(request)
+
+    real: Callable[..., Any] = sweep.points
+    monkeypatch.setattr("autoplan.fleet.points", lambda base, vary, _: real(base, vary, search))
+    (tmp_path / "mine.json").write_text('{"constants": {"memory_share": 0.7}}')
+    path = write(tmp_path, FILE + OPTIONS + "constants: mine.json\n")
+    wanted = RunOptions(
+        None, Launch.GRAPHS, frozenset({"tp", "cp"}), Dispatcher.FLEX, sequence_parallel=False, narrow_gather=True
+    )
+    out = " ".join(run_file(path).stdout.split())
+    assert "graphs launch, overlap of cp and tp, flex dispatcher, no sequence parallelism, weights gathered" in out
+    assert f"constants of {tmp_path / 'mine.json'}" in out
+    data = json.loads(run_file(path, "--json").stdout)
+    assert data["options"]["dispatcher"] == "flex" and data["options"]["sequence_parallel"] is False
+    assert data["constants"] == str(tmp_path / "mine.json") and data["pins"] == {} and data["profile"] is None
+    assert all((r.options, r.constants.memory_share) == (wanted, 0.7) for r in seen) and len(seen) == 2 * 6
+    del seen[:]
+    autoplan.capacity("gpt2", H100, "1T", 1024, 16, options=wanted, constants=Constants().with_({"overlap": 0.5}))
+    autoplan.capacity("gpt2", H100, "1T", 1024, 16, options={"launch": "graphs"})
+    assert [r.options for r in seen] == [wanted, RunOptions(launch=Launch.GRAPHS)]
+    assert [r.constants.overlap for r in seen] == [0.5, Constants.shipped().overlap]
+
+
+def test_the_command_refuses_a_missing_folder_before_it_plans(tmp_path: Path) -> None:
+    result = run_file(write(tmp_path, "models: [not read]"), "--csv", str(tmp_path / "nowhere" / "c.csv"))
+    assert result.exit_code == 2 and f"there is no folder {tmp_path / 'nowhere'}" in result.stderr
+
+
 def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
     (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert fleet.read_task(write(tmp_path, shown)).num_searches == 4
@@ -305,3 +350,38 @@ def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
 def test_energy_and_uptime_in_words() -> None:
     assert [numbers.uptime(v) for v in (0.926, 0.99961, 0.9999999, 1.0)] == ["92.6 %", "99.96 %", "100.0 %", "100.0 %"]
     assert [numbers.energy(v) for v in (812, 12_300, 1.21e9, 0.5)] == ["812 kWh", "12.3 MWh", "1,210 GWh", "0.500 kWh"]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    write_text(file, "one")
+    assert file.stat().st_mode & 0o777 == 0o644
+    file.chmod(0o600)
+    link.symlink_to(file)
+    write_text(link, "two")
+    assert file.read_text() == "two" and link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+    write_csv(file, [{"a": 1, "b": None}])
+    assert file.read_bytes() == b"a,b\r\n1,\r\n"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(PinError, match=rf"cannot write {file}: No space left"):
+        write_text(file, "three")
+    with pytest.raises(PinError, match=r"t.json: No space left"):
+        timeline.write(SimpleNamespace(events=(), step_time_s=SimpleNamespace(mid=1.0)), tmp_path / "t.json")  # type: ignore[arg-type]
+    assert sorted(tmp_path.iterdir()) == [file, link] and file.read_bytes().startswith(b"a,b")
+
+
+def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
+    with pytest.raises(PinError, match="it is a folder; name a file in it"):
+        check_writable(tmp_path)
+    with pytest.raises(PinError, match="there is no folder"):
+        write_csv(tmp_path / "a" / "b.csv", [])
+    check_writable(tmp_path / "new")
+    write_text("/dev/null", "a device stays one")
+    assert not Path("/dev/null").is_file() and not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +21,26 @@ from autoplan.catalog import load_model, names
 from autoplan.cli import app
 from autoplan.cost_models.catalog import entries
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.config import (
+    OVERLAPS,
+    PRECISIONS,
+    Attention,
+    Dispatcher,
+    Launch,
+    Mode,
+    ParallelConfig,
+    RunOptions,
+)
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.planner import PlanRequest, StoppedError, estimate_config, search_plan
 from autoplan.report import numbers
-from autoplan.report.arguments import read_pins, read_vary
+from autoplan.report.arguments import OPTIONS, option_data, option_words, options_of, read_pins, read_vary
 from autoplan.report.label import plan_label
 from autoplan.report.text import estimate_command
-from autoplan.sweep import Point, points, row, whatif, whole_run
+from autoplan.sweep import VARIED, Point, points, row, whatif, whole_run
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = ("gpt2", "--cluster", "1x4xh100-sxm5-80gb", "--seq-len", "1k", "--global-batch-size", "16")
@@ -138,6 +148,10 @@ BAD = [
     (("plan", *TASK, "--pin", "stages=a,b"), "whole numbers with commas"),
     (("plan", *TASK, "--mode", "turbo"), "use eager, fused, compiled"),
     (("plan", *TASK, "--precision", "int4"), "'int4' is not known; use native, bf16"),
+    (("plan", *TASK, "--dispatcher", "deep"), "dispatcher 'deep' is not known; use alltoall, flex, flex_fp8"),
+    (("estimate", *TASK, "--timeline", "nowhere/t.json"), "cannot write nowhere/t.json: there is no folder nowhere"),
+    (("whatif", *TASK, "--vary", "tp=1", "--csv", "nowhere/w.csv"), "cannot write nowhere/w.csv: there is no folder"),
+    (("profile", "--write-cluster", "nowhere/c.yaml"), "cannot write nowhere/c.yaml: there is no folder nowhere"),
     (("plan", *TASK, "--profile", "nobody"), "profile 'nobody' is not known"),
     (("plan", *TASK, "--tokens", "lots"), "--tokens 'lots' must be a number above 0"),
     (("plan", *TASK, "--assume", "pue=1.1"), "give its size too, for example --tokens 300B"),
@@ -358,6 +372,98 @@ def test_time_and_money_by_hand() -> None:
     assert (run_.days.low, run_.days.mid, run_.days.high) == pytest.approx((0.5, 1.0, 2.0))
     assert run_.usd is not None and run_.usd.mid == pytest.approx(16 * 24 * 2) and run_.usd.tag is Tag.FITTED
     assert whole_run(Quantity(1, 1, 1, Tag.FITTED), 1.0, 1.0, Cluster.local(1)).usd is None
+
+
+# -- run options, constants --------------------------------------------------------------------------------------------
+
+EVERYTHING = RunOptions(
+    Attention.FLASH1, Launch.GRAPHS, frozenset({"tp", "ep"}), Dispatcher.FLEX_FP8, False, True, True
+)  # nothing of it is a default
+
+
+def test_every_run_option_is_shown_and_comes_back() -> None:
+    """What is given on the command line is in the text, in the JSON, and in the command that comes next."""
+    assert all(getattr(EVERYTHING, f.name) != f.default for f in fields(RunOptions))
+    model, words = ("llama-3.2-1b", *TASK[1:]), tuple(option_words(EVERYTHING))
+    result = run("estimate", *model, "--tp", "2", *words)
+    text = " ".join(result.stdout.replace("\\", "").split())
+    assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
+    assert "fused experts, weights gathered in 8 bits" in text and text.endswith(" ".join(words)), text
+    request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]
+    assert options_of({name: request[name] for name in OPTIONS}) == EVERYTHING
+    swept = json.loads(run("whatif", *model, "--vary", "tp=2", *words, "--json").stdout)
+    assert options_of({name: swept["request"][name] for name in OPTIONS}) == EVERYTHING
+    assert swept["vary"] == {"tp": [2]} and swept["status"] == "ok"
+    plain = json.loads(run("estimate", *TASK, "--json").stdout)["request"]
+    assert options_of({**{name: plain[name] for name in OPTIONS}, "attention": None}) == RunOptions()
+    assert option_words(RunOptions()) == [] and options_of(option_data(EVERYTHING)) == EVERYTHING
+
+
+def test_options_of_a_mapping_say_what_is_wrong() -> None:
+    assert options_of({"overlap": "tp, cp", "launch": None}).overlap == {"tp", "cp"}
+    for data, says in (
+        ({"lunch": 1}, "unknown option 'lunch'; known: attention, launch, overlap, dispatcher, sequence_parallel"),
+        ({"fused_experts": "yes"}, "fused_experts='yes' must be true or false"),
+        ({"overlap": 3}, "overlap=3 must be a list"),
+        ({"overlap": ["dp"]}, "overlap of 'dp' is not known; use tp, ep, pp, cp"),
+        ({"launch": 3}, "launch 3 is not known; use async"),
+        ([], "must be a mapping"),
+    ):
+        with pytest.raises(PinError, match=re.escape(says)):
+            options_of(data)
+
+
+def test_a_layout_that_needs_sequence_parallelism_says_so() -> None:
+    line = one_line_error(run("estimate", *TASK, "--tp", "2", "--no-sequence-parallel"), 3)
+    assert "no layout of gpt2 exists at tp=2 without sequence parallelism" in line and "or use tp=1" in line
+
+
+def test_whatif_in_python_takes_options_and_constants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> Any:
+        seen.append(request)
+        raise InfeasibleError("too big")
+
+    monkeypatch.setattr("autoplan.sweep.points", lambda base, vary: points(base, vary, search))
+    file = tmp_path / "c.json"
+    file.write_text('{"constants": {"memory_share": 0.7}}')
+    given: list[tuple[Any, Any]] = [(EVERYTHING, str(file)), ({"launch": "graphs"}, Constants()), (None, None)]
+    for options, constants in given:
+        whatif("gpt2", TASK[2], 1024, 16, vary={"tp": [1]}, options=options, constants=constants)
+    assert [r.options for r in seen] == [EVERYTHING, RunOptions(launch=Launch.GRAPHS), RunOptions()]
+    assert [r.constants.memory_share for r in seen[:2]] == [0.7, Constants().memory_share]
+    assert [r.constants_file for r in seen] == [str(file), None, None] and seen[2].constants == Constants.shipped()
+
+
+def test_help_names_all_that_there_is() -> None:
+    helps = {name: " ".join(run(name, "--help").stdout.split()) for name in ("plan", "estimate", "whatif")}
+    for text in helps.values():
+        assert all(re.search(rf"\b{re.escape(name)}\b", text) for name in (*PRECISIONS, "bf16-grad16"))
+        assert f"by comma: {', '.join(OVERLAPS)}" in text
+        assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS), text
+    assert all(re.search(rf"\b{name}\b", helps["whatif"]) for name in VARIED)
+
+
+def test_waiting_for_the_host_is_a_term_in_words() -> None:
+    assert "waiting for the host" in run("estimate", *TASK, "--launch", "blocking").stdout
+
+
+@pytest.mark.parametrize("words", [("calibrate", "s.yaml"), ("profile", "--model", "mine:make")])
+def test_models_are_found_where_the_user_stands(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[bool] = []
+
+    def command(*_: object) -> Any:
+        found.append(str(tmp_path) in sys.path)
+        return lambda: None
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("autoplan.calibration.command.calibrate_command", command)
+    monkeypatch.setattr("autoplan.profiler.command.profile_command", command)
+    assert CliRunner().invoke(app, list(words), env=PLAIN).exit_code == 0 and found == [True]
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError, ProfileError
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.work import Workload
+from autoplan.profiler import command
 from autoplan.profiler.clocks import CLOCK_QUERY, PROCESS_QUERY, load_warning, parse_clocks, read_states, warnings
 from autoplan.profiler.nodes import Nodes, agree, num_nodes, under_torchrun
 from autoplan.profiler.ops import DeviceTimer
@@ -119,6 +120,19 @@ def test_proposals_refuse_what_no_catalog_has() -> None:
     _, checks = cluster_data(dataclasses.replace(found, devices=sxm, nics=()))
     assert any("joined by NVLink, these devices by PIX, SYS" in c for c in checks)
     assert any("no network card says" in c for c in checks)
+
+
+def test_a_proposal_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PinError, match="there is no folder"):
+        write_cluster(tmp_path / "missing" / "c.yaml", detect(machines.DGX_H100))
+
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured before the folder was looked at")
+
+    monkeypatch.setattr(command, "measure", measured)
+    for path in (tmp_path / "missing" / "c.yaml", tmp_path):
+        with pytest.raises(PinError, match=f"cannot write {path}: "):
+            command.profile_command(cluster_out=path)
 
 
 def test_a_cpu_cluster_has_the_links_that_were_measured() -> None:

@@ -252,7 +252,9 @@ def test_a_collective_beside_products() -> None:
     assert first["overlap_compute_slowdown"] >= 1 and first["overlap_collective_slowdown"] >= 1
 
 
-def two_nodes(folder: Path, *command: str, budget_s: float, timeout_s: float = 100.0) -> list[subprocess.Popen[str]]:
+def two_nodes(
+    folder: Path, *command: str, budget_s: float, timeout_s: float = 100.0, cluster: str = "cluster.yaml"
+) -> list[subprocess.Popen[str]]:
     """Two agents of torchrun with a process each on this machine, as on two nodes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -269,7 +271,7 @@ def two_nodes(folder: Path, *command: str, budget_s: float, timeout_s: float = 1
     for rank in range(2):
         agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
         agent += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        agent += [*command, "profile", "pair", "--budget", str(budget_s), "--write-cluster", "cluster.yaml"]
+        agent += [*command, "profile", "pair", "--budget", str(budget_s), "--write-cluster", cluster]
         with (folder / f"node{rank}.log").open("w") as log:
             agents.append(subprocess.Popen(agent, env=environment, stdout=log, stderr=log, text=True, cwd=folder))
     return agents
@@ -300,6 +302,19 @@ def test_two_nodes_under_torchrun(tmp_path: Path) -> None:
     assert "written to" in logs[0] and "written to" not in logs[1]  # rank 0 writes
     cluster = Cluster.parse(str(tmp_path / "cluster.yaml"))
     assert (cluster.num_nodes, cluster.devices_per_node, cluster.device_type) == (2, 1, "cpu")
+
+
+@pytest.mark.processes
+def test_no_rank_waits_for_one_that_cannot_write(tmp_path: Path) -> None:
+    agents = two_nodes(tmp_path, "-m", "autoplan", budget_s=60.0, cluster="missing/cluster.yaml")
+    try:
+        codes = [agent.wait(timeout=100.0) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    logs = [(tmp_path / f"node{i}.log").read_text() for i in range(2)]
+    assert 0 not in codes and all("error: cannot write missing/cluster.yaml: there is no folder" in x for x in logs)
+    assert not (tmp_path / "profiles").exists()
 
 
 @pytest.mark.processes

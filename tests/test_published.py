@@ -585,6 +585,18 @@ def test_the_table_of_the_readme_is_generated(tmp_path: Path) -> None:
         published_summary.insert(readme, table)
 
 
+def test_a_readme_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{published_summary.BEGIN}\nold\n{published_summary.END}\n")
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(AutoplanError, match="No space left"):
+        published_summary.insert(readme, "new")
+    assert "old" in readme.read_text() and list(tmp_path.iterdir()) == [readme]
+
+
 def test_the_shipped_constants_say_what_they_are_worth() -> None:
     """Held-out errors of every campaign, fitted constants of at least three of them, intervals that hold 1."""
     data = json.loads((Path(__file__).resolve().parents[1] / "profiles" / "constants.json").read_text())

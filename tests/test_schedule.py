@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from autoplan import cli
 from autoplan.cost_models.config import SCHEDULES as CONFIGURED
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.memory import _fullest, _Held
 from autoplan.cost_models.schedule import (
     SCHEDULES,
     Action,
@@ -31,13 +32,18 @@ from autoplan.cost_models.schedule import (
     chunks_of_ranks,
     held_at_backwards,
     lower_bound_1f1b,
-    peak_activation_bytes,
     ranks_of_chunks,
     simulate,
 )
 
 F, B, I, W = ActionKind  # noqa: E741
 SHAPES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 10, 12, 16, 21)]
+
+
+def peaks(table: Iterable[Sequence[Action]], chunk_bytes: Sequence[float]) -> tuple[float, ...]:
+    """Per rank the most that its chunks hold together, as memory counts it."""
+    held = {chunk: _Held(size, ((size, 0.0),)) for chunk, size in enumerate(chunk_bytes)}
+    return tuple(_fullest(row, held)[0] for row in table)
 
 
 class _Stage:
@@ -293,8 +299,8 @@ def test_zbv_has_no_bubble_and_the_memory_of_1f1b(p: int) -> None:
             mine = [e for e in timeline.events if e.rank == rank]
             assert mine[-1].end_s - mine[0].start_s == busy == 6.0 * m
             assert mine[0].start_s == rank
-        assert peak_activation_bytes(table, [0.5] * (2 * p)) == (float(p),) * p
-        assert max(peak_activation_bytes(actions("1F1B", p, m), [1.0] * p)) == p
+        assert peaks(table, [0.5] * (2 * p)) == (float(p),) * p
+        assert max(peaks(actions("1F1B", p, m), [1.0] * p)) == p
     few = simulate(actions("ZBV", p, p, 2), [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
     assert few.bubble_s[0] == 2.0 * (p - 1)  # too few micro-batches to fill it
 
@@ -306,7 +312,7 @@ def test_dual_pipe_v_has_the_published_bubble_and_memory(p: int) -> None:
         table = actions("DualPipeV", p, m, 2)
         timeline = simulate(table, [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
         assert timeline.bubble_s == ((p - 1) * (1.0 + 2.0 + 2.0 - 3.0),) * p
-        assert peak_activation_bytes(table, [1.0] * (2 * p)) == (2.0 * p + 1,) * p
+        assert peaks(table, [1.0] * (2 * p)) == (2.0 * p + 1,) * p
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
@@ -318,7 +324,7 @@ def test_dual_pipe_has_the_published_bubble_and_memory(p: int) -> None:
         for f in (1.0, 2.5):
             timeline = simulate(table, [ChunkTimes(f, 2 * f, f)] * p)
             assert timeline.bubble_s == ((p // 2 - 1) * (f + 2 * f + 2 * f - 3 * f),) * p
-        assert peak_activation_bytes(table, [1.0] * p) == (p + 1.0,) * p
+        assert peaks(table, [1.0] * p) == (p + 1.0,) * p
         assert [sorted({a.chunk for a in row}) for row in table] == [sorted({r, p - 1 - r}) for r in range(p)]
 
 
@@ -367,11 +373,11 @@ def test_table_of_bubbles_and_activations(p: int, m: int) -> None:
             num = p * chunks
             timeline = simulate(table, [ChunkTimes(f / chunks, b / chunks, w / chunks)] * num)
             assert max(timeline.bubble_s) == pytest.approx(bubble), (name, f, b, w)
-            assert max(peak_activation_bytes(table, [1 / chunks] * num)) == pytest.approx(held), name
+            assert max(peaks(table, [1 / chunks] * num)) == pytest.approx(held), name
     table = actions("ZBV", p, m, 2)
     timeline = simulate(table, [ChunkTimes(1.0, 2.0, 1.0)] * (2 * p))
     assert max(timeline.bubble_s) == p - 1  # only before the first and after the last action
-    assert max(peak_activation_bytes(table, [0.5] * (2 * p))) == p
+    assert max(peaks(table, [0.5] * (2 * p))) == p
 
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
@@ -379,16 +385,16 @@ def test_in_flight_counts(p: int, m: int) -> None:
     held = [max(held_at_backwards(row)) for row in actions("1F1B", p, m)]
     assert held == [min(m, p - i) for i in range(p)] if m >= p else held == [m] * p
     assert [held_at_backwards(row) for row in actions("GPipe", p, m)] == [(m, m - 1)] * p
-    assert peak_activation_bytes(actions("1F1B", p, m), [10.0] * p) == tuple(10.0 * count for count in held)
+    assert peaks(actions("1F1B", p, m), [10.0] * p) == tuple(10.0 * count for count in held)
 
 
 def test_interleaved_memory_is_the_peak_of_the_sum_not_the_sum_of_peaks() -> None:
     table = actions("Interleaved1F1B", 2, 8, 2)
-    together = peak_activation_bytes(table, [1.0] * 4)
+    together = peaks(table, [1.0] * 4)
     # Megatron: p (1 + (p - 1) / (p v)) micro-batches of a whole rank, here 5 chunks on rank 0.
     assert together == (5.0, 3.0)
     assert [max(held_at_backwards(row)) for row in table] == [5, 3]
-    assert peak_activation_bytes(table, [1.0, 0.0, 0.0, 0.0]) == (4.0, 0.0)
+    assert peaks(table, [1.0, 0.0, 0.0, 0.0]) == (4.0, 0.0)
     assert [max(held_at_backwards(row)) for row in actions("ZB-H1", 4, 8)] == [4] * 4
 
 

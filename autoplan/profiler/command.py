@@ -10,17 +10,19 @@ is after the budget and a grace, or `AUTOPLAN_TIMEOUT_S`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from autoplan.cost_models.errors import ProfileError
+from autoplan.cost_models.errors import AutoplanError, ProfileError
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.nodes import under_torchrun
 from autoplan.profiler.ops import Task
 from autoplan.profiler.run import DEFAULT_BUDGET_S, GRACE_S, graph_tasks, measure, measure_in_job, store
-from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, init_process_group
+from autoplan.report.files import check_writable
+from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard, init_process_group
 
 _COMMAND_DEGREES = (1, 2, 4, 8)
 _COMMAND_SEQUENCE = 1024
@@ -44,8 +46,12 @@ def profile_command(
         out: a `.json` file; default: the user's cache, where `parallelize` finds it.
         cluster_out: also propose a cluster file of these nodes.
 
-    Raises: AutoplanError for an unknown model, processes this machine does not have, or a failure while measuring.
+    Raises: AutoplanError for an unknown model, processes this machine does not have, a cluster file that cannot be
+        written (before anything is measured), or a failure while measuring.
     """
+    alone = not under_torchrun()
+    if alone and cluster_out is not None:
+        check_writable(cluster_out)
     tasks: list[Task] = []
     dtypes = ("float32",)
     if model is not None:
@@ -55,7 +61,7 @@ def profile_command(
         tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE})
         used = [p.dtype for p in graph.params.values()]
         dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
-    if not under_torchrun():
+    if alone:
         profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
         _hand_out(profile, out, cluster_out)
         return profile
@@ -63,14 +69,29 @@ def profile_command(
         raise ProfileError(f"--processes {processes} under torchrun: its --nproc-per-node says how many measure")
     _join(budget_s)
     try:
+        if cluster_out is not None:
+            _on_first(lambda: check_writable(cluster_out))
         profile = measure_in_job(tasks, budget_s, name=name, dtypes=dtypes)
+        _on_first(lambda: _hand_out(profile, out, cluster_out))
     except RankFailure as failure:
         raise ProfileError(f"measuring failed: {failure}") from failure
-    if dist.get_rank() == 0:
-        _hand_out(profile, out, cluster_out)
-    dist.barrier()
     dist.destroy_process_group()
     return profile
+
+
+def _on_first(work: Callable[[], None]) -> None:
+    """Rank 0 does the work while the others wait. Its AutoplanError is raised on every rank, so that none waits on."""
+    box: list[AutoplanError | None] = [None]
+    with guard():
+        if dist.get_rank() == 0:
+            try:
+                work()
+            except AutoplanError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, 0)
+    if box[0] is not None:
+        dist.destroy_process_group()
+        raise box[0]
 
 
 def _join(budget_s: float) -> None:
@@ -104,11 +125,14 @@ def _hand_out(profile: Profile, out: Path | str | None, cluster_out: Path | str 
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
     console.print(summary(profile))
-    if out is not None:
-        profile.save(out)
-        path = Path(out)
-    else:
-        path = store(profile, profile.name)
+    try:
+        if out is not None:
+            profile.save(out)
+            path = Path(out)
+        else:
+            path = store(profile, profile.name)
+    except OSError as error:
+        raise ProfileError(f"cannot write profile {out or profile.name}: {error}") from error
     console.print(f"written to {path}")
     if cluster_out is not None:
         from autoplan.profiler.proposal import write_cluster

@@ -14,6 +14,7 @@ from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.units import GB, MIB, MICRO, TERA
 from autoplan.profiler.topology import LinkKind, Topology
+from autoplan.report.files import write_text
 
 # Names of the driver without "NVIDIA" or "Tesla" -> id of the catalog.
 _CATALOG: tuple[tuple[str, str], ...] = (
@@ -144,7 +145,10 @@ def write_cluster(
     profile: Profile | None = None,
     processes_per_node: int = 1,
 ) -> Cluster:
-    """Write the proposal as YAML that `read_cluster` reads; the cluster it stands for. Raises: PinError."""
+    """Write the proposal as YAML that `read_cluster` reads; the cluster it stands for.
+
+    Raises: PinError for devices as `cluster_data` does, and for a file that cannot be written.
+    """
     import yaml
 
     data, checks = cluster_data(topology, num_nodes, profile, processes_per_node)
@@ -153,5 +157,5 @@ def write_cluster(
         "# proposed by autoplan profile from what the machine says of itself; check it",
         *(f"# {c}" for c in checks),
     ]
-    Path(path).write_text("\n".join(lines) + "\n" + yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n" + yaml.safe_dump(data, sort_keys=False))
     return cluster

@@ -1,9 +1,13 @@
-"""What is typed on the command line as values: pins, lists, what is varied. PinError says what would work."""
+"""What is typed on the command line or stands in files as values: pins, lists, what is varied, how a run is set up.
+
+PinError says what would work. Options of a run are also written here: as words, texts and plain data.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from autoplan.cost_models.config import RECOMPUTE, Attention, Dispatcher, Launch, RunOptions
@@ -93,8 +97,17 @@ def read_recompute(text: str) -> str | tuple[int, ...]:
     raise PinError(f"recompute {text!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage: 3,0,0,0")
 
 
-def read_options(attention: str | None, launch: str, overlap: str | None, dispatcher: str | None = None) -> RunOptions:
-    """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, and how rows travel to experts."""
+def read_options(
+    attention: str | None = None,
+    launch: str = "async",
+    overlap: str | None = None,
+    dispatcher: str | None = None,
+    sequence_parallel: bool = True,
+    fused_experts: bool = False,
+    narrow_gather: bool = False,
+) -> RunOptions:
+    """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, how rows travel to experts, and
+    what `RunOptions` says of the rest. PinError names what is not known and what is."""
     if dispatcher is not None and dispatcher not in tuple(Dispatcher):
         raise PinError(f"dispatcher {dispatcher!r} is not known; use {', '.join(Dispatcher)}")
     if attention is not None and attention not in tuple(Attention):
@@ -102,5 +115,81 @@ def read_options(attention: str | None, launch: str, overlap: str | None, dispat
     if launch not in tuple(Launch):
         raise PinError(f"launch {launch!r} is not known; use {', '.join(Launch)}")
     beside = frozenset(part.strip() for part in (overlap or "").split(",") if part.strip())
-    kernel = None if attention is None else Attention(attention)
-    return RunOptions(kernel, Launch(launch), beside, Dispatcher(dispatcher or Dispatcher.ALL_TO_ALL))
+    return RunOptions(
+        None if attention is None else Attention(attention),
+        Launch(launch),
+        beside,
+        Dispatcher(dispatcher or Dispatcher.ALL_TO_ALL),
+        sequence_parallel,
+        fused_experts,
+        narrow_gather,
+    )
+
+
+OPTIONS = tuple(f.name for f in fields(RunOptions))  # keys of files, and names on the command line with `-` for `_`
+_SWITCHES = tuple(f.name for f in fields(RunOptions) if isinstance(f.default, bool))
+
+
+def options_of(data: object) -> RunOptions:
+    """Of a mapping by the names of `OPTIONS`, as a file holds it; `overlap` a list, or text with commas.
+
+    None, and what is left out or None in it: the defaults. PinError names the key, its value and what works.
+    """
+    if data is None or isinstance(data, RunOptions):
+        return RunOptions() if data is None else data
+    if not isinstance(data, Mapping):
+        raise PinError(f"options={data!r} must be a mapping, for example {{launch: graphs}}")
+    for key in data:
+        if key not in OPTIONS:
+            raise PinError(f"unknown option {key!r}; known: {', '.join(OPTIONS)}")
+    given = {key: value for key, value in data.items() if value is not None}
+    for key in _SWITCHES:
+        if not isinstance(given.get(key, True), bool):
+            raise PinError(f"{key}={given[key]!r} must be true or false")
+    overlap = given.get("overlap", "")
+    if not isinstance(overlap, str):
+        if not isinstance(overlap, Sequence | frozenset | set):
+            raise PinError(f"overlap={overlap!r} must be a list, for example [tp, pp]")
+        given["overlap"] = ",".join(map(str, overlap))
+    return read_options(**given)
+
+
+def option_words(options: RunOptions) -> list[str]:
+    """What departs from the defaults, as words of the command line."""
+    words: list[str] = []
+    for name, default in option_data(RunOptions()).items():
+        value, flag = option_data(options)[name], name.replace("_", "-")
+        if value == default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", ",".join(value) if isinstance(value, list) else str(value)]
+    return words
+
+
+def option_texts(options: RunOptions) -> list[str]:
+    """What departs from the defaults, in a few words each."""
+    o = options
+    said = [] if o.attention is None else [f"{o.attention} attention"]
+    said += [f"{o.launch} launch"] if o.launch is not Launch.ASYNC else []
+    said += [f"overlap of {' and '.join(sorted(o.overlap))}"] if o.overlap else []
+    said += [f"{o.dispatcher} dispatcher"] if o.dispatcher is not Dispatcher.ALL_TO_ALL else []
+    said += [] if o.sequence_parallel else ["no sequence parallelism"]
+    said += ["fused experts"] if o.fused_experts else []
+    said += ["weights gathered in 8 bits"] if o.narrow_gather else []
+    return said
+
+
+def option_data(options: RunOptions) -> dict[str, Any]:
+    """All of them as plain data, which `options_of` reads."""
+    o = options
+    return {
+        "attention": None if o.attention is None else str(o.attention),
+        "launch": str(o.launch),
+        "overlap": sorted(o.overlap),
+        "dispatcher": str(o.dispatcher),
+        "sequence_parallel": o.sequence_parallel,
+        "fused_experts": o.fused_experts,
+        "narrow_gather": o.narrow_gather,
+    }

@@ -12,6 +12,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import Assumptions, Run
 from autoplan.fleet import CapacityTask, Cell, cell_row
 from autoplan.report import data, numbers
+from autoplan.report.arguments import option_data, option_texts
 from autoplan.report.label import plan_label
 from autoplan.report.text import paragraph, plain_table, prices, run_cells
 from autoplan.sweep import notes, run_of
@@ -43,7 +44,8 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     if rows:
         same = [f"{c} {_shown(c, rows[0].get(c))}" for c in _LISTS.values() if c not in varied]
         pins = [f"pinned {' '.join(f'{k}={v}' for k, v in task.pins.items())}"] if task.pins else []
-        paragraph(out, ", ".join([*same, *pins]), 5, first=2)
+        read = [f"constants of {task.constants_file}"] if task.constants_file is not None else []
+        paragraph(out, ", ".join([*same, *option_texts(task.options), *read, *pins]), 5, first=2)
     out.print()
     table = plain_table("", *varied, *_RUN, left=1 + len(varied))
     for name, column in zip(["", *varied, *_RUN], table.columns, strict=True):
@@ -117,6 +119,10 @@ def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[
         "status": status,
         "command": "capacity",
         "file": path,
+        "pins": data.pins(task.pins),
+        "options": option_data(task.options),
+        "profile": task.profile.name if task.profile is not None else None,
+        "constants": task.constants_file,
         "assumptions": data.assumptions(task.assumptions),
         "rows": [cell_row(cell, task.assumptions) for cell in found],
     }

@@ -8,7 +8,8 @@ Schema 1:
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "attention", "launch",
-                 "overlap": [str], "profile", "constants": null | file},
+                 "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather",
+                 "profile", "constants": null | file},
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
               "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage]},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
@@ -32,16 +33,18 @@ Schema 1:
      "cheapest_change"}                                            # where nothing fits; null for what is not known
 
     {"schema": 1, "status": "ok" | "interrupted" | "infeasible" | "illegal" | "stopped", "command": "whatif",
+     "model", "cluster", "request": as of plan, before anything is varied,
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweep.whatif
 
-    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "assumptions": as of run,
+    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "options": {"attention", ...},
+     "profile", "constants": null | file, "assumptions": as of run,
      "rows": [...]}  # columns: autoplan.fleet.capacity
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.cost_models.cluster import Cluster
@@ -50,6 +53,7 @@ from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.report.arguments import option_data
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import critical_batch, run_of
 
@@ -207,6 +211,11 @@ def certificate(c: Certificate) -> dict[str, Any]:
     }
 
 
+def pins(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fixed choices."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+
+
 def _head(command: str, request: PlanRequest) -> dict[str, Any]:
     r = request
     return {
@@ -222,12 +231,11 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
         "request": {
             "seq_len": r.seq_len,
             "global_batch_size": r.global_batch_size,
-            "pins": {k: list(v) if isinstance(v, tuple) else v for k, v in r.pins.items()},
+            "pins": pins(r.pins),
             "precision": r.precision,
             "mode": str(r.mode),
+            **option_data(r.options),
             "attention": str(r.options.attention_in(r.mode)),
-            "launch": str(r.options.launch),
-            "overlap": sorted(r.options.overlap),
             "profile": r.profile.name if r.profile is not None else None,
             "constants": r.constants_file,
         },
@@ -260,6 +268,13 @@ def estimate_report(
 ) -> dict[str, Any]:
     """The answer of `autoplan estimate`."""
     return {**_head("estimate", request), **_planned(planned, request, tokens, assumed)}
+
+
+def whatif_report(
+    status: str, request: PlanRequest, vary: Mapping[str, Sequence[Any]], rows: Sequence[Mapping[str, object]]
+) -> dict[str, Any]:
+    """The answer of `autoplan whatif`; `request`: what was asked for before anything is varied."""
+    return {**_head("whatif", request), "status": status, "vary": dict(vary), "rows": list(rows)}
 
 
 def infeasible_report(error: Exception) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.report import numbers
+from autoplan.report.arguments import option_texts, option_words
 from autoplan.report.label import evidence_label, plan_label
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import Point, batch_warning, row, run_of
@@ -38,6 +39,7 @@ _TERMS = {
     "pp_comm": "pipeline communication, exposed",
     "bubble": "pipeline bubble",
     "recompute": "recompute",
+    "launch": "waiting for the host",
     "accumulate": "adding up gradients",
     "optimizer": "optimizer",
 }
@@ -417,10 +419,7 @@ def estimate_command(model: str, cluster: str, request: PlanRequest, c: Parallel
 
 def _run_options(request: PlanRequest) -> str:
     """What departs from the defaults."""
-    o = request.options
-    said = [] if o.attention is None else [f"{o.attention} attention"]
-    said += [f"{o.launch} launch"] if o.launch != "async" else []
-    said += [f"overlap of {' and '.join(sorted(o.overlap))}"] if o.overlap else []
+    said = option_texts(request.options)
     said += [f"constants of {request.constants_file}"] if request.constants_file is not None else []
     return "".join(f", {text}" for text in said)
 
@@ -431,13 +430,7 @@ def _settings(request: PlanRequest) -> list[str]:
         words += ["--precision", request.precision]
     if request.mode != "eager":
         words += ["--mode", str(request.mode)]
-    o = request.options
-    if o.attention is not None:
-        words += ["--attention", str(o.attention)]
-    if o.launch != "async":
-        words += ["--launch", str(o.launch)]
-    if o.overlap:
-        words += ["--overlap", ",".join(sorted(o.overlap))]
+    words += option_words(request.options)
     if request.profile is not None:
         words += ["--profile", request.profile.name]
     if request.constants_file is not None:

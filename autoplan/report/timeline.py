@@ -8,13 +8,11 @@ Format: "Trace Event Format", Google 2016: complete events (`ph: X`) and names o
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.price import Estimate
+from autoplan.report.files import write_text
 
 _MICROSECONDS = 1e6
 
@@ -43,13 +41,7 @@ def trace(estimate: Estimate | None) -> dict[str, Any]:
 
 def write(estimate: Estimate, path: Path) -> None:
     """The trace as a JSON file, whole or not at all. PinError if it cannot be written."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-            json.dump(trace(estimate), handle)
-        os.chmod(handle.name, 0o644)  # a temporary file is private
-        Path(handle.name).replace(path)
-    except OSError as error:
-        raise PinError(f"cannot write {path}: {error.strerror}") from error
+    write_text(path, json.dumps(trace(estimate)))
 
 
 def _event(name: str, category: str, rank: int, start_s: float, end_s: float, args: dict[str, int]) -> dict[str, Any]:

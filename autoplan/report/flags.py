@@ -1,0 +1,70 @@
+"""Arguments and options that several commands of the command line share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str, typer.Argument(help="Catalog name (autoplan models), a Hugging Face config.json, or package.module:factory.")
+]
+ClusterText = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="Nodes x devices per node x device (8x8xh100-sxm5-80gb), nodes x cloud instance (8xp5.48xlarge), local:N, "
+        "or a YAML file; with overrides @nic=400,price=2.5.",
+    ),
+]
+SeqLen = Annotated[str, typer.Option("--seq-len", "--seq", help="Tokens per sequence; 8k is 8192.")]
+BatchSize = Annotated[str, typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices.")]
+PinTexts = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="Fix a choice, for example tp=8, recompute=full or stages=10,11,11; may be repeated."),
+]
+PrecisionName = Annotated[
+    str,
+    typer.Option(
+        help="bf16, fp16, fp32, fp8, fp4, or native (the model's own dtypes); with -grad16 behind it (bf16-grad16), "
+        "gradients are 16 bits."
+    ),
+]
+ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
+AttentionName = Annotated[
+    str | None, typer.Option(help="Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.")
+]
+LaunchName = Annotated[str, typer.Option(help="How kernels are started: async, graphs, full_graphs or blocking.")]
+Overlaps = Annotated[
+    str | None, typer.Option("--overlap", help="What runs beside computing, by comma: tp, ep, pp, cp.")
+]
+DispatcherName = Annotated[
+    str, typer.Option("--dispatcher", help="How rows travel to experts: alltoall, flex or flex_fp8.")
+]
+FusedExperts = Annotated[
+    bool, typer.Option("--fused-experts", help="One kernel for products, activation and casts of experts.")
+]
+NarrowGather = Annotated[
+    bool, typer.Option("--narrow-gather", help="ZeRO gathers weights of 8-bit products in 8 bits.")
+]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="Tensor-parallel ranks may share norms and residuals, or each computes all of them.",
+    ),
+]
+ConstantsFile = Annotated[
+    Path | None, typer.Option("--constants", help="Constants of the cost model: a file of autoplan calibrate.")
+]
+ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: a profile's name or file.")]
+Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days, money, energy.")]
+Assumed = Annotated[
+    list[str] | None,
+    typer.Option("--assume", help="Of the whole run: mtbf_device_days=2000, pue=1.1; may be repeated."),
+]
+CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]

@@ -1,0 +1,82 @@
+"""What the options of `plan`, `estimate` and `whatif` ask for, as a PlanRequest."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from autoplan.catalog import load_model
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, precision_of
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.profile import Profile
+from autoplan.planner import PlanRequest
+from autoplan.report.arguments import read_options, read_pins
+from autoplan.report.numbers import read_count
+from autoplan.sweep import check_task, read_constants
+
+
+def import_from_here() -> None:
+    """Let Python find `package.module:factory` in the folder where the user stands, as `python -m` would."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def read_request(
+    model: str,
+    cluster: str,
+    seq_len: str,
+    global_batch_size: str,
+    *,
+    pins: Sequence[str] | None = None,
+    precision: str,
+    mode: str,
+    profile: str | None,
+    options: tuple[str | None, str, str | None, str, bool, bool, bool],
+    constants: Path | None,
+    top: int = 1,
+    time_limit: float = 60.0,
+    runnable: bool = False,
+) -> PlanRequest:
+    """Everything is read and checked before the model is loaded, which may take long.
+
+    `options`: as `read_options` takes them.
+    """
+    if not math.isfinite(time_limit):
+        raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
+    where = Cluster.parse(cluster)
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    precision_of(precision)
+    tokens = read_count(seq_len, "--seq-len")
+    batch = read_count(global_batch_size, "--global-batch-size")
+    check_task(tokens, batch)
+    fixed, run_options = read_pins(pins or ()), read_options(*options)
+    known, file = read_constants(constants)
+    measured = Profile.load(profile) if profile is not None else None
+    if measured is not None and measured.device_type != where.device_type:
+        raise PinError(
+            f"profile {measured.name} was measured on {measured.device_type} devices, the cluster {where} has "
+            f"{where.device_type} devices"
+        )
+    if ":" in model:
+        import_from_here()
+    return PlanRequest(
+        graph=load_model(model),
+        cluster=where,
+        seq_len=tokens,
+        global_batch_size=batch,
+        pins=fixed,
+        precision=precision,
+        mode=Mode(mode),
+        profile=measured,
+        options=run_options,
+        constants=known,
+        constants_file=file,
+        top=top,
+        time_limit_s=time_limit,
+        executed=runnable,
+    )
