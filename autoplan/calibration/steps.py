@@ -8,7 +8,7 @@
       step_time_s: 9.1                          # measured
       precision: bf16                           # optional from here on
       mode: fused
-      options: {attention: fused, launch: graphs, overlap: [tp]}    # and dispatcher, of experts
+      options: {attention: fused, launch: graphs, overlap: [tp]}    # any of RunOptions, by its name
       degrees: {tp: 4, recompute: full}         # what is left out: as `autoplan estimate` has it
       group: tuesday                            # steps that err together count once; left out: each by itself
 
@@ -28,7 +28,7 @@ from autoplan.catalog import load_model
 from autoplan.cost_models.blocks import op_times
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.cluster_file import read_yaml
-from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.price import Pricer
@@ -36,14 +36,13 @@ from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.work import Workload
 from autoplan.estimate import ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.points import PlanRequest
-from autoplan.report.arguments import read_options
+from autoplan.report.arguments import options_of
 from autoplan.report.degrees import config_of
 from autoplan.report.numbers import read_count
 from autoplan.sweep import check_task
 
 _NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
 _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")
-_OPTIONS = ("attention", "launch", "overlap", "dispatcher")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _measured(
     if not isinstance(degrees, Mapping):
         raise PinError(f"degrees={degrees!r} must be a mapping, for example {{tp: 4, pp: 2}}")
     config = config_of(cluster.num_devices, batch, degrees)
-    options = _options(given.get("options", {}))
+    options = options_of(given.get("options"))
     model = _beside(_text("model", given["model"]), folder, (".json",))
     if model not in models:
         models[model] = load_model(model)
@@ -155,23 +154,6 @@ def _measured(
     name = str(given.get("name", f"step {index + 1}"))
     step = Step(name, str(given.get("group", name)), float(seconds))
     return Measured(step, Planned.of(request, config))
-
-
-def _options(data: object) -> RunOptions:
-    if not isinstance(data, Mapping):
-        raise PinError(f"options={data!r} must be a mapping, for example {{launch: graphs}}")
-    for key in data:
-        if key not in _OPTIONS:
-            raise PinError(f"unknown option {key!r}; known: {', '.join(_OPTIONS)}")
-    overlap = data.get("overlap") or ()
-    names = overlap if isinstance(overlap, str) else ",".join(map(str, overlap)) if _is_list(overlap) else None
-    if names is None:
-        raise PinError(f"overlap={overlap!r} must be a list, for example [tp, pp]")
-    return read_options(data.get("attention"), data.get("launch") or "async", names, data.get("dispatcher"))
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _text(name: str, value: object) -> str:
