@@ -44,6 +44,7 @@ from autoplan.calibration.steps import Planned
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError
+from autoplan.report.files import write_text
 
 AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
 STATED = 0.9  # of those that the planner states
@@ -240,13 +241,13 @@ def main(
     }
     result = stored(steps, fitted, held, intervals, more)
     if write is not None:
-        write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(write, json.dumps(result, indent=1) + "\n")
     if json_path is not None:
         logs = zip(steps, fitted.before, fitted.after, held.errors, strict=True)
         keys = ("before", "in_sample", "held_out")
         result["rows"] = {step.name: dict(zip(keys, map(float, values), strict=True)) for step, *values in logs}
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(json_path, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

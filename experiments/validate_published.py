@@ -35,6 +35,7 @@ from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.price import Estimate, Pricer
 from autoplan.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.points import PlanRequest
+from autoplan.report.files import write_text
 
 _log = logging.getLogger(__name__)
 RANKED_APART = 0.05  # pairs whose measured times differ by less are not ranked
@@ -516,7 +517,7 @@ def main(
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         stored = {"rows": [_json_row(r) for r in results], "summary": _plain(summary_of(results))}
-        json_path.write_text(json.dumps(stored, indent=1) + "\n")
+        write_text(json_path, json.dumps(stored, indent=1) + "\n")
 
 
 def chosen(rows: Sequence[Row], trust: str, campaign: str, limit: int) -> list[Row]:

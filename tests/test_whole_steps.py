@@ -274,8 +274,8 @@ def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
         config = ParallelConfig(
             tp=4, dp=4, pp=4, num_micro_batches=8, virtual_stages=virtual, schedule=schedule
         )
-        exposed.append(estimate(config, slow).breakdown["dp_comm"].mid)
-    assert exposed[0] > 1.1 * exposed[1] and exposed[1] > 1.05 * exposed[2] > 0
+        exposed.append(estimate(config, slow, constants=Constants()).breakdown["dp_comm"].mid)
+    assert exposed[0] > 1.2 * exposed[1] and exposed[1] > 1.1 * exposed[2] > 0
 
 
 def test_all_layers_recomputed_cost_the_same_however_it_is_said() -> None:

@@ -18,6 +18,7 @@ from autoplan.calibration.tables import constants_table, rounded, stored
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.profile import Profile
+from autoplan.report.files import write_text
 from autoplan.report.text import console, paragraph
 
 _LEAST_GROUPS = 1  # a user's own machines: the prior keeps constants that few steps determine where they are
@@ -46,10 +47,7 @@ def calibrate_command(
 def _write(path: Path, file: Path, steps: Sequence[Step], fitted: Fitted, held: HeldOut | None) -> None:
     more = {"date": datetime.date.today().isoformat(), "sources": [file.name]}
     text = json.dumps(stored(steps, fitted, held, more=more), indent=1) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PinError(f"cannot write {path}: {error.strerror}") from error
+    write_text(path, text)
 
 
 def _show(out: Console, steps: Sequence[Step], fitted: Fitted, held: HeldOut | None, write: Path | None) -> None:
