@@ -31,7 +31,7 @@ from autoplan.calibration.tables import constants_table, groups_table, interval_
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Attention, Launch, Mode
+from autoplan.cost_models.config import Attention, Dispatcher, Launch, Mode
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError, PinError, ProfileError
 from autoplan.estimate import estimate_config
@@ -330,6 +330,14 @@ def test_steps_of_a_file_are_priced_as_estimate_prices_them(tmp_path: Path) -> N
     assert functions(steps)[1](START) == pytest.approx(expected, rel=1e-12)
     slower = START.with_({"sustained_hopper": 0.8})
     assert functions(steps)[1](slower) > 1.03 * expected
+
+
+def test_every_run_option_may_stand_in_a_step(tmp_path: Path) -> None:
+    given = "{launch: graphs, dispatcher: flex, fused_experts: true, narrow_gather: true}"
+    text = STEPS.replace("{attention: flash2, launch: graphs, overlap: [tp]}", given)
+    options = read_steps(write_steps(tmp_path, text), START)[1].planned.request.options
+    assert (options.launch, options.dispatcher) == (Launch.GRAPHS, Dispatcher.FLEX)
+    assert options.fused_experts and options.narrow_gather and options.sequence_parallel
 
 
 def test_chunks_without_layers_are_priced_as_estimate_prices_them(tmp_path: Path) -> None:
