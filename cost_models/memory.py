@@ -173,8 +173,13 @@ class MemoryModel:
         return stored, gathered, kept, state / share, grad if share > 1 else 0.0, grad / share if sharded else grad
 
     def _tied_states(self) -> tuple[tuple[int, int, tuple[float, ...]], ...]:
-        """(first unit, last unit, as `_states`) of parameters that several units use."""
+        """(first unit, last unit, as `_states`) of parameters that several units use and a rank holds once.
+
+        Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
+        """
         w, out = self.workload, []
+        if self.sharded and not self.handwritten:
+            return ()
         for first, last, size in w.tied:
             if first != last:
                 dtype = next(p.dtype for name in w.units[last] for p in w.blocks[name].params)

@@ -150,12 +150,16 @@ def test_a_transient_counts_with_what_is_held_at_that_time() -> None:
 
 def test_tied_parameters_are_held_once_on_one_stage() -> None:
     work = workload(tied=((0, 3, GRADS),))
-    for zero in (0, 1):
+    for zero, mode in ((0, Mode.EAGER), (0, Mode.FUSED), (1, Mode.FUSED)):
         config = ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2)
-        plain, tied = (memory(config, w).rank(0, ranges(4), [0]).terms for w in (workload(), work))
+        plain, tied = (memory(config, w, mode).rank(0, ranges(4), [0]).terms for w in (workload(), work))
         for name in ("parameters", "optimizer"):
             assert tied[name].mid == plain[name].mid * 3 / 4
         assert tied["gradients"].mid == 3 * GRADS
+    # fully_shard: every block its own
+    config = ParallelConfig(dp=2, zero_stage=1, num_micro_batches=2)
+    plain, tied = (memory(config, w).rank(0, ranges(4), [0]).terms for w in (workload(), work))
+    assert plain == tied
     apart = memory(ParallelConfig(pp=2, num_micro_batches=2), work).stages(ranges(2, 2), [0, 0])
     assert [rank.terms["parameters"].mid for rank in apart] == [2 * GRADS] * 2
 
