@@ -157,7 +157,7 @@ def _beyond(whole: Quantity, part: Quantity) -> Quantity:
 
 def _narrow(block: BlockWork) -> bool:
     """True if its products take 8 or 4 bits."""
-    return any(name == "matmul_dtype" for op in block.ops for name, _ in op.attrs)
+    return any(op.matmul_dtype is not None for op in block.ops)
 
 
 class BlockPricer:

@@ -167,8 +167,7 @@ def roofline_s(
 
 def _precision(work: OpWork) -> tuple[Kind, float, bool]:
     """Of the products of an operation: class, bytes of an operand's element, whether published timings hold it."""
-    given = dict(work.attrs).get("matmul_dtype")
-    dtype = given if isinstance(given, str) else _dtype(work)
+    dtype = work.matmul_dtype or _dtype(work)
     kind = kind_of(dtype)
     if kind is not Kind.HALF:
         return kind, OPERAND_BYTES[kind], True

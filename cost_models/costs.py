@@ -62,8 +62,7 @@ class Costs:
         device = self.cluster.device
         if work.op not in _PRODUCTS or not device.peak_flops_by_dtype:
             return device
-        given = dict(work.attrs).get("matmul_dtype")
-        dtype = given if isinstance(given, str) else next(t.dtype for t in work.inputs if "float" in t.dtype)
+        dtype = work.matmul_dtype or next(t.dtype for t in work.inputs if "float" in t.dtype)
         return _with_peak(device, dtype)
 
     def collective_s(self, kind: str, num_bytes: float, group: Group, top_k: int = 0) -> Quantity:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from autoplan.cost_models.compute import ELEMENTWISE, VIEWS
 from autoplan.cost_models.config import Launch, Mode
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.kernels import Kind, kernels_of, kind_of
+from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork
 
@@ -31,29 +31,21 @@ def host_s(ops: Sequence[OpWork], phase: str, costs: Costs) -> Quantity:
         return ZERO
     if costs.options.launch is Launch.FULL_GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
         return ZERO
-    return _of(tuple(ops), phase, costs)
-
-
-def _of(ops: tuple[OpWork, ...], phase: str, costs: Costs) -> Quantity:
-    c, eager = costs.constants, costs.mode is Mode.EAGER
+    c, launch = costs.constants, costs.options.launch
     given = costs.cluster.device.launch_s  # what the user says of one operation in eager mode
     each = c.host_fused_s if costs.mode is Mode.FUSED else c.host_eager_s if given is None else given
-    waits, blocking = costs.options.launch is Launch.BLOCKING, c.host_blocking_s
+    if launch is Launch.BLOCKING:
+        each = c.host_blocking_s
+    apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING  # element-wise operations have kernels of their own
     seconds = 0.0
     for op in ops:
         if op.op in VIEWS or (phase == "backward" and not op.has_backward):
             continue
-        if op.op in ELEMENTWISE and not eager and not waits:
-            continue
-        if op.op != "experts" and costs.options.launch is Launch.GRAPHS:
-            continue
         if op.op == "experts":
             num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
             seconds += c.host_experts_s + num_local * c.host_expert_s
-            continue
-        dtype = dict(op.attrs).get("matmul_dtype")
-        narrow = isinstance(dtype, str) and kind_of(dtype) is not Kind.HALF
-        seconds += (blocking if waits else each) * (c.host_fp8 if narrow else 1.0)
+        elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
+            seconds += each * (1.0 if op.matmul_dtype is None else c.host_fp8)
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
 
 

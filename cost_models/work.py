@@ -66,6 +66,12 @@ class OpWork:
         return f"{self.op}({','.join([*args, *(f'{k}={v}' for k, v in self.attrs)])})"
 
     @property
+    def matmul_dtype(self) -> str | None:
+        """Dtype that its products run in, where that is not the dtype of its operands (8 and 4 bits)."""
+        given = dict(self.attrs).get("matmul_dtype")
+        return given if isinstance(given, str) else None
+
+    @property
     def has_backward(self) -> bool:
         """True if a gradient flows through it."""
         return any(t.requires_grad for t in self.inputs)

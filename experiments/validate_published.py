@@ -140,7 +140,7 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     def laid_out(c: ParallelConfig) -> tuple[object, ...]:
         return c.etp, c.virtual_stages, c.micro_batch_size
 
-    if was.mode is not setting.mode or laid_out(was.config) != laid_out(config):
+    if (was.mode, was.options) != (setting.mode, setting.options) or laid_out(was.config) != laid_out(config):
         return estimate_config(request, config).estimate
     check_config(request, config)
     costs = request.costs
