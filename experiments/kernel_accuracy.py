@@ -336,7 +336,7 @@ def stored(device: str, kind: Kind, op: str) -> Fitted | None:
     values = {k: float(v) for k, v in table.items() if isinstance(v, float | int)}
     factor = fitted.constants.efficiency / values["efficiency"]
     if op == "grouped":
-        factor *= known.grouped_factor
+        factor *= float(kernels.data("gemm")["grouped"]["factor"])
     return Fitted(values, {device: factor}, int(values["n"]))
 
 

@@ -19,7 +19,7 @@ from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
-from kernel_accuracy import Study, compare
+from kernel_accuracy import Study, compare, stored
 from kernel_accuracy_fit import Attention, Fitted, Products
 from kernel_accuracy_rows import Timing, timing_of
 
@@ -238,6 +238,10 @@ def test_the_data_are_complete() -> None:
         assert {"n", "mape", "p90", "held_out_p90", "error", "error_is"} <= set(row)
         assert 0 < row["efficiency"] <= 1 and 0 <= row["wave_share"] <= 1 and row["error"] > 0
     assert 0.8 < gemm["sustained"]["factor"] <= 1 and 0 < gemm["grouped"]["factor"] <= 1
+    plain, grouped = (stored("h100-sxm5-80gb", Kind.HALF, op) for op in ("gemm", "grouped"))  # what is compared
+    assert plain is not None and grouped is not None
+    ratio = grouped.factors["h100-sxm5-80gb"] / plain.factors["h100-sxm5-80gb"]
+    assert ratio == pytest.approx(gemm["grouped"]["factor"])
 
 
 def test_large_products_reach_what_is_published_of_them() -> None:
