@@ -23,6 +23,7 @@ from autoplan.report.flags import (
     CsvPath,
     DispatcherName,
     FusedExperts,
+    FusedLoss,
     LaunchName,
     Model,
     ModeName,
@@ -143,6 +144,7 @@ def plan(
     sequence_parallel: SequenceParallel = True,
     fused_experts: FusedExperts = False,
     narrow_gather: NarrowGather = False,
+    fused_loss: FusedLoss = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     tokens: Tokens = None,
@@ -167,7 +169,7 @@ def plan(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather),
+        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather, fused_loss),
         constants=constants,
         top=top,
         time_limit=time_limit,
@@ -228,6 +230,7 @@ def estimate(
     sequence_parallel: SequenceParallel = True,
     fused_experts: FusedExperts = False,
     narrow_gather: NarrowGather = False,
+    fused_loss: FusedLoss = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     tokens: Tokens = None,
@@ -253,7 +256,7 @@ def estimate(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather),
+        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather, fused_loss),
         constants=constants,
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
@@ -321,6 +324,7 @@ def whatif(
     sequence_parallel: SequenceParallel = True,
     fused_experts: FusedExperts = False,
     narrow_gather: NarrowGather = False,
+    fused_loss: FusedLoss = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     tokens: Tokens = None,
@@ -355,7 +359,7 @@ def whatif(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather),
+        options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather, fused_loss),
         constants=constants,
         time_limit=time_limit,
     )
@@ -416,7 +420,7 @@ def capacity(
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
     precision, mode, pins, attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather,
-    profile, constants, assumptions (mtbf_device_days, pue, ...) and time_limit_s.
+    fused_loss, profile, constants, assumptions (mtbf_device_days, pue, ...) and time_limit_s.
     """
     from autoplan.fleet import Cell, cell_row, cells, read_task
     from autoplan.report.files import check_writable, write_csv

@@ -171,7 +171,12 @@ class Points:
             context=cp,
             precision=self.precision,
             device_type=r.cluster.device_type,
-            kernels=Kernels(r.mode, r.options.attention_in(r.mode), self.precision.matmul is not None),
+            kernels=Kernels(
+                r.mode,
+                r.options.attention_in(r.mode),
+                float8=self.precision.matmul is not None,
+                fused_loss=r.options.fused_loss,
+            ),
         )
         work = workload(r.graph, solution.selection, works, experts, ends)
         point = IntraPoint(axes, solution, work, op_times(work, settings.costs))

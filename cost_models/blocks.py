@@ -49,8 +49,8 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             total(backward),
             total(weight),
             total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
-            host_s(block.ops, "forward", costs),
-            host_s(block.ops, "backward", costs),
+            host_s(block, "forward", costs),
+            host_s(block, "backward", costs),
             {
                 phase: total([q for op, q in zip(block.ops, found, strict=True) if op.op == "attention"])
                 for phase, found in (("forward", forward), ("backward", backward))

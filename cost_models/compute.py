@@ -66,6 +66,8 @@ _LOSS_PASSES: dict[Mode, dict[str, float]] = {
     Mode.FUSED: {"forward": 7.0, "backward": 2.0},
     Mode.COMPILED: {"forward": 2.0, "backward": 2.0},
 }
+# One kernel that keeps the maximum and the sum as it goes (`RunOptions.fused_loss`).
+_FUSED_LOSS_PASSES = {"forward": 1.0, "backward": 2.0}
 # Intervals of the roofline: a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
 _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing holds
@@ -148,7 +150,8 @@ def roofline_s(
         launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
     flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
     if known is not None and work.op == "cross_entropy_sum":
-        moved = _LOSS_PASSES[mode][phase] * work.inputs[0].num_bytes
+        passes = _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
+        moved = passes[phase] * work.inputs[0].num_bytes
     together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
     if isinstance(together, int):
         moved, launch = float(together), 0.0

@@ -78,6 +78,8 @@ class RunOptions:
     `fused_experts`: grouped products with the activation and casts in one kernel (Transformer Engine's fused grouped
     MLP, Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same), else one product per expert
     over several streams, as Transformer Engine's GroupedLinear.
+    `fused_loss`: one kernel reads the logits as the head's product left them, without a copy in 32 bits, and writes
+    their gradient in their place (flash-attention's CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
     """
 
     attention: Attention | None = None
@@ -87,6 +89,7 @@ class RunOptions:
     sequence_parallel: bool = True
     fused_experts: bool = False
     narrow_gather: bool = False
+    fused_loss: bool = False
 
     def __post_init__(self) -> None:
         for name in sorted(self.overlap):

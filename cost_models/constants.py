@@ -50,6 +50,7 @@ class Constants:
         host_eager_s: seconds that the host needs per operation and pass, op by op (launch `async` or `blocking`).
         host_fused_s: the same of fused modules of Megatron and Transformer Engine.
         host_blocking_s: seconds per operation and pass where the host waits for every kernel (launch `blocking`).
+        host_comm_s: seconds per collective of tp, cp and ep inside a block.
         host_experts_s: the same as `host_fused_s` of one call of experts (routing, sorting, waiting for the sizes).
         host_expert_s: the same per expert of a rank, where each has products of its own.
         host_fp8: factor on `host_fused_s` where products are 8 bits (amax, scales, casts).
@@ -73,11 +74,12 @@ class Constants:
     fused_grouped_share: float = 0.91
     imbalance: float = 1.0
     host_eager_s: float = 10e-6
-    host_fused_s: float = 50e-6
+    host_fused_s: float = 300e-6
+    host_comm_s: float = 100e-6
     host_blocking_s: float = 150e-6
-    host_experts_s: float = 1e-3
-    host_expert_s: float = 2e-4
-    host_fp8: float = 1.5
+    host_experts_s: float = 3e-3
+    host_expert_s: float = 1e-4
+    host_fp8: float = 1.2
     overlap: float = 0.8
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5

@@ -3,9 +3,12 @@
 Python, dispatch and launch of each operation; a device works off a queue that the host fills, so that a block takes the
 longer of both (launch `async`), the device's share alone (`full_graphs`; `graphs`: but for experts), or their sum
 (`blocking`). Views start no kernel; in fused and compiled programs neither do element-wise operations, unless the host
-waits for each kernel (where old fused kernels save few of them). A call of experts sorts rows by expert and, where the
-number of rows of each is not known beforehand, waits for the device to tell it: Megatron's dropless dispatch; then each
-expert of the rank has products of its own (Transformer Engine's GroupedLinear), unless they are fused.
+waits for each kernel (where old fused kernels save few of them). Modules of Megatron and Transformer Engine start
+products of one input together, and a norm with the product after it (`BlockWork.joined_ops`): what such a module costs
+in Python is most of a layer of a small micro-batch, and every collective of tensor parallelism adds to it. A call of
+experts sorts rows by expert and, where the number of rows of each is not known beforehand, waits for the device to tell
+it: Megatron's dropless dispatch; then each expert of the rank has products of its own (Transformer Engine's
+GroupedLinear), unless they are fused.
 
 The constants are fitted to whole steps of small micro-batches (`Constants.host_*`). What is no accelerator pays for
 operations one at a time in `compute`, and a profile of the runtime has it measured.
@@ -13,20 +16,18 @@ operations one at a time in `compute`, and a profile of the runtime has it measu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autoplan.cost_models.compute import ELEMENTWISE, VIEWS
 from autoplan.cost_models.config import Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
-from autoplan.cost_models.work import OpWork
+from autoplan.cost_models.work import BlockWork
 
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 
 
-def host_s(ops: Sequence[OpWork], phase: str, costs: Costs) -> Quantity:
-    """Seconds of the host for one pass over `ops`; nothing where it costs nothing."""
+def host_s(block: BlockWork, phase: str, costs: Costs) -> Quantity:
+    """Seconds of the host for one pass over a block; nothing where it costs nothing."""
     if costs.profile is not None and costs.mode is Mode.EAGER:  # measured as it runs, the host with it
         return ZERO
     if costs.options.launch is Launch.FULL_GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
@@ -36,16 +37,20 @@ def host_s(ops: Sequence[OpWork], phase: str, costs: Costs) -> Quantity:
     each = c.host_fused_s if costs.mode is Mode.FUSED else c.host_eager_s if given is None else given
     if launch is Launch.BLOCKING:
         each = c.host_blocking_s
+    together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
     apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING  # element-wise operations have kernels of their own
     seconds = 0.0
-    for op in ops:
-        if op.op in VIEWS or (phase == "backward" and not op.has_backward):
+    for k, op in enumerate(block.ops):
+        if op.op in VIEWS or k in together or (phase == "backward" and not op.has_backward):
             continue
         if op.op == "experts":
             num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
             seconds += c.host_experts_s + num_local * c.host_expert_s
         elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
             seconds += each * (1.0 if op.matmul_dtype is None else c.host_fp8)
+    for comm in block.comms:  # those of experts have sizes that no graph knows beforehand
+        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or launch is not Launch.GRAPHS):
+            seconds += c.host_comm_s
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
 
 

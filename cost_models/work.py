@@ -109,7 +109,8 @@ class ParamWork:
 class BlockWork:
     """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
 
-    `selective_ops`: positions in `ops` that selective recompute runs again.
+    `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
+    modules start together with another one (queries, keys and values of one input; a norm with the product after it).
     """
 
     name: str
@@ -117,6 +118,7 @@ class BlockWork:
     comms: tuple[CommWork, ...]
     params: tuple[ParamWork, ...]
     selective_ops: frozenset[int] = frozenset()
+    joined_ops: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,9 @@ def origin(source: str) -> str:
 def main(
     data: Annotated[Path, typer.Option(help="CSV of published measurements")],
     trust: Annotated[str, typer.Option(help="only rows of this trust (A, B or C); empty: all")] = "A",
+    small: Annotated[
+        Path | None, typer.Option(help="a second CSV, every row of it: runs so small that the host decides")
+    ] = None,
     only: Annotated[str, typer.Option(help="constants to fit, by comma; all by default")] = "",
     without: Annotated[str, typer.Option(help="constants not to fit, by comma")] = "",
     start: Annotated[Path | None, typer.Option(help="constants to start from; by default the assumed ones")] = None,
@@ -183,6 +186,9 @@ def main(
     try:
         everything = read_rows(data)
         cases = cases_of(chosen(everything, trust, "", limit), everything)
+        if small is not None:
+            more_rows = read_rows(small)
+            cases += cases_of(chosen(more_rows, "", "", limit), more_rows)
         # not those as shipped: priors around values of an earlier fit would count its steps twice
         begin = Constants() if start is None else Constants.load(start)
         begin.with_(dict.fromkeys(filter(None, (only + "," + without).split(",")), 1.0))  # names are known

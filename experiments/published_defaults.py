@@ -26,7 +26,8 @@ class Framework(StrEnum):
     MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
     BIGSCIENCE = "Megatron-DeepSpeed of BigScience"
     MEGATRON = "Megatron-LM"
-    NEMO = "NeMo, Megatron Bridge"
+    NEMO = "NeMo, Megatron Bridge"  # the recipes that performance is published with
+    BRIDGE_LIBRARY = "Megatron Bridge, library recipes"
     INTERNEVO = "InternEvo"
     TORCHTITAN = "torchtitan"
     OTHER = "other"
@@ -70,6 +71,7 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"InternEvo", Framework.INTERNEVO),
     (r"bigscience|OpenLLM-France", Framework.BIGSCIENCE),
     (r"DeepSpeed", Framework.MEGATRON_DEEPSPEED),
+    (r"Megatron-Bridge (skills|examples)/", Framework.BRIDGE_LIBRARY),
     (r"NeMo|Megatron-Bridge|dgxc-benchmarking|training_results", Framework.NEMO),
     (r"Megatron|Korthikanti|calculon|SC21|2205\.05198|2402\.15627|SimuMax|ModelZoo|Primus", Framework.MEGATRON),
 )
@@ -85,6 +87,7 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     # Transformer Engine; performance recipes compute at most the attention core again (NVIDIA NeMo performance guide)
     Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
+    Framework.BRIDGE_LIBRARY: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.INTERNEVO: Defaults((Mode.FUSED,), ("none", "full"), (1,)),  # apex and flash-attention kernels
     # torch.compile per block and selective activation checkpointing by operation are torchtitan's defaults
     Framework.TORCHTITAN: Defaults((Mode.COMPILED, Mode.EAGER), ("selective", "none", "full"), (3,)),
@@ -92,7 +95,7 @@ DEFAULTS: Mapping[Framework, Defaults] = {
 }
 
 # Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False).
-GRADIENTS_16 = frozenset((Framework.NEMO,))
+GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 
 # Name of a planner's precision, or None where it has none. Of two that a source leaves open, the one that all of its
 # devices have.
@@ -139,7 +142,13 @@ INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "Interleav
 
 # Entries of the tokenizer where a row is silent: GPT-2's byte pairs, which Megatron's examples, functional tests and
 # mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
-_MEGATRONS = (Framework.MEGATRON, Framework.NEMO, Framework.MEGATRON_DEEPSPEED, Framework.BIGSCIENCE)
+_MEGATRONS = (
+    Framework.MEGATRON,
+    Framework.NEMO,
+    Framework.BRIDGE_LIBRARY,
+    Framework.MEGATRON_DEEPSPEED,
+    Framework.BIGSCIENCE,
+)
 VOCAB: Mapping[Framework, int] = dict.fromkeys(_MEGATRONS, 50257)
 VOCAB_MULTIPLE = 128
 
@@ -151,7 +160,7 @@ AT_ONCE = frozenset((Framework.JAX,))
 # (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
 # of the 70B ones (scripts/performance); Hugging Face PEFT's default: rank 8, queries and values.
 ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = dict.fromkeys(
-    (Framework.MEGATRON, Framework.NEMO), (16, ("q_proj", "k_proj", "v_proj"))
+    (Framework.MEGATRON, Framework.NEMO, Framework.BRIDGE_LIBRARY), (16, ("q_proj", "k_proj", "v_proj"))
 )
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 
@@ -188,6 +197,12 @@ SAME_MEMORY = 0.07  # relative: sources count GB or GiB, with or without what th
 # Gbit/s of the network: per device, or of the node as links times speed.
 NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
 NIC_PER_NODE = r"(\d+)\s*x\s*(?:[A-Z]+ )*(\d+) Gb/s (?:\w+ )?per node"
+
+# Share of a fabric's bandwidth that NCCL reaches, where its transport is not made for it: all-reduce between two nodes
+# with 4 x 100 Gb/s of Omni-Path, 135 Gb/s (bigscience-workshop/bigscience, experiments/README.md; less on more nodes,
+# experiments/bandwidth: "nccl ... doesn't fully utilize Intel OPA full bandwidth").
+REACHED: tuple[tuple[str, float], ...] = ((r"Omni-?Path|\bOPA\b", 0.34),)
+
 
 USUAL_NIC = 100.0  # where neither row nor catalog names a network: Ethernet of cloud hosts
 

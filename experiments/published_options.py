@@ -44,7 +44,11 @@ _RECIPES = frozenset({"pp", "cp", "tp"})  # NeMo's performance recipes add user 
 # (since, options), the last that applies. FlashAttention: 2022, in Megatron and PyTorch from 2023 on, FlashAttention-2
 # from the end of 2023; Transformer Engine brings cuDNN's own from 2024 on.
 OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
-    Framework.COMPOSER: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
+    # MPT's loss_fn is "fused_crossentropy", flash-attention's (llmfoundry/models/mpt/modeling_mpt.py)
+    Framework.COMPOSER: (
+        (0.0, RunOptions(Attention.FLASH1, fused_loss=True)),
+        (2023.8, RunOptions(Attention.FLASH2, fused_loss=True)),
+    ),
     Framework.JAX: ((0.0, RunOptions(Attention.FUSED, Launch.GRAPHS)),),  # XLA launches command buffers; cuDNN
     Framework.MEGATRON_DEEPSPEED: ((0.0, RunOptions(Attention.UNFUSED)), (2023.8, RunOptions(Attention.FLASH2))),
     # the launch scripts of BLOOM, and those that follow it on the same machine, set CUDA_LAUNCH_BLOCKING=1
@@ -70,6 +74,8 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
             ),
         ),
     ),
+    # src/megatron/bridge/recipes: cuda_graph_impl = "none" nearly everywhere, tp_comm_overlap of dense ones
+    Framework.BRIDGE_LIBRARY: ((0.0, RunOptions(Attention.FUSED, overlap=_RECIPES, narrow_gather=True)),),
     Framework.INTERNEVO: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
     Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2, narrow_gather=True)),),
     Framework.OTHER: ((0.0, _OLD), (2022.9, RunOptions(Attention.FLASH1)), (2023.8, _PLAIN)),

@@ -388,10 +388,11 @@ def _device(row: Row) -> tuple[str, str]:
 
 def _nic_gbit_s(text: str, per_node: int) -> float | None:
     """Gbit/s per device, or None where a row does not say."""
+    reached = find(tables.REACHED, text) or 1.0
     if (match := re.search(tables.NIC_PER_DEVICE, text)) is not None:
-        return float(match.group(1))
+        return float(match.group(1)) * reached
     if (match := re.search(tables.NIC_PER_NODE, text)) is not None:
-        return float(match.group(1)) * float(match.group(2)) / per_node
+        return float(match.group(1)) * float(match.group(2)) / per_node * reached
     return None
 
 
@@ -453,7 +454,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     recompute = _recompute(row, defaults.recompute)
     virtual = (row.count("vpp") or 1,) if row["vpp"] else _virtual_stages(row, shape, pp)
     era = era_of(row["source"], row["notes"], row["gpu"])
-    whole = framework is Framework.NEMO and era >= EXPERTS_WHOLE_SINCE
+    whole = framework in (Framework.NEMO, Framework.BRIDGE_LIBRARY) and era >= EXPERTS_WHOLE_SINCE
     etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, whole)
     modes = _modes(row, framework)
     choices = {

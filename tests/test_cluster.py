@@ -16,7 +16,7 @@ from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.host import host_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.units import GB, MIB, TERA
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import BlockWork, OpWork, TensorWork
 
 
 def shape(cluster: Cluster) -> list[tuple[str, int]]:
@@ -159,8 +159,9 @@ def test_what_is_said_of_a_device_is_what_it_costs() -> None:
     h100 = Cluster.parse("1x8xh100-sxm5-80gb")  # there the host runs ahead of the device
     assert roofline_s(view, "forward", h100.device, Mode.EAGER).mid == 0.0
     slow = replace(h100, device=replace(h100.device, launch_s=3e-6))
-    assert host_s((product,), "forward", Costs(slow)).mid == 3e-6
-    assert host_s((product, view), "forward", Costs(h100)).mid == Costs(h100).constants.host_eager_s
+    one, two = (BlockWork("b", ops, (), ()) for ops in ((product,), (product, view)))
+    assert host_s(one, "forward", Costs(slow)).mid == 3e-6
+    assert host_s(two, "forward", Costs(h100)).mid == Costs(h100).constants.host_eager_s
 
 
 def test_what_if() -> None:

@@ -12,14 +12,14 @@ import pytest
 
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.compute import op_s
+from autoplan.cost_models.compute import ELEMENTWISE, VIEWS, op_s
 from autoplan.cost_models.config import Attention, Launch, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError, ProfileError
 from autoplan.cost_models.host import host_s
 from autoplan.cost_models.price import Estimate
-from autoplan.cost_models.work import BlockWork, OpWork, TensorWork, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
 from autoplan.estimate import estimate_config
 from autoplan.points import PlanRequest
 from autoplan.search.handwritten import Kernels
@@ -84,7 +84,7 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     def seconds(
         mode: Mode, launch: Launch = Launch.ASYNC, phase: str = "forward", some: tuple[OpWork, ...] = ops
     ) -> float:
-        return host_s(some, phase, Costs(NODE, None, mode, RunOptions(launch=launch))).mid
+        return host_s(BlockWork("b", some, (), ()), phase, Costs(NODE, None, mode, RunOptions(launch=launch))).mid
 
     assert seconds(Mode.EAGER) == pytest.approx(3 * c.host_eager_s + c.host_experts_s)
     assert seconds(Mode.EAGER, phase="backward") == pytest.approx(2 * c.host_eager_s + c.host_experts_s)
@@ -96,12 +96,48 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     row, weight = experts.inputs[0], TensorWork((4, 64, 64), "bfloat16", True)
     four = replace(experts, inputs=(row, row, row, weight, weight), attrs=(("matmul_dtype", "float8"),))
     assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
-    assert host_s(ops, "forward", Costs(Cluster.local(2))).mid == 0.0  # a CPU runs what it starts
+    some = BlockWork("b", ops, (), ())
+    assert host_s(some, "forward", Costs(Cluster.local(2))).mid == 0.0  # a CPU runs what it starts
+    sent = tuple(CommWork("x", "all_reduce", 1e6, "tp", "forward", top_k=k) for k in (0, 2))
+    # graphs hold those that are not made for experts
+    for launch, more in ((Launch.ASYNC, 2), (Launch.GRAPHS, 1), (Launch.FULL_GRAPHS, 0)):
+        costs = Costs(NODE, None, Mode.FUSED, RunOptions(launch=launch))
+        for phase, n in (("forward", more), ("backward", 0)):
+            with_them, without = (host_s(replace(some, comms=c), phase, costs).mid for c in (sent, ()))
+            assert with_them - without == pytest.approx(n * c.host_comm_s)
+
+
+def started(model: str, kind: str = "layer") -> list[str]:
+    """What the host starts for a block, where modules are Megatron's."""
+    work = fused_workload(model)
+    block = layer_of(work) if kind == "layer" else work.blocks[work.units[-1][-1]]
+    counted = [op.op for k, op in enumerate(block.ops) if k not in block.joined_ops]
+    return [op for op in counted if op not in VIEWS and op not in ELEMENTWISE]
+
+
+def test_modules_of_megatron_start_their_products_together() -> None:
+    """linear_qkv with its norm, attention, linear_proj, linear_fc1 with its norm, linear_fc2: gated or not, grouped
+    heads or not, a layer is five modules; the same operations one by one are more than twice as many."""
+    for model in ("llama-3.1-8b", "gpt3-175b"):
+        names = started(model)
+        products = [op for op in names if op in ("linear", "matmul")]
+        assert len(products) == 4 and names.count("attention") == 1 and len(names) == 5, (model, names)
+    assert started("llama-3.1-8b", "head")[0] == "linear"
+    work = layer_of(fused_workload("llama-3.1-8b"))
+    c = Constants.shipped()
+    together, apart = (
+        host_s(replace(work, joined_ops=joined), "forward", Costs(NODE, None, Mode.FUSED)).mid
+        for joined in (work.joined_ops, frozenset[int]())
+    )
+    assert together == pytest.approx(5 * c.host_fused_s) and apart > 2 * together
+    eager = Costs(NODE, None, Mode.EAGER)  # nobody joins what is written op by op
+    alone = replace(work, joined_ops=frozenset())
+    assert host_s(work, "forward", eager).mid == host_s(alone, "forward", eager).mid
 
 
 def test_small_micro_batches_wait_for_the_host_and_large_ones_do_not() -> None:
     """Micro-batches of 128 tokens: the floor; of 8,192: the device's own time."""
-    fast, slow = (Constants.shipped().with_({"host_fused_s": s}) for s in (1e-6, 2e-4))
+    fast, slow = (Constants.shipped().with_({"host_fused_s": s}) for s in (1e-6, 4e-4))
     config = ParallelConfig(dp=8, zero_stage=1, num_micro_batches=16)
     for seq_len, bound in ((128, True), (8192, False)):
         fast_s, slow_s = (

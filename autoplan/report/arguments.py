@@ -105,6 +105,7 @@ def read_options(
     sequence_parallel: bool = True,
     fused_experts: bool = False,
     narrow_gather: bool = False,
+    fused_loss: bool = False,
 ) -> RunOptions:
     """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, how rows travel to experts, and
     what `RunOptions` says of the rest. PinError names what is not known and what is."""
@@ -123,6 +124,7 @@ def read_options(
         sequence_parallel,
         fused_experts,
         narrow_gather,
+        fused_loss,
     )
 
 
@@ -178,6 +180,7 @@ def option_texts(options: RunOptions) -> list[str]:
     said += [] if o.sequence_parallel else ["no sequence parallelism"]
     said += ["fused experts"] if o.fused_experts else []
     said += ["weights gathered in 8 bits"] if o.narrow_gather else []
+    said += ["fused loss"] if o.fused_loss else []
     return said
 
 
@@ -192,4 +195,5 @@ def option_data(options: RunOptions) -> dict[str, Any]:
         "sequence_parallel": o.sequence_parallel,
         "fused_experts": o.fused_experts,
         "narrow_gather": o.narrow_gather,
+        "fused_loss": o.fused_loss,
     }

@@ -8,7 +8,7 @@ Schema 1:
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "attention", "launch",
-                 "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather",
+                 "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
                  "profile", "constants": null | file},
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
               "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage]},

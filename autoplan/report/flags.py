@@ -49,6 +49,9 @@ FusedExperts = Annotated[
 NarrowGather = Annotated[
     bool, typer.Option("--narrow-gather", help="ZeRO gathers weights of 8-bit products in 8 bits.")
 ]
+FusedLoss = Annotated[
+    bool, typer.Option("--fused-loss", help="Cross entropy reads 16-bit logits and writes their gradient in place.")
+]
 SequenceParallel = Annotated[
     bool,
     typer.Option(

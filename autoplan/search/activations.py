@@ -201,7 +201,7 @@ class _Walk:
         self.tensors: dict[str, _Tensor] = {}
         self.steps: list[_Step] = []
         self.params: set[str] = set()
-        self.logits = logits(lowered.statements) if kernels.handwritten else frozenset[str]()
+        self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
 
     # -- sizes ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.search.lower import Convert, LoweredBlock, Op
 
 _REDUCTIONS = frozenset(("mean", "sum"))
+_NORMS = frozenset(("layer_norm", "rms_norm"))
+_PRODUCTS = frozenset(("linear", "matmul"))
 _FUSED = ELEMENTWISE | VIEWS | _REDUCTIONS | {"cat"}
 _PASSING = frozenset(("add", "sub", "neg", "clone", "add_scalar")) | VIEWS  # of which no derivative needs an input
 
@@ -126,6 +128,59 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
             work, shares = out[position[k]], [round(size / len(computing)) for size in (backward, forward)]
             bytes_of = zip(("fused_backward_bytes", "fused_forward_bytes"), shares, strict=True)
             out[position[k]] = replace(work, attrs=(*work.attrs, *bytes_of))
+    return out
+
+
+def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> frozenset[int]:
+    """Places in `ops` of what hand-written modules (Megatron, Transformer Engine) start together with something else.
+
+    Products that read the same value are one (`linear_qkv`, `linear_fc1`), of weights that are trained and of those
+    that are not one each (adapters), and so are products of what such products made; a norm comes with the products
+    that read it (`LayerNormLinear`); and what runs in an element-wise kernel counts as element-wise.
+    """
+    kernels = _Kernels(lowered)
+    readers: dict[str, list[int]] = {}
+    for k, statement in enumerate(lowered.statements):
+        for name in _reads(statement):
+            readers.setdefault(kernels.base(name), []).append(k)
+    first: dict[tuple[str, bool], str] = {}  # (input, trained) -> what the first product of it made
+    same: dict[str, str] = {}  # what a joined product made -> what the one that it is joined with did
+    out = {position[k] for k in kernels.group if k in position}
+    for k, statement in enumerate(lowered.statements):
+        if k not in position or not isinstance(statement, Op):
+            continue
+        if statement.node.op in _NORMS:
+            read_by = readers.get(statement.targets[0], [])
+            if read_by and all(_is_product(lowered, j) for j in _behind_converts(lowered, readers, read_by)):
+                out.add(position[k])
+        elif _is_product(lowered, k):
+            source = kernels.base(_reads(statement)[0])
+            weight = ops[position[k]].inputs[1]
+            key = same.get(source, source), weight.requires_grad
+            if key in first:
+                out.add(position[k])
+                same[statement.targets[0]] = first[key]
+            else:
+                first[key] = statement.targets[0]
+    return frozenset(out)
+
+
+def _is_product(lowered: LoweredBlock, k: int) -> bool:
+    statement = lowered.statements[k]
+    return isinstance(statement, Op) and statement.node.op in _PRODUCTS
+
+
+def _behind_converts(
+    lowered: LoweredBlock, readers: Mapping[str, Sequence[int]], statements: Sequence[int]
+) -> list[int]:
+    """The operations that read a value, through the conversions and views of it."""
+    out = []
+    for k in statements:
+        statement = lowered.statements[k]
+        if isinstance(statement, Convert):
+            out += _behind_converts(lowered, readers, readers.get(statement.target, ()))
+        elif statement.node.op not in VIEWS:
+            out.append(k)
     return out
 
 

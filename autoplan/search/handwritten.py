@@ -9,6 +9,8 @@
   (Megatron-LM, core/tensor_parallel/cross_entropy.py);
 - experts keep the rows sorted by expert, gate and up, their product, and the routing weights, which scale that product:
   what experts return is not kept (Megatron-LM, core/transformer/moe/experts.py);
+- a fused loss, in any mode, keeps the logits as they are and one number per token, and writes their gradient in their
+  place (flash-attention, ops/triton/cross_entropy.py);
 - unfused attention, in any mode, keeps queries, keys, values and the softmax, 2 a s^2 b bytes (Korthikanti et al.,
   2022, section 4.1: 5 a s^2 b with dropout, which is not captured).
 
@@ -37,6 +39,7 @@ class Kernels:
     mode: Mode = Mode.EAGER
     attention: Attention = Attention.FLASH2
     float8: bool = False
+    fused_loss: bool = False
 
     @property
     def fused(self) -> bool:
@@ -49,6 +52,11 @@ class Kernels:
         return self.mode is Mode.FUSED
 
     @property
+    def narrow_logits(self) -> bool:
+        """True if what a loss upcasts is not stored: its kernel reads the logits as they are."""
+        return self.handwritten or self.fused_loss
+
+    @property
     def float8_inputs(self) -> bool:
         """True if products keep 8-bit inputs; those that PyTorch's float8 training compiles keep them as they were."""
         return self.handwritten and self.float8
@@ -58,6 +66,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     """The rule of an operation that keeps something else than `autoplan.rules.saved` says, else None."""
     if f.op == "attention" and kernels.attention is Attention.UNFUSED:
         return _UNFUSED_ATTENTION
+    if f.op in LOSSES and kernels.fused_loss:
+        return _LOSS_IN_PLACE
     if not kernels.handwritten:
         return None
     if f.op in LOSSES:
@@ -102,6 +112,10 @@ def _loss_workspace(f: OpFacts) -> tuple[int, ...]:
     return (0, f.inputs[0].num_elements * DTYPE_BYTES["bfloat16"])
 
 
+def _lse_extra(f: OpFacts) -> tuple[int, ...]:
+    return (f.inputs[1].num_elements * DTYPE_BYTES["float32"],)
+
+
 def _experts_extra(f: OpFacts) -> tuple[int, ...]:
     return _experts_parts(f, None)
 
@@ -128,6 +142,7 @@ _UNFUSED_ATTENTION = SavedRule(
     tuple((f"x{k}", (0, 1, 2)) for k in range(4)), Form.NEW, extra=_unfused_extra, workspace=_unfused_workspace
 )
 _LOSS = SavedRule((), Form.NEW, Gradient.PASS, extra=_loss_extra, workspace=_loss_workspace)
+_LOSS_IN_PLACE = SavedRule((("x0", (0,)),), Form.NEW, Gradient.PASS, extra=_lse_extra)
 _EXPERTS = SavedRule((), Form.NEW, extra=_experts_extra, workspace=_experts_workspace)
 _EXPERTS_FLOAT8 = SavedRule((), Form.NEW, extra=_experts_extra_float8, workspace=_experts_workspace)
 

@@ -21,10 +21,12 @@ from autoplan.search.expert_parallel import (
     rerouted,
     rerouted_comms,
 )
-from autoplan.search.fusion import fused_works
-from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, collectives
+from autoplan.search.fusion import fused_works, joined_ops
+from autoplan.search.handwritten import LOSSES
+from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, Op, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
+from autoplan.search.regions import logits
 from autoplan.search.works import Works
 
 __all__ = ["ExpertDegrees", "workload"]
@@ -202,6 +204,7 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     position: dict[int, int] = {}  # statement -> op
     instead = rerouted(lowered) if experts is not None else {}
     router = only_for_experts(lowered) if experts is not None else set()
+    narrow = dict.fromkeys(logits(lowered.statements), "") if works.kernels.fused_loss else {}
     for k, statement in enumerate(lowered.statements):
         if isinstance(statement, Convert):
             if k in instead:
@@ -217,6 +220,8 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
                 ops.append(copy_work(size, works.dtype(statement.value)))
             continue
         work = works.op_work(block, statement.node, statement.strategy, statement.bias is not None)
+        if works.kernels.fused_loss:
+            work = _read_narrow(work, statement, narrow)
         if k in router:
             work = on_own_tokens(work, statement, works)
         if statement.node.op == "experts" and experts is not None:
@@ -226,7 +231,9 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
             comms += _context_comms(work)
         position[k] = len(ops)
         ops.append(work)
+    joined: frozenset[int] = frozenset()
     if works.fused:
+        joined = joined_ops(lowered, ops, position)
         ops = fused_works(lowered, ops, position)
     ratio = {v.name: works.width(v) / DTYPE_BYTES[v.dtype] for v in block.values.values()}
     params = tuple(_param(lowered, i, works, experts) for i in range(len(lowered.params)))
@@ -243,7 +250,27 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         comms=tuple(comms),
         params=params,
         selective_ops=frozenset(position[k] for k in held.selective_ops if k in position),
+        joined_ops=joined,
     )
+
+
+def _read_narrow(work: OpWork, statement: Op, narrow: dict[str, str]) -> OpWork:
+    """What a fused loss leaves of an operation: logits are not cast, the loss reads them as the product left them.
+
+    Args:
+        narrow: dtypes of the logits so far, by variable; "" of those that were not made yet.
+    """
+    if not statement.args:
+        return work
+    source, target = str(statement.args[0]), statement.targets[0]
+    if target in narrow:
+        made = work.inputs[0] if statement.node.op == "to" else work.outputs[0]
+        narrow[target] = narrow.get(source) or made.dtype
+        return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0) if statement.node.op == "to" else work
+    if statement.node.op in LOSSES and narrow.get(source):
+        first, *others = work.inputs
+        return replace(work, inputs=(replace(first, dtype=narrow[source]), *others))
+    return work
 
 
 def _axis_name(axes: Sequence[str]) -> str:

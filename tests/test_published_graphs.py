@@ -1,0 +1,117 @@
+"""Graphs of published models from their dimensions alone: repeated layers, adapters."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.catalog import load_model
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.errors import GraphError
+from autoplan.cost_models.graph import Call, ModelGraph
+from autoplan.estimate import estimate_config
+from autoplan.points import PlanRequest
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+from published_graphs import deepened, graph_of
+from published_rows import Adapters, Kind, Shape
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(2, 64, 192, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(True, False, 16)),
+        Shape(2, 64, 256, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(False, False, 16)),
+        Shape(2, 64, 256, 4, 4, 512, 128, 0, 0, 0, 0, 0, Kind(False, True, 16)),
+        Shape(4, 64, 192, 4, 2, 512, 128, 8, 2, 96, 0, 1, Kind(True, False, 32)),
+        Shape(4, 64, 192, 4, 2, 512, 128, 8, 2, 96, 0, 0, Kind(True, False, 32, expert_every=2)),
+        Shape(2, 64, 192, 4, 2, 512, 128, 8, 2, 96, 96, 0, Kind(True, False, 16)),
+        Shape(3, 64, 192, 4, 4, 512, 128, 8, 2, 96, 96, 1, Kind(True, False, 128, True, 1536)),
+        Shape(3, 64, 192, 4, 4, 512, 128, 8, 2, 96, 192, 1, Kind(True, False, 128, True, None)),
+    ],
+    ids=lambda s: f"{s.config()['model_type']}-{s.num_experts}-{s.kind.expert_every}-{s.kind.q_rank}",
+)
+def test_a_shape_makes_a_model_with_the_parameters_that_it_counts(shape: Shape) -> None:
+    from autoplan.capture.source import model_from_config
+
+    model = model_from_config(shape.config(), "test")
+    made = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert made == pytest.approx(shape.num_params, rel=0.002)  # a router may have a gate of one row
+
+
+def layer_calls(graph: ModelGraph) -> list[Call]:
+    return [c for c in graph.calls if c.params and c.name[-1].isdigit()]
+
+
+def cut(graph: ModelGraph, num_layers: int) -> ModelGraph:
+    """Only its first layers."""
+    layers = layer_calls(graph)
+    gone, last, end = layers[num_layers:], layers[num_layers - 1], layers[-1]
+    handed = dict(zip(end.outputs, last.outputs, strict=True))
+    names = {full for c in gone for full in c.params.values()}
+    return replace(
+        graph,
+        calls=tuple(
+            c if c in layers else replace(c, inputs=tuple(handed.get(v, v) for v in c.inputs))
+            for c in graph.calls
+            if c not in gone
+        ),
+        params={name: p for name, p in graph.params.items() if name not in names},
+    )
+
+
+@pytest.mark.parametrize(("model", "few"), [("gpt2", 2), ("deepseek-v3", 5)])
+def test_repeated_layers_are_those_of_the_whole_model(model: str, few: int) -> None:
+    whole = load_model(model)
+    repeated = deepened(cut(whole, few), len(layer_calls(whole)), 1)
+    assert repeated.params == whole.params
+    maker = [{v: c.name for c in g.calls for v in c.outputs} for g in (repeated, whole)]
+    for mine, theirs in zip(repeated.calls, whole.calls, strict=True):
+        assert (mine.name, mine.block, mine.params) == (theirs.name, theirs.block, theirs.params)
+        assert [maker[0].get(v, v) for v in mine.inputs] == [maker[1].get(v, v) for v in theirs.inputs]
+    with pytest.raises(GraphError, match="too few to repeat"):
+        deepened(cut(whole, 1), 4, 1)
+
+
+# a graph of two layers whose queries and keys have adapters
+ADAPTED = Shape(2, 64, 192, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(True, False, 16), Adapters(4, ("q_proj", "k_proj")))
+
+
+def test_what_is_frozen_has_no_gradient_no_reduction_and_no_optimizer() -> None:
+    def estimate(adapters: Adapters | None) -> Any:
+        graph = graph_of(replace(ADAPTED, adapters=adapters))
+        request = PlanRequest(graph, Cluster.parse("1x8xh100-sxm5-80gb"), 128, 16)
+        return graph, estimate_config(request, ParallelConfig(dp=8, zero_stage=0, num_micro_batches=2)).estimate
+
+    (graph, adapted), (_, whole) = estimate(ADAPTED.adapters), estimate(None)
+    trained = sum(p.num_elements for p in graph.params.values() if p.trainable)
+    assert trained == 2 * 4 * (64 + 4 * 16 + 64 + 2 * 16)  # down and up of both in two layers
+    memory = adapted.stages[0].memory
+    # in bf16 four bytes of gradients and twelve of optimizer state (cost_models.config.PRECISIONS)
+    assert (memory["gradients"].mid, memory["optimizer"].mid) == (4 * trained, 12 * trained)
+    assert memory["parameters"].mid > whole.stages[0].memory["parameters"].mid
+    for term in ("dp_comm", "optimizer", "accumulate"):
+        assert adapted.breakdown[term].mid < whole.breakdown[term].mid
+
+
+def test_adapters_need_a_layer_of_that_name() -> None:
+    with pytest.raises(GraphError, match="no linear layer is named wq or wk"):
+        graph_of(replace(ADAPTED, adapters=Adapters(4, ("wq", "wk"))))
+
+
+def test_frozen_products_and_adapters_are_modules_of_their_own() -> None:
+    """linear_qkv stays one module; linear_in and linear_out of the adapter beside it are two."""
+    counts = []
+    for adapters in (None, Adapters(4, ("q_proj", "k_proj", "v_proj"))):
+        graph = graph_of(replace(ADAPTED, adapters=adapters))
+        request = PlanRequest(graph, Cluster.parse("1x8xh100-sxm5-80gb"), 128, 16, mode=Mode.FUSED)
+        blocks = estimate_config(request, ParallelConfig(dp=8, num_micro_batches=2)).point.workload.blocks
+        layer = next(b for b in blocks.values() if any(op.op == "attention" for op in b.ops))
+        counts.append([op.op for k, op in enumerate(layer.ops) if k not in layer.joined_ops].count("linear"))
+    assert counts == [4, 6]
