@@ -33,6 +33,17 @@ _SUSTAINED = {
     ("blackwell", "fp4"): "sustained_blackwell_fp8",
 }
 
+# Waiting for the host beyond this share of a step makes a class of its own: hosts and versions of a framework differ by
+# more than devices do.
+HOST_SHARE = 0.2
+
+
+def class_of_step(experts: bool, host_share: float) -> str:
+    """Steps that err alike: `host`, where the device waits for it, `experts` or `dense`."""
+    if host_share > HOST_SHARE:
+        return "host"
+    return "experts" if experts else "dense"
+
 
 @dataclass(frozen=True, eq=True)
 class Constants:
@@ -57,7 +68,7 @@ class Constants:
         overlap: share of ZeRO's traffic that hides behind compute.
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
         network_share: bandwidth of networks among other traffic over that of collective benchmarks.
-        step_intervals: by class of model (`dense`, `experts`): between which shares of the predicted step 9 of 10
+        step_intervals: by class of step (`class_of_step`): between which shares of the predicted step 9 of 10
             measured ones are to lie, from campaigns that had no part in the fit; the file says what share of them
             does. No constant of the model; () if not known.
     """
@@ -110,10 +121,9 @@ class Constants:
         """By name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_intervals"}
 
-    def step_interval(self, experts: bool) -> tuple[float, float] | None:
-        """Shares of a predicted step between which a measured one lies; None if not known."""
-        wanted = "experts" if experts else "dense"
-        return next(((low, high) for name, low, high in self.step_intervals if name == wanted), None)
+    def step_interval(self, name: str) -> tuple[float, float] | None:
+        """Shares of a predicted step of this class between which a measured one lies; None if not known."""
+        return next(((low, high) for known, low, high in self.step_intervals if known == name), None)
 
     def sustained(self, family: str, kind: str) -> float:
         """Share of a burst's speed; that of the family's 16-bit products where the class has none of its own."""

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
+from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.memory import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
-from autoplan.cost_models.quantity import Quantity, Tag, total
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.schedule import (
     SCHEDULES,
     ChunkTimes,
@@ -339,9 +340,9 @@ class Pricer:
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
         low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
-        low, high = self._interval_s(low, mid, high)
         times = self.chunk_times(chunks, recompute, "mid")
         breakdown = self._breakdown(chunks, recompute, times, mid)
+        low, high = self._interval_s(low, mid, high, breakdown.get("launch", ZERO).mid / mid)
         tag = max(q.tag for q in breakdown.values() if q.high)
         step = Quantity(min(low, mid), mid, max(mid, high), tag)
         c, w = self.config, self.workload
@@ -379,7 +380,7 @@ class Pricer:
             events=self._timeline(chunks, times, "mid", events=True).events if events else (),
         )
 
-    def _interval_s(self, low: float, mid: float, high: float) -> tuple[float, float]:
+    def _interval_s(self, low: float, mid: float, high: float, host_share: float) -> tuple[float, float]:
         """Between which seconds a step lies. `low`, `high`: all terms at their least and at their most.
 
         Where published timings hold the device, what such predictions were off for runs that had no part in any fit;
@@ -388,7 +389,7 @@ class Pricer:
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
             experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
-            found = self.costs.constants.step_interval(experts)
+            found = self.costs.constants.step_interval(class_of_step(experts, host_share))
             if found is not None:
                 return mid * found[0], mid * found[1]
         unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR

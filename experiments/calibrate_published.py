@@ -42,7 +42,7 @@ from autoplan.calibration.fit import (
 )
 from autoplan.calibration.steps import Planned
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
-from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.constants import Constants, class_of_step
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.report.files import write_text
 
@@ -148,9 +148,18 @@ def mean_errors(steps: Sequence[Step], logs: Floats) -> dict[str, float]:
     return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
-def stated_interval(cases: Sequence[Case], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
-    """Of steps of models with or without experts; None for fewer than two campaigns of them."""
-    mine = [i for i, case in enumerate(cases) if (case.task.shape.num_experts > 0) == (name == "experts")]
+def classes_of(cases: Sequence[Case], fitted: Constants, price: Price) -> list[str]:
+    """Of every step, as `Pricer.estimate` finds it: what a step is shorter by where the host costs nothing is what it
+    waits for it."""
+    free = fitted.with_({name: 0.0 for name in fitted.values if re.fullmatch(r"host_.*_s", name)})
+    usual, without = price([(c, range(len(cases))) for c in (fitted, free)])
+    shares = [1 - b / a for a, b in zip(usual, without, strict=True)]
+    return [class_of_step(c.task.shape.num_experts > 0, share) for c, share in zip(cases, shares, strict=True)]
+
+
+def stated_interval(of_step: Sequence[str], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
+    """Of steps of a class; None for fewer than two campaigns of them."""
+    mine = [i for i, found in enumerate(of_step) if found == name]
     if len({steps[i].group for i in mine}) < 2:
         return None
     return interval([steps[i] for i in mine], errors[mine], STATED)
@@ -217,12 +226,13 @@ def main(
             )
             fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
             held = held_out(fitted, steps, price)
+            of_step = classes_of(cases, fitted.constants, price)
             # what the constants are worth: every step with them, those that had no part in the fit included
             indices = everywhere
             unseen = unseen_errors(all_steps, held, fitted.constants, price)
         # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
         intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
-        classes = {name: stated_interval(cases, steps, held.errors, name) for name in ("dense", "experts")}
+        classes = {name: stated_interval(of_step, steps, held.errors, name) for name in ("dense", "experts", "host")}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
     console.print(constants_table(fitted, held, "campaign"))

@@ -15,6 +15,7 @@ def attention(
     scale: float | None,
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    window: int | None = None,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` with grouped heads when there are fewer k/v heads than q heads.
 
@@ -28,12 +29,13 @@ def attention(
         scale: of the scores; None is ``1 / sqrt(d)``.
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
+        window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
 
     Returns:
         [b, h, s, e].
 
     Raises:
-        ValueError: wrong number of dims, head counts that do not divide, or dropout.
+        ValueError: wrong number of dims, head counts that do not divide, dropout, or a window with what it excludes.
     """
     if dropout_p != 0.0:
         raise ValueError(
@@ -47,6 +49,14 @@ def attention(
     heads, groups = q.shape[1], k.shape[1]
     if heads % groups != 0 or v.shape[1] != groups:
         raise ValueError(f"attention: {heads} query heads over {groups} key and {v.shape[1]} value heads")
+    if window is not None:
+        if window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many "
+                f"keys as queries ({k.shape[2]} and {q.shape[2]})"
+            )
+        if window < q.shape[2]:
+            return _windowed(q, k, v, window, scale)
     if causal and mask is not None:
         # SDPA takes one or the other.
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -55,3 +65,26 @@ def attention(
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, scale=scale, enable_gqa=heads != groups
     )
+
+
+def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float | None) -> torch.Tensor:
+    """The same in blocks of `window` queries, each of which sees its own block of keys and the one before it: the
+    arithmetic grows with s * window, not with s^2. Blocks are a dim of the batch."""
+    b, heads, s, _ = q.shape
+    groups, num_blocks = k.shape[1], -(-s // window)
+    after = num_blocks * window - s  # causal: no query sees what is added behind the last one
+
+    def blocks(x: torch.Tensor, before: int) -> torch.Tensor:
+        padded = functional.pad(x, (0, 0, before, after))
+        return padded.unfold(2, window + before, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    query = torch.arange(window, device=q.device)[:, None]
+    distance = query + window - torch.arange(2 * window, device=q.device)[None]
+    near = (distance >= 0) & (distance < window)
+    first = near & (torch.arange(2 * window, device=q.device) >= window)  # nothing is before the first block
+    seen = torch.cat((first[None], near.expand(num_blocks - 1, -1, -1))).repeat(b, 1, 1)[:, None]
+    out = functional.scaled_dot_product_attention(
+        blocks(q, 0), blocks(k, window), blocks(v, window), attn_mask=seen, scale=scale, enable_gqa=heads != groups
+    )
+    out = out.reshape(b, num_blocks, heads, window, v.shape[3]).transpose(1, 2)
+    return out.flatten(2, 3)[:, :, :s]

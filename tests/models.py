@@ -96,3 +96,25 @@ def token_batch(batch: int, seq: int, seed: int = 1, vocab: int = 96, ignore: fl
     labels = torch.randint(0, vocab, (batch, seq), generator=g)
     labels[torch.rand(batch, seq, generator=g) < ignore] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def make_windowed(seed: int = 0, mixed: bool = False) -> nn.Module:
+    """A small Mistral whose every layer sees 5 tokens, or a Qwen2 whose first two layers see all and the others 7."""
+    from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    common = dict(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(seed)
+    model: nn.Module
+    if mixed:
+        model = Qwen2ForCausalLM(Qwen2Config(**common, use_sliding_window=True, sliding_window=7, max_window_layers=2))
+    else:
+        model = MistralForCausalLM(MistralConfig(**common, sliding_window=5))
+    return model

@@ -43,7 +43,7 @@ SEQ = 16
 class Case:
     """One point of the matrix."""
 
-    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied
+    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied | mistral | qwen2-mixed (windows)
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -89,7 +89,14 @@ class Case:
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
 
 
+def is_hf(family: str) -> bool:
+    """True for Hugging Face models, which bring their loss."""
+    return not family.startswith("gpt")
+
+
 def make_model(family: str, dropout: float) -> torch.nn.Module:
+    if family in ("mistral", "qwen2-mixed"):
+        return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
         model = models.make_llama(tie_word_embeddings=family == "llama-tied")
         if family == "llama-frozen":
@@ -102,12 +109,12 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 @functools.cache
 def graph_of(family: str, dropout: float) -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
-    loss = None if family.startswith("llama") else models.gpt_loss
+    loss = None if is_hf(family) else models.gpt_loss
     return capture(make_model(family, dropout), batch, loss)
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return batch if family.startswith("llama") else {"ids": batch["input_ids"], "labels": batch["labels"]}
+    return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 
 def cluster_of(world: int, prices: str) -> Cluster:
@@ -260,7 +267,7 @@ def load_stage(folder: Path, name: str, text: str) -> torch.nn.Module:
 
 def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, int]]:
     labels = batch["labels"]
-    if case.family.startswith("llama"):  # HF shifts: the first label of a sample is never a target
+    if is_hf(case.family):  # HF shifts: the first label of a sample is never a target
         labels = labels[:, 1:]
     return [{"labels_valid": int((labels != -100).sum())}]
 

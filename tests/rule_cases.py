@@ -320,13 +320,15 @@ PRODUCTS = [
 ]
 
 
-def _sdpa(causal: bool, scale: float | None = None) -> Callable[..., torch.Tensor]:
+def _sdpa(causal: bool, scale: float | None = None, window: int | None = None) -> Callable[..., torch.Tensor]:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attention written out: no fused kernel, heads repeated."""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
         if causal:
             scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+        if window is not None:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-window), float("-inf"))
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1) @ v
@@ -335,16 +337,28 @@ def _sdpa(causal: bool, scale: float | None = None) -> Callable[..., torch.Tenso
 
 
 def _attention(
-    q: str, k: str, v: str, out: str, mask: str = "", causal: bool = True, scale: float | None = None
+    q: str,
+    k: str,
+    v: str,
+    out: str,
+    mask: str = "",
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Case:
     ins = [q, k, v, *([mask] if mask else [])]
-    return case("attention", ins, out, _sdpa(causal, scale), causal=causal, scale=scale)
+    more = {} if window is None else {"window": window}
+    return case("attention", ins, out, _sdpa(causal, scale, window), causal=causal, scale=scale, **more)
 
 
 GQA = ("b, kv group, s, head", "b, kv, s, head", "b, kv, s, head", "b, kv group, s, head")
 ATTENTION = [
     _attention(*GQA),
     _attention(*GQA, causal=False, scale=0.3),
+    _attention(*GQA, window=3),
+    _attention(*GQA, window=1, scale=0.3),
+    _attention(*GQA, window=1000),  # longer than the sequence
+    _attention("b, heads, s, head", "b, heads, s, head", "b, heads, s, value", "b, heads, s, value", window=5),
     _attention("b, heads, s, head", "b, heads, s, head", "b, heads, s, value", "b, heads, s, value"),
     _attention(
         "b, heads, s, head", "b, heads, keys, head", "b, heads, keys, value", "b, heads, s, value", causal=False

@@ -46,7 +46,7 @@ import validate_published
 from published_rows import COLUMNS, Row, Shapes, interpret
 
 START = Constants()
-TRUE = START.with_({"sustained_hopper": 0.85, "host_fused_s": 9e-5, "overlap": 0.6})
+TRUE = START.with_({"sustained_hopper": 0.85, "host_fused_s": 4.5e-4, "overlap": 0.6})
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "200", "TERM": "dumb"}
 Model = Callable[[Constants], float]
 
@@ -66,7 +66,7 @@ def synthetic(groups: int, seed: int = 0, noise: float = 0.0) -> tuple[list[Step
     steps, models = [], []
     for g in range(groups):
         for k in range(6):
-            model = step_model(random.uniform(0.2, 1), random.uniform(500, 4000), random.uniform(0.1, 2))
+            model = step_model(random.uniform(0.2, 1), random.uniform(100, 800), random.uniform(0.1, 2))
             models.append(model)
             steps.append(Step(f"{g}-{k}", f"campaign{g}", model(TRUE) * math.exp(noise * random.standard_normal())))
     return steps, models

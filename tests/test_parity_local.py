@@ -9,7 +9,7 @@ import re
 import models
 import pytest
 import torch
-from parity import SEQ, Case, compiled, global_batch, graph_of, make_model, reference, run_simulated, worst
+from parity import SEQ, Case, compiled, global_batch, graph_of, is_hf, make_model, reference, run_simulated, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -79,6 +79,22 @@ def test_frozen_parameters(prices: str) -> None:
     test_matrix(Case("llama-frozen", tp=2, dp=2, pp=2, num_micro_batches=2, prices=prices))
 
 
+WINDOWED = [
+    Case("mistral", tp=2, dp=2, labels="unequal"),
+    Case("mistral", tp=2, pp=2, recompute="full", num_micro_batches=2, prices="latency"),
+    Case("qwen2-mixed", tp=2, pp=2, num_micro_batches=2),
+    Case("qwen2-mixed", dp=2, pp=2, recompute="full", stages=(3, 1)),
+]
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids=str)
+def test_sliding_windows(case: Case) -> None:
+    """Windows shorter than the sequence, in all layers (Mistral) and in the later ones (Qwen2)."""
+    windows = [n.attrs.get("window") for b in graph_of(case.family, 0.0).blocks.values() for n in b.nodes]
+    assert any(w is not None and w < SEQ for w in windows)
+    test_matrix(case)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
@@ -89,13 +105,13 @@ def test_everything(case: Case) -> None:
     test_matrix(case)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt", "gpt-untied"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt", "gpt-untied", "mistral", "qwen2-mixed"])
 def test_one_device_equals_eager(family: str) -> None:
     """The captured and emitted program of one device is the user's model."""
     case = Case(family=family, labels="unequal")
     batch = global_batch(case)
     model = make_model(family, 0.0)
-    loss = model(**batch).loss if family.startswith("llama") else models.gpt_loss(model(batch["ids"]), batch)
+    loss = model(**batch).loss if is_hf(family) else models.gpt_loss(model(batch["ids"]), batch)
     loss.backward()
     got_loss, got = reference(case, torch.float32, batch)
     assert got_loss == pytest.approx(loss.item(), rel=1e-6)

@@ -34,6 +34,7 @@ CASES = [
     Case("llama-tied", pp=2, dp=2, zero=1, num_micro_batches=3, labels="unequal"),
     Case("gpt", pp=2, dp=2, zero=3, num_micro_batches=2, recompute="full"),
     Case("llama-frozen", dp=2, tp=2, zero=3, num_micro_batches=2),
+    Case("qwen2-mixed", dp=2, tp=2, zero=3, num_micro_batches=2, recompute="full"),
     Case("llama", tp=4, labels="unequal"),
     Case("llama", pp=4, num_micro_batches=6, recompute="full"),
     Case("gpt", pp=2, dp=2, tp=2, zero=2, num_micro_batches=3, labels="unequal", dropout=0.25),

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from autoplan.capture.export import capture
+from autoplan.capture.source import model_from_config
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.config import Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.estimate import estimate_config
@@ -98,6 +101,39 @@ def test_what_is_frozen_has_no_gradient_no_reduction_and_no_optimizer() -> None:
     assert memory["parameters"].mid > whole.stages[0].memory["parameters"].mid
     for term in ("dp_comm", "optimizer", "accumulate"):
         assert adapted.breakdown[term].mid < whole.breakdown[term].mid
+
+
+def test_a_sliding_window_leaves_a_part_of_attention_to_price() -> None:
+    """Every query sees 1,024 of up to 8,192 keys: arithmetic, time and the model's FLOPs (MFU) of that, nothing else;
+    the ranks of a context-parallel group together see the same keys."""
+    config = {
+        "model_type": "mistral", "vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    }  # fmt: skip
+
+    def planned(window: int | None, cp: int = 1) -> Any:
+        model = model_from_config({**config, "sliding_window": window}, "windowed")
+        ids = torch.zeros(2, 128, dtype=torch.long)
+        request = PlanRequest(
+            capture(model, {"input_ids": ids, "labels": ids}), Cluster.parse("1x8xh100-sxm5-80gb"), 8192, 8,
+            mode=Mode.FUSED, options=RunOptions(launch=Launch.FULL_GRAPHS),
+        )  # fmt: skip
+        return estimate_config(request, ParallelConfig(dp=8 // cp, cp=cp, num_micro_batches=cp))
+
+    def flops(found: Any) -> float:
+        blocks = found.point.workload.blocks.values()
+        return float(next(op.flops for b in blocks for op in b.ops if op.op == "attention"))
+
+    whole, window, longer = planned(None), planned(1024), planned(8192)
+    points = sum(min(i + 1, 1024) for i in range(8192)) / (8192 * 8193 / 2)
+    assert flops(window) / flops(whole) == pytest.approx(points, rel=1e-3)
+    assert flops(longer) == flops(whole) and longer.estimate.step_time_s == whole.estimate.step_time_s
+    assert flops(planned(1024, cp=2)) == pytest.approx(flops(window) / 2)
+    less = whole.point.workload.model_flops - window.point.workload.model_flops
+    # 4 b h s s d forward, three times that with the backward, two layers
+    assert less == pytest.approx(2 * 3 * 4 * 1024 * 8192**2 * (1 - points), rel=1e-3)
+    assert window.estimate.step_time_s.mid < 0.9 * whole.estimate.step_time_s.mid
+    assert window.estimate.peak_memory_bytes.mid == whole.estimate.peak_memory_bytes.mid  # fused kernels know windows
 
 
 def test_adapters_need_a_layer_of_that_name() -> None:

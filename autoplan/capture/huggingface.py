@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.capture import windows  # noqa: F401  registers the op
 from autoplan.cost_models.errors import CaptureError
 
 _NAME = "autoplan_capture"
@@ -47,13 +48,17 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    if kwargs.get("sliding_window") is not None:
-        raise CaptureError("sliding-window attention is not supported yet; set sliding_window=None in the config")
     if kwargs.get("softcap") is not None:
         raise CaptureError("attention with logit soft-capping is not supported")
     if kwargs.get("s_aux") is not None:
         raise CaptureError("attention with sinks (a learned logit per head) is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = kwargs.get("sliding_window")
+    if window is not None:
+        if not causal or attention_mask is not None:
+            raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
+        windowed = torch.ops.autoplan.windowed_attention(query, key, value, int(window), scaling)
+        return windowed.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -65,6 +70,15 @@ def _attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> None:
+    """The mask of the layers that ask for one: none, as their attention knows that it is causal, or its window.
+
+    Raises: CaptureError for a mask that this would lose.
+    """
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        raise CaptureError(f"attention in chunks of {local_size} tokens is not supported")
 
 
 @contextmanager
@@ -87,7 +101,7 @@ def capture_attention(model: nn.Module) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(_NAME, _no_mask)
     with configured(model, "_attn_implementation", _NAME):
         yield
 

@@ -78,6 +78,11 @@ def _attention(a: Args) -> Result:
     return Lowered("attention", tensors, {"causal": bool(a.get("is_causal", False)), "scale": a.get("scale")})
 
 
+def _windowed_attention(a: Args) -> Result:
+    attrs = {"causal": True, "scale": a.get("scale"), "window": a["window"]}
+    return Lowered("attention", (a["query"], a["key"], a["value"]), attrs)
+
+
 def _slice(a: Args) -> Result:
     start = a.get("start") or 0
     end = a.get("end")
@@ -244,6 +249,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.scatter.value": _scatter,
     "aten.one_hot.default": lambda a: Lowered("one_hot", (a["self"],), {"num_classes": a["num_classes"]}),
     "autoplan.experts.default": _experts,
+    "autoplan.windowed_attention.default": _windowed_attention,
     "aten.cumsum.default": _with("cumsum", "dim"),
     "aten.clamp.default": lambda a: Lowered("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")}),
     "aten.to.dtype": _to,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -172,6 +172,26 @@ def _written_out_extra(f: OpFacts) -> tuple[int, ...]:
     return (q.num_elements * width, repeated, scores)
 
 
+def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
+    """Queries in blocks of the window, keys and values in blocks of two, as sequences of their own, and what attention
+    keeps of those (`autoplan.runtime.attention._windowed`)."""
+    window = int(f.attrs["window"])
+    num_blocks = -(-f.inputs[0].shape[2] // window)
+
+    def blocks(t: TensorFacts, times: int) -> TensorFacts:
+        b, heads, _, d = t.shape
+        return replace(t, shape=(b * num_blocks, heads, times * window, d))
+
+    q, k, v = f.inputs[:3]
+    ins = blocks(q, 1), blocks(k, 2), blocks(v, 2)
+    if f.device_type == "cpu" and q.shape[-1] != v.shape[-1]:
+        return (ins[2].num_bytes, *_written_out_extra(replace(f, inputs=ins)))
+    mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
+    out = replace(ins[0], shape=(*ins[0].shape[:3], v.shape[3]))
+    of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False})
+    return (*(t.num_bytes for t in (*ins, out)), *_own_mask_extra(of_blocks))
+
+
 def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
     """The local row numbers (runtime/embedding.py)."""
     return (f.inputs[1].num_elements * DTYPE_BYTES["int64"],)
@@ -324,6 +344,7 @@ RULES: dict[str, SavedRule] = {
     "attention_own_mask": _rule(
         "x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_own_mask_extra, workspace=_attention_workspace
     ),
+    "attention_windowed": _rule("", Form.NEW, extra=_windowed_extra, workspace=_attention_workspace),
     "attention_written_out": _rule("x2<0,1,2", Form.NEW, extra=_written_out_extra, workspace=_attention_workspace),
     "dropout": _rule(form=Form.NEW, extra=_dropout_extra, workspace=_dropout_workspace),
     "softmax": _rule("y0<0", form=Form.NEW),
@@ -352,6 +373,8 @@ def rule_name(f: OpFacts) -> str:
     if f.special in RULES:
         return f.special
     if f.op == "attention":
+        if f.attrs.get("window") is not None and f.attrs["window"] < f.inputs[0].shape[2]:
+            return "attention_windowed"
         if f.device_type == "cpu" and f.inputs[0].shape[-1] != f.inputs[2].shape[-1]:
             return "attention_written_out"
         if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or f.attrs.get("causal")):

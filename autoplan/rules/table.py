@@ -382,4 +382,15 @@ def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:
     return out.num_elements
 
 
+def window_share(node: Node, num_keys: float) -> float:
+    """Of the arithmetic that `flops` gives causal attention, the part that a sliding window leaves.
+
+    Query i sees keys i - window + 1 to i: of the half s^2 / 2 of all points, s w - w^2 / 2.
+    """
+    window = node.attrs.get("window")
+    if window is None or window >= num_keys:
+        return 1.0
+    return 1.0 - (1.0 - float(window) / num_keys) ** 2
+
+
 _HALF = Expr.of(1).terms[0][1] / 2

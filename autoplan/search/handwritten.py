@@ -25,7 +25,7 @@ from math import prod
 
 from autoplan.cost_models.config import Attention, Mode
 from autoplan.cost_models.units import DTYPE_BYTES
-from autoplan.rules.saved import Form, Gradient, OpFacts, SavedRule, experts_rows
+from autoplan.rules.saved import RULES, Form, Gradient, OpFacts, SavedRule, experts_rows
 
 FLOAT8_BYTES = 1
 LOSSES = frozenset(("cross_entropy_sum",))
@@ -70,6 +70,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _LOSS_IN_PLACE
     if not kernels.handwritten:
         return None
+    if f.op == "attention":  # its kernels know windows; the plain form of ours cuts them out
+        return RULES["attention"] if f.attrs.get("window") is not None else None
     if f.op in LOSSES:
         return _LOSS
     if f.op == "experts":

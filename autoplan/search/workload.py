@@ -10,7 +10,7 @@ from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
-from autoplan.rules.table import flops, rule_for
+from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.expert_parallel import (
     ExpertDegrees,
@@ -112,6 +112,7 @@ def _model_flops(block: Block, node: Node, works: Works) -> float:
     forward = works.number(flops(node, block.values, rule_for(node, block.values)))
     if node.op == "attention":
         forward *= works.context * (2.0 if node.attrs.get("causal") else 1.0)
+        forward *= window_share(node, works.num_keys(block, node))  # as Megatron Bridge counts
     return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
 
 

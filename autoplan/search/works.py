@@ -17,7 +17,7 @@ from autoplan.cost_models.symbols import Expr
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.rules.strategies import Strategy
-from autoplan.rules.table import flops, rule_for
+from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.handwritten import Kernels
 from autoplan.search.pins import layer_calls
 
@@ -123,9 +123,13 @@ class Works:
         if found is None:
             found = self.number(flops(node, block.values, rule_for(node, block.values)))
             if node.op == "attention":  # keys of the whole sequence; causal halves are balanced over the ranks
-                found *= self.context
+                found *= self.context * window_share(node, self.num_keys(block, node))
             self._flops[key] = found
         return found
+
+    def num_keys(self, block: Block, node: Node) -> float:
+        """Keys of the whole sequence that attention may see."""
+        return self.number(block.values[node.tensor_inputs[1]].shape[2]) * self.context
 
     def op_work(self, block: Block, node: Node, strategy: Strategy, bias: bool = False) -> OpWork:
         """One op on one rank. `bias`: a fused addition of a vector along the last dim."""

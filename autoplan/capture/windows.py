@@ -1,0 +1,20 @@
+"""Attention over a sliding window, as one op: torch has no operation for it that capture could keep whole."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("autoplan::windowed_attention", mutates_args=())
+def windowed_attention_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None
+) -> torch.Tensor:
+    """The marker that capture leaves in the graph."""
+    raise RuntimeError("autoplan::windowed_attention is a capture marker and cannot be run")
+
+
+@windowed_attention_op.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None
+) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
