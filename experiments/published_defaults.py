@@ -109,6 +109,10 @@ PRECISIONS: tuple[tuple[str, str | None], ...] = (
     (r"FP32|TF32", "fp32"),
 )
 
+# Formats that a planner's precision does not tell apart, by what rows call them: scales per block of 32 (MXFP8) or 128
+# elements, per tensor. Sweeps are of one format.
+FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|block", "mxfp8"), (r"FP8", "fp8"))
+
 # ZeRO stages: several where the words leave it open. A shard group smaller than dp gathers and updates as ZeRO 1 and
 # reduces as ZeRO 0; a smaller group of FSDP is read as all of dp.
 ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (

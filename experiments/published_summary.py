@@ -53,11 +53,13 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
         lines.append(line(f"all, {name}", errors, None))
     lines.append(line("**all**", summary["all"], None))
     macro, width = f"{summary['macro_mean']:.1%}", f"{summary['all']['width']:.0%}"
-    pairs, right = (sum(r[k] for r in summary["ranking"].values()) for k in ("pairs", "right"))
+    counts = ("num_right", "num_pairs", "num_other_right", "num_other")
+    right, pairs, other_right, others = (sum(r[k] for r in summary["ranking"].values()) for k in counts)
     lines += [
         "",
         f"Macro average over campaigns: **{macro}**. Median width of the interval: {width} of the prediction.",
-        f"Pairs of one sweep that were measured more than 5 % apart, predicted in the right order: {right} of {pairs}.",
+        f"Pairs of layouts of one sweep, measured more than 5 % apart, in the order predicted: {right} of {pairs};",
+        f"of pairs that differ in the number format, too (MXFP8 and FP8 have one price): {other_right} of {others}.",
     ]
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from published_defaults import FORMATS, find
 from published_graphs import graph_of
 from published_rows import Case, Row, Setting, Shape, Shapes, Task, Unstated, interpret, read_rows
 from published_summary import held_out_errors, insert, markdown
@@ -67,6 +68,7 @@ class Result:
     ep: int = 0
     recompute: str = ""
     sweep: str = ""
+    number_format: str = ""
     setting: str = ""
     assumed: tuple[str, ...] = ()
     predicted_s: float = math.nan
@@ -190,6 +192,7 @@ def result_of(case: Case) -> Result:
         ep=first.ep,
         recompute=row["recompute"].split(" ")[0] or "not stated",
         sweep=f"{row['campaign']} {sweep}",
+        number_format=find(FORMATS, row["precision"]) or task.precision,
         setting=str(task.settings[0]),
         assumed=case.assumed,
         predicted_s=steps[0].mid,
@@ -324,29 +327,47 @@ def macro_mean(campaigns: Mapping[str, Errors]) -> float:
     return statistics.fmean(known) if known else math.nan
 
 
-def ranked_pairs(results: Sequence[Result]) -> dict[str, tuple[int, int, int]]:
-    """By campaign: pairs of one sweep (same model, devices, precision and batch; other settings) whose measured times
-    differ by more than RANKED_APART, how many of them are predicted in the right order, and the number of sweeps.
+@dataclass(frozen=True)
+class Ranking:
+    """Of pairs whose measured times differ by more than RANKED_APART, how many are predicted in the right order.
 
-    Two measurements of one setting (another release, another site, a repetition) are no pair: nothing tells them apart.
+    Two measurements of one setting (another site, a repetition) are no pair: nothing tells them apart. `num_other`:
+    pairs of one sweep but for the number format (MXFP8 against scales per tensor), which have the same price.
     """
+
+    num_sweeps: int = 0
+    num_pairs: int = 0
+    num_right: int = 0
+    num_other: int = 0
+    num_other_right: int = 0
+
+
+def ranked_pairs(results: Sequence[Result]) -> dict[str, Ranking]:
+    """By campaign, over its sweeps: same model, devices, number format and batch; other layouts or schedules."""
     sweeps: dict[str, list[Result]] = defaultdict(list)
     for r in results:
         if r.compared:
             sweeps[r.sweep].append(r)
-    out: dict[str, tuple[int, int, int]] = {}
+    out: dict[str, Ranking] = {}
     for found in sweeps.values():
-        pairs = right = 0
+        pairs, right = Counter[bool](), Counter[bool]()  # by whether the formats are the same
         for i, a in enumerate(found):
             for b in found[:i]:
                 if a.setting == b.setting:
                     continue
                 if max(a.measured_s, b.measured_s) > (1 + RANKED_APART) * min(a.measured_s, b.measured_s):
-                    pairs += 1
-                    right += (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
+                    same = a.number_format == b.number_format
+                    pairs[same] += 1
+                    right[same] += (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
         if pairs:
-            before = out.get(found[0].campaign, (0, 0, 0))
-            out[found[0].campaign] = (before[0] + pairs, before[1] + right, before[2] + 1)
+            was = out.get(found[0].campaign, Ranking())
+            out[found[0].campaign] = Ranking(
+                was.num_sweeps + (pairs[True] > 0),
+                was.num_pairs + pairs[True],
+                was.num_right + right[True],
+                was.num_other + pairs[False],
+                was.num_other_right + right[False],
+            )
     return out
 
 
@@ -375,7 +396,7 @@ def summary_of(results: Sequence[Result]) -> dict[str, Any]:
         "macro_mean": macro_mean(tables["campaign"]),
         "feasibility": asdict(feasibility) | {"balanced_accuracy": feasibility.balanced_accuracy},
         "groups": {name: {k: asdict(e) for k, e in groups.items()} for name, groups in tables.items()},
-        "ranking": {k: {"pairs": p, "right": r, "sweeps": n} for k, (p, r, n) in ranked_pairs(results).items()},
+        "ranking": {name: asdict(found) for name, found in ranked_pairs(results).items()},
         "memory": {k: asdict(e) for k, e in memory_errors(results).items()},
         "not_priced": dict(reasons([r for r in results if r.stated])),
         "not_stated": dict(reasons([r for r in results if not r.stated])),
@@ -448,9 +469,13 @@ def show(results: Sequence[Result], console: Console) -> None:
         "stated rows that are not priced count as 100 %"
     )
     console.print(f"mean error with those, macro average over campaigns: {_percent(macro_mean(campaigns))}")
-    ranking = Table("campaign", "sweeps", "pairs", "right order", title="Order within sweeps", title_justify="left")
-    for name, (pairs, right, sweeps) in ranked_pairs(results).items():
-        ranking.add_row(name, str(sweeps), str(pairs), _percent(right / pairs))
+    columns = ("campaign", "sweeps", "pairs", "right order", "of other formats", "right order")
+    ranking = Table(*columns, title="Order within sweeps", title_justify="left")
+    for name, found in ranked_pairs(results).items():
+        order = _percent(found.num_right / found.num_pairs) if found.num_pairs else ""
+        ranking.add_row(
+            name, str(found.num_sweeps), str(found.num_pairs), order, str(found.num_other), str(found.num_other_right)
+        )
     console.print(ranking)
     memory = Table("peak memory", "rows", "mean error", "bias", "p90", title="Memory", title_justify="left")
     for name, m in memory_errors(results).items():

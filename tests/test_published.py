@@ -475,9 +475,11 @@ def test_feasibility_weighs_what_ran_and_what_did_not_alike() -> None:
 def test_order_within_sweeps_counts_pairs_that_differ_enough() -> None:
     found = [result(1.0, 1.0, sweep="a"), result(2.0, 1.2, sweep="a"), result(1.5, 1.21, sweep="a")]
     # 1.2 and 1.21 are too near to rank; another sweep is not compared with
-    assert tool.ranked_pairs([*found, result(9.0, 0.1, sweep="b")]) == {"c": (2, 2, 1)}
+    assert tool.ranked_pairs([*found, result(9.0, 0.1, sweep="b")]) == {"c": tool.Ranking(1, 2, 2)}
     wrong = [result(2.0, 1.0, sweep="a"), result(1.0, 1.2, sweep="a")]
-    assert tool.ranked_pairs(wrong) == {"c": (1, 0, 1)}
+    assert tool.ranked_pairs(wrong) == {"c": tool.Ranking(1, 1, 0)}
+    other = [*found, result(1.6, 0.5, sweep="a", number_format="mxfp8")]
+    assert tool.ranked_pairs(other) == {"c": tool.Ranking(1, 2, 2, 3, 1)}  # reported apart
     again = [result(1.0, 1.0, sweep="a"), result(1.0, 2.0, sweep="a")]  # one setting, measured twice
     assert tool.ranked_pairs(again) == {}
 
