@@ -33,6 +33,7 @@ from autoplan.runtime.convert import (
 )
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
+from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "attention",
     "cross_entropy_sum",
     "dropout",
+    "experts",
     "nn",
     "parameter",
     "reduce_scatter",

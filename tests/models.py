@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,4 +118,47 @@ def make_windowed(seed: int = 0, mixed: bool = False) -> nn.Module:
         model = Qwen2ForCausalLM(Qwen2Config(**common, use_sliding_window=True, sliding_window=7, max_window_layers=2))
     else:
         model = MistralForCausalLM(MistralConfig(**common, sliding_window=5))
+    return model
+
+
+MOE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
+
+
+def make_mixtral(**extra: Any) -> nn.Module:
+    """A small HF Mixtral: 4 experts, 2 per token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **MOE, num_key_value_heads=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **extra
+    )
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
+def make_qwen3_moe() -> nn.Module:
+    """A small HF Qwen3-MoE: 8 experts, 2 per token, routing weights normalised."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **MOE, num_key_value_heads=2, head_dim=8, intermediate_size=48, moe_intermediate_size=24, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
+def make_deepseek() -> nn.Module:
+    """A small HF DeepSeek-V3: latent attention, a shared expert, groups of experts, one dense layer."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **MOE, num_key_value_heads=4, intermediate_size=48, moe_intermediate_size=24, n_routed_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10, attention_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer))
     return model

@@ -89,12 +89,17 @@ class Case:
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
 
 
+MOE = {"mixtral": models.make_mixtral, "qwen3-moe": models.make_qwen3_moe, "deepseek": models.make_deepseek}
+
+
 def is_hf(family: str) -> bool:
     """True for Hugging Face models, which bring their loss."""
     return not family.startswith("gpt")
 
 
 def make_model(family: str, dropout: float) -> torch.nn.Module:
+    if family in MOE:
+        return MOE[family]()
     if family in ("mistral", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):

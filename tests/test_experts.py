@@ -15,53 +15,17 @@ from autoplan.capture.experts import experts
 from autoplan.capture.export import capture
 from autoplan.catalog import active_params
 from autoplan.codegen.emit import Context, op_text
-from autoplan.cost_models.errors import CaptureError, RuleError
+from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.symbols import Expr, product
 from autoplan.rules.batch import batch_obstacle
-from autoplan.rules.strategies import strategies
+from autoplan.rules.saved import OpFacts, TensorFacts, extra_bytes, saved_rule
+from autoplan.rules.saved import kept as saved_names
+from autoplan.rules.strategies import Strategy, strategies
 from autoplan.rules.table import flops, rule_for
+from autoplan.runtime.experts import experts as runtime_experts
 from autoplan.search.lower import Op
-
-BASE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
-
-
-def mixtral(**extra: Any) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        **BASE, num_key_value_heads=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **extra
-    )
-    torch.manual_seed(0)
-    return MixtralForCausalLM(config)
-
-
-def qwen3_moe() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        **BASE, num_key_value_heads=2, head_dim=8, intermediate_size=48, moe_intermediate_size=24, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config)
-
-
-def deepseek() -> nn.Module:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        **BASE, num_key_value_heads=4, intermediate_size=48, moe_intermediate_size=24, n_routed_experts=8, n_group=4,
-        topk_group=2, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16,
-        kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10, attention_dropout=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(config)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn_like(buffer))
-    return model
 
 
 def run_experts(
@@ -112,7 +76,7 @@ def interpret(graph: ModelGraph, model: nn.Module, batch: dict[str, torch.Tensor
     return result
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3_moe, deepseek])
+@pytest.mark.parametrize("make", [models.make_mixtral, models.make_qwen3_moe, models.make_deepseek])
 def test_the_captured_graph_computes_the_model(make: Any) -> None:
     """Router, in-place ops and experts as captured give the loss and the gradients of the untouched model."""
     model, batch = make(), models.token_batch(2, 16)
@@ -128,7 +92,9 @@ def test_the_captured_graph_computes_the_model(make: Any) -> None:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("make", "num_moe"), [(mixtral, 3), (qwen3_moe, 3), (deepseek, 2)])
+@pytest.mark.parametrize(
+    ("make", "num_moe"), [(models.make_mixtral, 3), (models.make_qwen3_moe, 3), (models.make_deepseek, 2)]
+)
 def test_one_node_per_experts_module(make: Any, num_moe: int) -> None:
     model = make()
     graph = capture(model, models.token_batch(2, 16))
@@ -207,13 +173,100 @@ def test_every_split_of_experts_computes_them(monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(join(grads[n], values[n], layout, axes), want, msg=f"{name}: {n}")
 
 
-def test_a_program_with_experts_is_refused() -> None:
+def text_of(strategy: Strategy, axes: tuple[Axis, ...] = ()) -> str:
     node, values = experts_node()
-    (strategy,) = strategies(node, values, FACTORS, (), SIZES)
     ins = tuple(values[n] for n in node.tensor_inputs)
     op = Op(("out",), node, node.tensor_inputs, strategy, (values["out"],), ins)
-    with pytest.raises(RuleError, match="experts at out are priced, not executed yet"):
-        op_text(op, Context(FACTORS, (), {}), 0)
+    return op_text(op, Context(FACTORS, axes, {}), 0)
+
+
+def test_the_text_says_where_experts_are() -> None:
+    node, values = experts_node()
+    axes = (Axis("tp", 2),)
+    found = {s.name: text_of(s, axes) for s in strategies(node, values, FACTORS, axes, SIZES)}
+    call = "experts(hidden, index, weights, gate_up, down, activation='silu', gated=True"
+    assert found["S(experts)"] == f"{call}, axes='tp')"
+    assert found["S(f)"] == f"typed({call}), tp=P)"
+    assert found["R"] == found["I"] == found["S(tokens)"] == f"{call})"
+
+
+# -- as they run -------------------------------------------------------------------------------------------------------
+
+
+def of_tokens(num: int, gated: bool = True, dtype: torch.dtype = torch.float64, chosen: int = 4) -> list[torch.Tensor]:
+    """hidden, index (of the first `chosen` of 4 experts), weights, gate_up and down."""
+    g = torch.Generator().manual_seed(num)
+    sizes = ((num, 6), None, (num, 2), (4, 10 if gated else 5, 6), (4, 6, 5))
+    out = [torch.zeros(0) if s is None else torch.randn(s, generator=g, dtype=dtype) for s in sizes]
+    picked = [torch.randperm(chosen, generator=g)[:2] for _ in range(num)]
+    out[1] = torch.stack(picked) if picked else torch.zeros(0, 2, dtype=torch.int64)
+    return [x.requires_grad_(x.is_floating_point()) for x in out]
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("num", [9, 1, 0])
+def test_rows_by_expert_are_every_expert_for_every_token(num: int, gated: bool) -> None:
+    """Outputs and all gradients in float64, also where some experts, or all, get no token."""
+    tensors = of_tokens(num, gated, chosen=3)
+    hidden, index, weights, first, down = tensors
+    wanted = torch.zeros_like(hidden)
+    for e in range(4):
+        inner = hidden @ first[e].T
+        inner = F.silu(inner[:, :5]) * inner[:, 5:] if gated else F.silu(inner)
+        wanted = wanted + (weights * (index == e)).sum(-1, keepdim=True) * (inner @ down[e].T)
+    got = runtime_experts(*tensors, activation="silu", gated=gated)
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
+    trained = [x for x in tensors if x.requires_grad]
+    arrived = torch.ones_like(wanted)
+    for a, b in zip(*(torch.autograd.grad(x, trained, arrived) for x in (got, wanted)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_experts_keep_what_the_table_says() -> None:
+    """Beside inputs: which token each row is, and the first product; tokens spread evenly."""
+    tensors = of_tokens(8)
+    tensors[1] = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]] * 2)
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = runtime_experts(*tensors, activation="silu", gated=True)
+    facts = [TensorFacts(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad) for x in (*tensors, out)]
+    f = OpFacts("experts", {"num_experts": 4, "top_k": 2, "gated": True}, tuple(facts[:5]), (facts[5],))
+    rule = saved_rule(f)
+    given = {x.untyped_storage().data_ptr(): k for k, x in enumerate(tensors)}
+    assert {f"x{given[p]}" for p in kept if p in given} - {"x3", "x4"} == set(saved_names(f, rule))  # but parameters
+    assert sum(n for p, n in kept.items() if p not in given) == sum(extra_bytes(f, rule)) == 8 * 2 * (8 + 2 * 5 * 8)
+
+
+def test_experts_in_16_bits_stay_in_16_bits() -> None:
+    """Routing weights in 32 bits (DeepSeek) do not widen what comes out, and get their own gradient."""
+    tensors = of_tokens(9, dtype=torch.bfloat16)
+    tensors[2] = tensors[2].detach().float().requires_grad_()
+    out = runtime_experts(*tensors, activation="silu", gated=True)
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16 and tensors[2].grad is not None and tensors[2].grad.dtype is torch.float32
+    wide = runtime_experts(*(x.detach().double() if x.is_floating_point() else x for x in tensors), activation="silu",
+                           gated=True)  # fmt: skip
+    torch.testing.assert_close(out.double(), wide, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda t: [*t[:1], t[1].int(), *t[2:]], r"index has dtype torch\.int32; it must be int64"),
+        (lambda t: [*t[:2], t[2][:-1], *t[3:]], r"index and weights have shapes \(9, 6\), \(9, 2\) and \(8, 2\)"),
+        (lambda t: [*t[:3], t[3][:, :5], *t[4:]], r"gate_up \(4, 5, 6\) and down \(4, 6, 5\) must be \(4, 10, 6\)"),
+    ],
+)
+def test_experts_of_the_wrong_shape_are_refused_by_name(change: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        runtime_experts(*change(of_tokens(9)), activation="silu", gated=True)
+    with pytest.raises(ValueError, match=r"torch\.nn\.functional has no activation 'swoosh'"):
+        runtime_experts(*of_tokens(9), activation="swoosh", gated=True)
 
 
 # -- experts of the user's own -----------------------------------------------------------------------------------------
@@ -288,7 +341,7 @@ def test_experts_of_another_shape_are_refused(change: Any, message: str) -> None
     ],
 )
 def test_hugging_face_experts_of_another_form_are_refused(flag: str, value: bool, message: str) -> None:
-    model = mixtral()
+    model = models.make_mixtral()
     for module in model.modules():
         if type(module).__name__ == "MixtralExperts":
             setattr(module, flag, value)

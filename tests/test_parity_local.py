@@ -9,7 +9,7 @@ import re
 import models
 import pytest
 import torch
-from parity import SEQ, Case, compiled, global_batch, graph_of, is_hf, make_model, reference, run_simulated, worst
+from parity import MOE, SEQ, Case, compiled, global_batch, graph_of, is_hf, make_model, reference, run_simulated, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -95,6 +95,22 @@ def test_sliding_windows(case: Case) -> None:
     test_matrix(case)
 
 
+EXPERTS = [
+    Case("mixtral", tp=2, dp=2, labels="unequal"),
+    Case("mixtral", tp=4, prices="latency", recompute="full"),
+    Case("qwen3-moe", tp=2, pp=2, num_micro_batches=2),
+    Case("qwen3-moe", tp=4, dp=2, num_micro_batches=2, labels="unequal"),
+    Case("deepseek", tp=2, dp=2, prices="latency"),
+    Case("deepseek", dp=2, pp=2, num_micro_batches=3, recompute="full"),
+    Case("deepseek", tp=2, pp=2, labels="unequal"),
+]
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_experts(case: Case) -> None:
+    test_matrix(case)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
@@ -105,7 +121,7 @@ def test_everything(case: Case) -> None:
     test_matrix(case)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt", "gpt-untied", "mistral", "qwen2-mixed"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt", "gpt-untied", "mistral", "qwen2-mixed", *MOE])
 def test_one_device_equals_eager(family: str) -> None:
     """The captured and emitted program of one device is the user's model."""
     case = Case(family=family, labels="unequal")

@@ -37,6 +37,10 @@ CASES = [
     Case(family="gpt", tp=4, pp=2, prices="latency"),
     Case(family="gpt-untied", tp=2, dp=2, dropout=0.25, prices="bandwidth"),
     Case(family="llama-tied", tp=2, pp=2, prices="bandwidth"),
+    Case(family="mistral", tp=2, prices="bandwidth"),
+    Case(family="mixtral", tp=2, prices="bandwidth"),
+    Case(family="qwen3-moe", tp=4, prices="latency"),
+    Case(family="deepseek", tp=2, pp=2, prices="bandwidth"),
 ]
 
 
@@ -59,8 +63,8 @@ DROPPED = {
 def test_a_dropped_conversion_does_not_type_check(what: str) -> None:
     """Every single conversion of both layouts, left out one at a time, is refused: by its types or by its shapes."""
     tried = 0
-    for prices in ("bandwidth", "latency"):
-        program = compiled(Case(tp=2, prices=prices))
+    for family, prices in (("llama", "bandwidth"), ("llama", "latency"), ("mixtral", "bandwidth")):
+        program = compiled(Case(family, tp=2, prices=prices))
         ((name, text),) = program.sources.items()
         for found in re.finditer(DROPPED[what], text):
             broken = text[: found.start()] + f"= {found.group(1)}" + text[found.end() :]

@@ -475,6 +475,8 @@ class _Translator:
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):
             attrs["dtype"] = _dtype(metas[0].dtype)
+        elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
+            attrs["dtype"] = None
         node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
         self.trace.order.append(("node", len(self.trace.nodes)))
         self.trace.nodes.append(node)

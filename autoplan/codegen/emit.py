@@ -248,10 +248,10 @@ def _topk(t: _OpText) -> str:
 
 
 def _experts(t: _OpText) -> str:
-    where = t.op.node.source or t.op.node.name
-    raise RuleError(
-        f"experts at {where} are priced, not executed yet: their runtime form (tokens sent "
-        "to their experts) is missing; estimates and plans work, a program needs a dense model"
+    axes = t.special("expert_parallel")
+    here = f", axes={axes}" if axes else ""
+    return (
+        f"experts({', '.join(t.a)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{here})"
     )
 
 
@@ -425,7 +425,7 @@ def block_source(
 
 
 # before these, variables that nobody needs any more are let go
-_HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum"})
+_HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum", "experts"})
 
 
 def _last_uses(lowered: LoweredBlock) -> dict[int, list[str]]:

@@ -278,23 +278,17 @@ def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
 
 
 def _experts_extra(f: OpFacts) -> tuple[int, ...]:
-    """Experts as grouped matrix products over rows sorted by expert (Gale et al., MegaBlocks, 2022): derived, not
-    measured, since the runtime does not execute them yet.
-
-    Kept: the sorted rows and their permutation; gate and up, the activated gate and its product with up (the input of
-    the last product), or without a gate the first product and its activation; what the experts return, for the gradient
-    of the routing weights.
-    """
-    rows, hidden, inner, width = experts_rows(f)
-    first = (2 * inner, inner, inner) if f.attrs.get("gated", True) else (inner, inner)
-    returned = (rows * hidden * width,) if f.inputs[2].requires_grad else ()
-    return (rows * hidden * width, rows * DTYPE_BYTES["int64"], *(rows * n * width for n in first), *returned)
+    """Besides tokens and routing weights (autoplan.runtime.experts): which token each row is, and the first product."""
+    rows, _, inner, width = experts_rows(f)
+    first = inner * (2 if f.attrs.get("gated", True) else 1)
+    return (rows * DTYPE_BYTES["int64"], rows * first * width)
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    # forward: the weighted rows before they are summed; backward: gradients of rows, of both products' inner sides
+    # forward: what is between the products, what the experts return, the same weighted; backward: gradients that
+    # arrive, weighted or not, the activated gate, its product with up, gradients of both and of the first product, rows
     rows, hidden, inner, width = experts_rows(f)
-    return (rows * hidden * width, rows * (2 * hidden + 3 * inner) * width)
+    return (rows * (inner + 2 * hidden) * width, rows * (3 * hidden + 6 * inner) * width)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -364,7 +358,7 @@ RULES: dict[str, SavedRule] = {
     "full": _MADE,
     **dict.fromkeys("reshape transpose permute unsqueeze squeeze".split(), _VIEW),
     **dict.fromkeys("slice select chunk expand".split(), _PART),
-    "experts": _rule("x2<0,3,4", form=Form.NEW, extra=_experts_extra, workspace=_experts_workspace),
+    "experts": _rule("x0<0,2,3,4 x2<0,2,3,4", form=Form.NEW, extra=_experts_extra, workspace=_experts_workspace),
 }
 
 
