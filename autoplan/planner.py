@@ -5,8 +5,8 @@
 
 One integer program over degrees, cuts and layouts:
 
-    minimise over (pp, dp, tp, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp, layouts x
-             step(pp, dp, tp, zero, b, u, r, x)          the event simulation of `price`
+    minimise over (pp, dp, tp, ep, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp, layouts x
+             step(pp, dp, tp, ep, zero, b, u, r, x)          the event simulation of `price`
     subject to   memory_s(...) <= capacity                for every stage s
                  x legal on tp                            (autoplan.search.problem)
 
@@ -74,7 +74,7 @@ _RESTRICTIONS = (
     "layouts weigh what happens once per step as without a pipeline",
     "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
 )
-_EXPERTS = "ep = 1: the weights of experts are sharded by tp only"
+_EXPERTS = "ep within dp and where tp = 1: else the weights of experts are sharded by tp only"
 
 
 class Status(StrEnum):
@@ -305,7 +305,7 @@ class _Search:
     def _planned(self, entry: _Entry) -> Planned:
         _, candidate, chunks, recompute = entry
         pricer = self.points.pricer(candidate)
-        point = self.points.get(candidate.tp, candidate.micro_batch_size)
+        point = self.points.of(candidate)
         if pricer is None or point is None:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         estimate = pricer.estimate(chunks, recompute, events=True)
@@ -363,7 +363,7 @@ class _Search:
         out.append(f"{r.memory_margin:.0%} of the memory left free")
         if r.executed:
             out.append("what the runtime executes")
-        found = self.points.get(self.best[0][1].tp, self.best[0][1].micro_batch_size)
+        found = self.points.of(self.best[0][1])
         layouts = () if found is None else found.solution.restrictions
         return (*out, *layouts, *checked.restrictions)
 

@@ -185,9 +185,16 @@ class Points:
         self.phases["workloads"] += time.perf_counter() - solved
         return point
 
+    def of(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> IntraPoint | None:
+        """The layout of a candidate; None where there is none. Raises: StoppedError."""
+        spread = None
+        if candidate.ep > 1:
+            spread = ExpertDegrees(candidate.ep, candidate.tp, self.request.options.dispatcher)
+        return self.get(candidate.tp, candidate.micro_batch_size, experts=spread, limit_s=limit_s)
+
     def pricer(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """None where no layout exists. Raises: StoppedError."""
-        point = self.get(candidate.tp, candidate.micro_batch_size, limit_s=limit_s)
+        point = self.of(candidate, limit_s)
         if point is None:
             return None
         config = candidate_config(candidate, self.request.pins)
@@ -217,6 +224,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         dp=c.dp,
         tp=c.tp,
         pp=c.pp,
+        ep=c.ep,
         zero_stage=c.zero_stage,
         micro_batch_size=c.micro_batch_size,
         num_micro_batches=c.num_micro_batches,

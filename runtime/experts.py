@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import spmd_types
 import torch
+import torch.distributed as dist
 from spmd_types import P, V, rules
 from torch.nn import functional
 
@@ -24,6 +25,7 @@ def experts(
     activation: str,
     gated: bool,
     axes: Axes | None = None,
+    dispatch: str | None = None,
 ) -> torch.Tensor:
     """The chosen experts of every token, weighted and summed: dropless, no token is left out and none is padded.
 
@@ -40,7 +42,11 @@ def experts(
         down: [e, h, f].
         activation: its name in ``torch.nn.functional``.
         gated: the first product is a gate and what it scales.
-        axes: the axis or axes that shard the experts, major to minor; None if all are here.
+        axes: the axis or axes that shard the experts, major to minor, and whose ranks have the same tokens; None if all
+            are here.
+        dispatch: the axis that shards the experts and whose ranks have tokens of their own: rows travel to the ranks of
+            their experts and back. Not together with ``axes``. The gradients of ``gate_up`` and ``down`` are then those
+            of the tokens of all its ranks.
 
     Returns:
         [t, h], in the dtype of ``hidden``.
@@ -65,23 +71,79 @@ def experts(
     act = getattr(functional, activation, None)
     if act is None:
         raise ValueError(f"experts: torch.nn.functional has no activation {activation!r}")
+    if dispatch is not None and axes is not None:
+        raise ValueError(f"experts: sharded over {axes!r} and dispatched over {dispatch!r}; one of both")
+    if dispatch is not None and current_mesh().size(dispatch) > 1:
+        return _dispatched(hidden, index, weights, gate_up, down, act, gated, dispatch)
     mesh = None if axes is None else current_mesh()
     out: torch.Tensor = _Experts.apply(hidden, index, weights, gate_up, down, act, gated, mesh, axes)  # type: ignore[no-untyped-call]
     return out
 
 
-def _products(x: torch.Tensor, counts: Sequence[int], matrices: torch.Tensor) -> torch.Tensor:
+def _dispatched(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+    gated: bool,
+    axis: str,
+) -> torch.Tensor:
+    """A token once per expert that it chose, sorted by expert, to the rank that has it; results the same way back."""
+    mesh = current_mesh()
+    group, ranks, num_local = mesh.group(axis), mesh.size(axis), gate_up.shape[0]
+    flat = index.flatten()
+    chosen = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=ranks * num_local)
+    if counts.numel() > ranks * num_local:
+        raise ValueError(f"experts: an index is beyond the {ranks * num_local} experts of {ranks} ranks")
+    equal = [num_local] * ranks
+    here = _exchange(counts, equal, equal, group)  # rows for each of my experts, from every rank
+    sent, come = counts.view(ranks, -1).sum(1).tolist(), here.view(ranks, -1).sum(1).tolist()
+    token = chosen // index.shape[1]
+    arrived = _Exchange.apply(hidden.index_select(0, token), sent, come, group)  # type: ignore[no-untyped-call]
+    local = torch.arange(num_local, device=index.device).repeat(ranks).repeat_interleave(here)
+    ones = torch.ones(local.shape[0], 1, dtype=hidden.dtype, device=hidden.device)
+    mine = _Experts.apply(arrived, local.unsqueeze(1), ones, gate_up, down, act, gated, None, None)  # type: ignore[no-untyped-call]
+    rows = _Exchange.apply(mine, come, sent, group)  # type: ignore[no-untyped-call]
+    share = weights.flatten().index_select(0, chosen).unsqueeze(1)
+    return torch.zeros_like(hidden).index_add(0, token, (rows * share).to(hidden.dtype))
+
+
+def _exchange(rows: torch.Tensor, sent: list[int], come: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = rows.new_empty(sum(come), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), come, sent, group=group)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to and from every rank of a group, as many as each has for the other; gradients the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], come: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.come, ctx.group = sent, come, group
+        return _exchange(rows, sent, come, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(grad, ctx.come, ctx.sent, ctx.group), None, None, None
+
+
+def _products(x: torch.Tensor, counts: list[int], matrices: torch.Tensor) -> torch.Tensor:
     """Rows of every expert times its matrix: [rows, i], [e, i, o] -> [rows, o]."""
     out = x.new_empty(x.shape[0], matrices.shape[2])
-    for rows, matrix, to in zip(x.split(counts), matrices, out.split(counts), strict=True):
+    for rows, matrix, to in zip(torch.split(x, counts), matrices, torch.split(out, counts), strict=True):
         torch.mm(rows, matrix, out=to)
     return out
 
 
-def _outer(a: torch.Tensor, b: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _outer(a: torch.Tensor, b: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Of every expert, the sum over its rows of the outer products: [rows, i], [rows, o] -> [e, i, o]."""
     out = a.new_empty(len(counts), a.shape[1], b.shape[1])
-    for left, right, to in zip(a.split(counts), b.split(counts), out, strict=True):
+    for left, right, to in zip(torch.split(a, counts), torch.split(b, counts), out, strict=True):
         torch.mm(left.T, right, out=to)  # of no rows: zeros
     return out
 

@@ -154,6 +154,17 @@ class AxisMesh:
                 return (self._groups[name],)
         return tuple(self._groups[a] for a in self._sizes if a in live)
 
+    def submesh(self, axis: str) -> DeviceMesh:
+        """A mesh of one dim over the ranks of ``axis``.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        live = [a for a in self.atoms(axis) if self._sizes[a] > 1] or [self.atoms(axis)[-1]]
+        if len(live) == 1:
+            return self.device_mesh[live[0]]
+        return self.device_mesh[self._canonical[axis]]  # flattened when its group was made
+
     def canonical(self, axis: str) -> str:
         """The name under which the ledger reports ``axis``: the first axis that spans the same ranks."""
         self.atoms(axis)

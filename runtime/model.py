@@ -74,7 +74,14 @@ class ParallelModel:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stage = self._build(parameters, buffers)
         self._owners = self._find_owners()
-        self._sync = apply_zero(self.stage, self.mesh.device_mesh["dp"], spec.zero_stage, schedule=spec.schedule)
+        self._sync = apply_zero(
+            self.stage,
+            self.mesh.submesh("dp"),
+            spec.zero_stage,
+            schedule=spec.schedule,
+            apart=self._dispatched(),
+            apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
+        )
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -105,6 +112,14 @@ class ParallelModel:
         if self.spec.zero_stage == 0 or self.mesh.size("dp") == 1:
             self._share_tied(stage)
         return stage
+
+    def _dispatched(self) -> list[nn.Parameter]:
+        """Parameters of experts that tokens travel to: sharded over `ep`, replicated over `edp`."""
+        return [
+            self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+            for p in self._stage_spec.params
+            if any(s.axis == "ep" for s in p.shards)
+        ]
 
     def _share_tied(self, stage: nn.Module) -> None:
         """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
@@ -286,7 +301,7 @@ class ParallelModel:
                 return False
         sharded = {s.axis for s in p.shards}
         if self.spec.zero_stage > 0:
-            sharded.add("dp")
+            sharded.update(self.mesh.atoms("dp"))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:

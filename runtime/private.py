@@ -8,6 +8,7 @@
 | PipelineStage.forward_maybe_with_nosync | sends need contiguous tensors of the declared shapes | 2.13.0 |
 | pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
+| fsdp._fully_shard._fsdp_common.FSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | 2.13.0 |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | 2.13.0 |

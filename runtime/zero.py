@@ -10,18 +10,22 @@ divided by the token count of the whole batch. With dp ranks and P parameter byt
 | 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
 | 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
 
+Parameters of experts that tokens travel to are replicated over fewer ranks, and are sharded and reduced over those.
+
 Stage 0 keeps plain parameters. Stages 1 to 3 are ``fully_shard`` per block; parameters become DTensors sharded on
 dim 0 and so do their gradients, so that the optimizer works on the shards without knowing.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
@@ -79,24 +83,31 @@ class GradientSync:
 
 
 class _AllReduce(GradientSync):
-    """ZeRO 0: gradients accumulate locally, one bucketed all-reduce at the end of the step."""
+    """ZeRO 0: gradients accumulate locally, one bucketed all-reduce at the end of the step, per group of replicas."""
 
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    def __init__(
+        self, stage: nn.Module, mesh: DeviceMesh, apart: Set[int], apart_mesh: DeviceMesh | None, bucket_bytes: int
+    ) -> None:
         super().__init__(ZeroStage.NOTHING)
         # Backward order, so that what was written last is read first and may still be in a cache.
-        self._parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
-        self._group = group
+        parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
+        self._replicas = [(mesh.get_group(), [p for p in parameters if id(p) not in apart])]
+        if apart_mesh is not None and apart_mesh.size() > 1:
+            self._replicas.append((apart_mesh.get_group(), [p for p in parameters if id(p) in apart]))
         self._bucket_bytes = bucket_bytes
 
     def finish_step(self) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        for group, parameters in self._replicas:
+            self._reduce([p.grad for p in parameters if p.grad is not None], group)
+
+    def _reduce(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
         for bucket in buckets(gradients, self._bucket_bytes):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 flat = bucket[0]  # reduced where it lies, without a copy
             else:
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+            work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
             assert work is not None  # async_op=True
             pending.append((work, flat, bucket))
             # Two in flight: one is sent while the next is filled; more would only hold memory.
@@ -156,6 +167,8 @@ def apply_zero(
     *,
     schedule: str = "1F1B",
     bucket_bytes: int = BUCKET_BYTES,
+    apart: Sequence[nn.Parameter] = (),
+    apart_mesh: DeviceMesh | None = None,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
@@ -165,6 +178,8 @@ def apply_zero(
         zero: 0 to 3, see the table of this module.
         schedule: name of the pipeline schedule the stage will run under.
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
+        apart: parameters with fewer replicas (experts that tokens travel to), and ``apart_mesh``: the ranks that have
+            them.
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
@@ -181,14 +196,22 @@ def apply_zero(
     if mesh.size() == 1:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
-        return _AllReduce(stage, mesh.get_group(), bucket_bytes)
+        return _AllReduce(stage, mesh, {id(p) for p in apart}, apart_mesh, bucket_bytes)
 
     _check_shardable(blocks)
     reshard_after_forward = zero is ZeroStage.PARAMETERS
+    alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
+    place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
     for block in blocks.values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=place,
+            ignored_params=alone,
+        )
     # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
-    root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -196,6 +219,22 @@ def apply_zero(
             module.set_force_sum_reduction_for_comms(True)
     _prefetch_in_block_order(list(blocks.values()))
     return _Sharded(root, zero)
+
+
+def placement_apart(
+    mesh: DeviceMesh, apart: Sequence[nn.Parameter], apart_mesh: DeviceMesh
+) -> Callable[[nn.Parameter], Any]:
+    """For ``fully_shard``: those parameters are sharded over ``apart_mesh``, all others over ``mesh``."""
+    # Private torch API (tried on 2.13.0): the mesh of a parameter of its own; torch exports only the placement.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mine = {id(p) for p in apart}
+    elsewhere, usual = FSDPMeshInfo(apart_mesh, shard_mesh_dim=0), FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), elsewhere if id(parameter) in mine else usual)
+
+    return place
 
 
 def _prefetch_in_block_order(blocks: list[nn.Module]) -> None:

@@ -54,6 +54,7 @@ class Case:
     labels: str = "equal"  # equal | unequal
     dropout: float = 0.0
     prices: str = "bandwidth"  # bandwidth: sequence parallelism pays; latency: fewer messages pay
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -72,6 +73,8 @@ class Case:
         }
         if self.stages is not None:
             pins["stages"] = self.stages
+        if self.ep > 1:
+            pins["ep"] = self.ep
         return pins
 
     def __str__(self) -> str:
@@ -84,6 +87,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
+        parts += [f"ep{self.ep}"] * (self.ep > 1)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from autoplan.cost_models.errors import RuleError
-from autoplan.cost_models.graph import Value
+from autoplan.cost_models.graph import Block, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
 from autoplan.cost_models.symbols import Expr, product
 from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
@@ -28,6 +28,7 @@ class Context:
     factors: Mapping[str, Expr]
     axes: tuple[Axis, ...]
     groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
+    dispatch: Axis | None = None  # over which experts are spread and tokens travel to them
 
     def axis(self, indices: Sequence[int]) -> str:
         """Name of one sub-axis or of a product."""
@@ -250,6 +251,8 @@ def _topk(t: _OpText) -> str:
 def _experts(t: _OpText) -> str:
     axes = t.special("expert_parallel")
     here = f", axes={axes}" if axes else ""
+    if t.ctx.dispatch is not None:
+        here += f", dispatch={t.ctx.dispatch.name!r}"
     return (
         f"experts({', '.join(t.a)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{here})"
     )
@@ -374,6 +377,11 @@ def convert_text(c: Convert, ctx: Context) -> str:
     return text
 
 
+def expert_weights(block: Block) -> frozenset[str]:
+    """Values of a block that hold the weights of experts, expert by expert."""
+    return frozenset(name for node in block.nodes if node.op == "experts" for name in node.tensor_inputs[3:5])
+
+
 def block_source(
     lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool
 ) -> tuple[list[str], dict[str, bool]]:
@@ -462,11 +470,15 @@ def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
     if free:
         lines[0] = "    def __init__(self) -> None:"
     for param in lowered.params:
-        shape = shape_text(local_shape(param.value, param.stored, ctx.factors, ctx.axes))
-        comma = "," if len(param.value.shape) == 1 else ""
+        sizes = local_shape(param.value, param.stored, ctx.factors, ctx.axes)
         used = ""
+        if ctx.dispatch is not None and param.value.name in expert_weights(lowered.block):
+            sizes = [sizes[0].scale(Fraction(1, ctx.dispatch.size)), *sizes[1:]]
+            used = f" {ctx.dispatch.name}:S(experts)"
+        shape = shape_text(sizes)
+        comma = "," if len(param.value.shape) == 1 else ""
         if param.used != param.stored:
-            used = f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
+            used += f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         lines.append(
             f"        self.{param.attr} = parameter(({shape}{comma}), torch.{param.value.dtype}, "
             f"{param.value.requires_grad})"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
-from autoplan.codegen.emit import Context, block_source
+from autoplan.codegen.emit import Context, block_source, expert_weights
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.symbols import Expr
+from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.runtime.spec import (
     BufferSpec,
     CarriedSpec,
@@ -68,7 +70,8 @@ class _Compiler:
     def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
         self.graph, self.layouts = graph, layouts
         groups = {members: name for name, members in layouts.mesh.groups.items()}
-        self.ctx = Context(graph.factors, layouts.axes, groups)
+        self.dispatch = next((a for a in layouts.mesh.axes if a.name == "ep"), None)
+        self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch)
         self.lowered: dict[str, LoweredBlock] = {
             name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
             for name, block in graph.blocks.items()
@@ -170,6 +173,7 @@ class _Compiler:
         for call in [*self._free_calls(index), *(self.calls[n] for n in self.layouts.stages[index])]:
             lowered = self.lowered[call.block]
             block = identifier(call.name)
+            travelled_to = expert_weights(lowered.block) if self.dispatch is not None else frozenset[str]()
             for p in lowered.params:
                 full = self.graph.params[call.params[p.value.name]]
                 shape = tuple(tuple(self._number(self.graph.factors[f]) for f in dim) for dim in p.value.dims or ())
@@ -178,6 +182,8 @@ class _Compiler:
                     for a, t in zip(self.layouts.axes, p.stored, strict=True)
                     if t.is_shard
                 )
+                if self.dispatch is not None and p.value.name in travelled_to:
+                    shards = (ShardSpec(self.dispatch.name, 0, 0), *shards)
                 pending = tuple(a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u)
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
                 params.append(
@@ -218,12 +224,29 @@ class _Compiler:
             for c in collectives(lowered, self.graph.factors, self.layouts.axes):
                 axis = c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes]
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
+            out += self._dispatches(index, name)
         last = len(self.layouts.stages) - 1
         sends = [(v, "forward") for v in (self._carried(index) if index < last else [])]
         sends += [(v, "backward") for v in (self._carried(index - 1) if index else [])]
         for value, phase in sends:
             size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
+        return out
+
+    def _dispatches(self, index: int, call: str) -> list[LedgerEntry]:
+        """Tokens to their experts and back: a row per token and chosen expert; before it, how many go where."""
+        if self.dispatch is None:
+            return []
+        out, block = [], self.lowered[self.calls[call].block].block
+        for node in (n for n in block.nodes if n.op == "experts"):
+            hidden = block.values[node.tensor_inputs[0]]
+            rows = hidden.num_elements.scale(Fraction(int(node.attrs["top_k"]) * DTYPE_BYTES[hidden.dtype]))
+            counts = Expr.of(int(node.attrs["num_experts"]) * DTYPE_BYTES["int64"])
+            sizes = [("counts", counts, "forward")]
+            sizes += [(what, rows, phase) for phase in ("forward", "backward") for what in ("dispatch", "combine")]
+            for what, size, phase in sizes:
+                entry = (f"{node.name} {what}", "all_to_all", self.dispatch.name, terms(size), phase, "micro_batch")
+                out.append(LedgerEntry(index, call, *entry))
         return out
 
     def _source(self, index: int, spec: StageSpec) -> str:

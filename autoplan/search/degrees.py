@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.search.pins import ZERO_STAGES, divisors
+from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors
 
 ONE_DOMAIN = "tp within one scale-up domain"
 
@@ -22,6 +22,7 @@ class Candidate:
     zero_stage: int
     micro_batch_size: int
     num_micro_batches: int
+    ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Limits:
         heads: (where, number of attention heads) of every attention.
         num_units: layers that a pipeline may be cut between.
         obstacle: why the batch cannot be split, or None.
+        experts: number of experts of every mixture.
     """
 
     devices: int
@@ -56,6 +58,7 @@ class Limits:
     heads: tuple[tuple[str, int], ...]
     num_units: int
     obstacle: str | None
+    experts: tuple[int, ...] = ()
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
@@ -76,6 +79,11 @@ def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
             if rule is not None:
                 illegal[rule] += 1
                 continue
+            legal = dispatch_degrees(dp, tp, limits.experts)
+            spread = [ep for ep in legal if pins.get("ep", ep) == ep]
+            if not spread:
+                illegal["another ep is pinned"] += 1
+                continue
             for size in divisors(limits.batch // dp):
                 num = limits.batch // dp // size
                 if pins.get("micro_batch_size", size) != size or pins.get("num_micro_batches", num) != num:
@@ -84,7 +92,7 @@ def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
                     illegal["the batch cannot be split"] += 1
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp > 1 else [0]
-                found += [Candidate(pp, dp, tp, zero, size, num) for zero in stages]
+                found += [Candidate(pp, dp, tp, zero, size, num, ep) for zero in stages for ep in spread]
     return Space(tuple(found), dict(illegal), (ONE_DOMAIN,) if limited else ())
 
 

@@ -18,13 +18,13 @@ from autoplan.cost_models.layout import Axis, Mesh
 from autoplan.rules.batch import batch_obstacle
 from autoplan.rules.table import flops, rule_for
 
-KNOWN = ("tp", "pp", "dp", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
+KNOWN = ("tp", "pp", "dp", "ep", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B",)
 RECOMPUTE = ("none", "full")
 _BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
-_COUNTS = ("tp", "pp", "dp", "micro_batch_size", "num_micro_batches")
+_COUNTS = ("tp", "pp", "dp", "ep", "micro_batch_size", "num_micro_batches")
 _MAX_LISTED = 8  # names in a message
 
 
@@ -124,6 +124,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
         dp=dp,
         tp=tp,
         pp=pp,
+        ep=pins.get("ep", 1),
         zero_stage=pins.get("zero_stage", 1),
         num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
         schedule=pins.get("schedule", SCHEDULES[0]),
@@ -159,6 +160,7 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig, ends: bool = False)
                 f"pin tp={c.tp} does not divide the {count} attention heads at {where}; nearest legal: "
                 f"{around(c.tp, divisors(common))}"
             )
+    _check_dispatch(graph, c)
     num_layers = len(pipeline_units(graph))
     _check_chunks(c, num_layers, len(pipeline_units(graph, ends)) - num_layers)
     if c.stages is not None:
@@ -167,6 +169,30 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig, ends: bool = False)
         obstacle = batch_obstacle(graph)
         if obstacle is not None:
             raise PinError(f"{obstacle}, so the batch cannot be split; use dp=1 and num_micro_batches=1")
+
+
+def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
+    """Number of experts of every experts op."""
+    return tuple(int(n.attrs["num_experts"]) for b in graph.blocks.values() for n in b.nodes if n.op == "experts")
+
+
+def dispatch_degrees(dp: int, tp: int, counts: Sequence[int]) -> list[int]:
+    """Degrees of expert parallelism in which tokens travel: within dp, whole experts; tp splits them where they are."""
+    return divisors(math.gcd(dp, *counts)) if counts and tp == 1 else [1]
+
+
+def _check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
+    if c.ep == 1:
+        return
+    counts = expert_counts(graph)
+    legal = dispatch_degrees(c.dp, c.tp, counts)
+    if c.ep not in legal:
+        why = (
+            f"{graph.name} has no experts" if not counts
+            else "tokens travel to experts only where tp=1" if c.tp > 1
+            else f"it must divide dp={c.dp} and the {math.gcd(*counts)} experts"
+        )  # fmt: skip
+        raise PinError(f"pin ep={c.ep}: {why}; nearest legal: {around(c.ep, legal)}")
 
 
 def _check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
@@ -283,12 +309,17 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
-    """pp, dp and tp major to minor over ranks; tp as two sub-axes where there are fewer key-value heads than tp."""
+    """pp, dp and tp major to minor over ranks; dp as replicas of experts and ep where tokens travel to experts, tp as
+    two sub-axes where there are fewer key-value heads than tp."""
     axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
+    groups: dict[str, tuple[str, ...]] = {}
+    if config.ep > 1:  # neighbours among the data-parallel ranks
+        axes[1:] = [Axis("edp", config.dp // config.ep), Axis("ep", config.ep)]
+        groups["dp"] = ("edp", "ep")
     kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
     major = math.gcd(config.tp, kv)
     if config.tp > 1 and 1 < major < config.tp:
         split = (Axis("tp0", major), Axis("tp1", config.tp // major))
-        return Mesh((*axes, *split), {"tp": ("tp0", "tp1")}), split
+        return Mesh((*axes, *split), {**groups, "tp": ("tp0", "tp1")}), split
     tensor = (Axis("tp", config.tp),)
-    return Mesh((*axes, *tensor), {}), tensor if config.tp > 1 else ()
+    return Mesh((*axes, *tensor), groups), tensor if config.tp > 1 else ()

@@ -16,6 +16,7 @@ from autoplan.search.pins import (
     check_recompute,
     check_stages,
     check_values,
+    expert_counts,
     head_counts,
     is_count,
     pipeline_units,
@@ -24,7 +25,7 @@ from autoplan.search.refusals import refusal
 
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
-SEARCHED = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
+SEARCHED = ("pp", "dp", "tp", "ep", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
 KNOWN_PINS = (*SEARCHED, "schedule", "state_slack")
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
@@ -57,6 +58,7 @@ def space(
         tuple((where, count) for where, count, _ in head_counts(graph)),
         len(pipeline_units(graph)),
         batch_obstacle(graph),
+        expert_counts(graph),
     )
     stages = pins.get("stages")
     if stages is not None:
