@@ -17,6 +17,7 @@ from autoplan.planner import Certificate, Planned
 from autoplan.search.intra import IntraSolution, solve
 from autoplan.search.pins import (
     check_degrees,
+    check_dispatch,
     check_recompute,
     layer_calls,
     make_mesh,
@@ -56,8 +57,9 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
+        spread = f" ep={c.ep}" if c.ep > 1 else ""
         lines = [
-            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp} zero={c.zero_stage} "
+            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
         ]
         if self.estimate is not None:
@@ -101,6 +103,7 @@ def make_plan(
     Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
     check_degrees(graph, config)
+    check_dispatch(graph, config)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
     solution = solve(build_problem(graph, settings))

@@ -103,6 +103,26 @@ def make_llama(size: Size, seed: int = 0) -> nn.Module:
     return model
 
 
+def make_mixtral(size: Size, num_experts: int, top_k: int, seed: int = 0) -> nn.Module:
+    """A Hugging Face Mixtral with random weights; experts twice as wide as the model."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=2 * size.hidden,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+        max_position_embeddings=size.seq,
+    )
+    torch.manual_seed(seed)
+    model: nn.Module = MixtralForCausalLM(config)
+    return model
+
+
 def token_batch(size: Size, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random tokens and labels."""
     generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ dim 0 and so do their gradients, so that the optimizer works on the shards witho
 """
 
 import enum
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,14 +86,20 @@ class _AllReduce(GradientSync):
     """ZeRO 0: gradients accumulate locally, one bucketed all-reduce at the end of the step, per group of replicas."""
 
     def __init__(
-        self, stage: nn.Module, mesh: DeviceMesh, apart: Set[int], apart_mesh: DeviceMesh | None, bucket_bytes: int
+        self,
+        stage: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        apart: Sequence[nn.Parameter] = (),
+        apart_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(ZeroStage.NOTHING)
         # Backward order, so that what was written last is read first and may still be in a cache.
         parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
-        self._replicas = [(mesh.get_group(), [p for p in parameters if id(p) not in apart])]
-        if apart_mesh is not None and apart_mesh.size() > 1:
-            self._replicas.append((apart_mesh.get_group(), [p for p in parameters if id(p) in apart]))
+        others = {id(p) for p in apart}
+        self._replicas = [(group, [p for p in parameters if id(p) not in others])]
+        if apart_group is not None:
+            self._replicas.append((apart_group, [p for p in parameters if id(p) in others]))
         self._bucket_bytes = bucket_bytes
 
     def finish_step(self) -> None:
@@ -196,7 +202,9 @@ def apply_zero(
     if mesh.size() == 1:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
-        return _AllReduce(stage, mesh, {id(p) for p in apart}, apart_mesh, bucket_bytes)
+        several = apart_mesh is not None and apart_mesh.size() > 1
+        group = apart_mesh.get_group() if several and apart_mesh is not None else None
+        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group)
 
     _check_shardable(blocks)
     reshard_after_forward = zero is ZeroStage.PARAMETERS

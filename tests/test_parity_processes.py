@@ -111,6 +111,27 @@ def test_ledger_over_processes(case: Case) -> None:
     assert all(kind == "all_reduce" for kind, *_ in rest)
 
 
+def test_ledger_of_travelling_tokens() -> None:
+    """Experts: how many rows go where, and rows there and back in both passes. What a rank sends first and what comes
+    back to it is a row per token and choice; what others choose of its experts is as many on average."""
+    case = Case("mixtral", dp=2, ep=2, num_micro_batches=2)
+    got = trained(case, "float32", 1, "sgd")
+    spec = compiled(case).spec
+    size = next(iter(global_batch(case).values())).shape[0] // case.dp // case.num_micro_batches
+    entries = [e for e in spec.ledger if e.axis == "ep"]
+    assert Counter(e.what.split()[-1] for e in entries) == {"dispatch": 6, "combine": 6, "counts": 3}  # 3 layers
+    rows = [r for r in got.ledger if r[0] == "all_to_all"]
+    assert {axis for _, axis, _, _ in rows} == {"ep"}
+    assert Counter(phase for *_, phase in rows) == {
+        phase: case.num_micro_batches * sum(e.phase == phase for e in entries) for phase in ("forward", "backward")
+    }
+    exact: Counter[tuple[str, str, int, str]] = Counter()
+    for e in entries:
+        if (e.what.split()[-1], e.phase) not in (("combine", "forward"), ("dispatch", "backward")):
+            exact[e.kind, e.axis, evaluate(e.bytes, {"b": size, "s": 16}), e.phase] += case.num_micro_batches
+    assert not exact - Counter(rows)
+
+
 @pytest.mark.parametrize("scale", [1.0 + 1e-6])
 def test_negative_control(scale: float) -> None:
     """The comparison sees a gradient that is off by one part in a million."""

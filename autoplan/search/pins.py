@@ -160,7 +160,6 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig, ends: bool = False)
                 f"pin tp={c.tp} does not divide the {count} attention heads at {where}; nearest legal: "
                 f"{around(c.tp, divisors(common))}"
             )
-    _check_dispatch(graph, c)
     num_layers = len(pipeline_units(graph))
     _check_chunks(c, num_layers, len(pipeline_units(graph, ends)) - num_layers)
     if c.stages is not None:
@@ -181,7 +180,8 @@ def dispatch_degrees(dp: int, tp: int, counts: Sequence[int]) -> list[int]:
     return divisors(math.gcd(dp, *counts)) if counts and tp == 1 else [1]
 
 
-def _check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
+def check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
+    """What the runtime cannot spread. PinError names the rule and the nearest legal value."""
     if c.ep == 1:
         return
     counts = expert_counts(graph)

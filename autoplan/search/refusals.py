@@ -74,6 +74,13 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
     value, devices = pins[name], limits.devices
     if name in ("micro_batch_size", "num_micro_batches"):
         return _batch_reason(name, limits, pins)
+    if name == "ep" and value > 1:
+        if not limits.experts:
+            return f"pin ep={value}: the model has no experts"
+        if any(count % value for count in limits.experts):
+            return f"pin ep={value} does not divide the {math.gcd(*limits.experts)} experts"
+        if pins.get("tp", 1) > 1:
+            return f"pin ep={value} with tp={pins['tp']}: tokens travel to experts only where tp=1"
     if name == "stages" and devices % len(value):
         return f"pin stages={list(value)} has {len(value)} stages, which do not divide the {devices} devices"
     if name != "stages" and devices % value:

@@ -1,0 +1,111 @@
+"""The search over expert parallelism: every degree, the best by enumeration, and what cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import models
+import pytest
+
+from autoplan.api import plan_program
+from autoplan.capture.export import capture
+from autoplan.codegen.check import check_program
+from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.estimate import estimate_config
+from autoplan.planner import SearchResult, search_plan
+from autoplan.points import PlanRequest
+
+SEQ = 16
+
+
+@lru_cache(maxsize=4)
+def graph(kind: str = "mixtral") -> ModelGraph:
+    make = {"mixtral": models.make_mixtral, "llama": models.make_llama}[kind]
+    return capture(make(), models.token_batch(2, SEQ))
+
+
+def cluster(devices: int, memory_bytes: int = 1 << 30, latency_s: float = 1e-6) -> Cluster:
+    link = Link(latency_s, 1e9, "made up")
+    return Cluster(1, devices, Device("made up", 1e12, 1e9, memory_bytes, "made up"), link, "cpu")
+
+
+def request(devices: int, pins: Mapping[str, Any], **settings: Any) -> PlanRequest:
+    return PlanRequest(
+        graph(), cluster(devices, **settings), SEQ, 8, pins, precision="native", memory_margin=0.0, executed=True
+    )
+
+
+def enumerated(r: PlanRequest, devices: int) -> list[tuple[float, float]]:
+    """Step time and peak memory of every plan without a pipeline and recompute, fastest first."""
+    out = []
+    for tp, ep, zero, num in itertools.product((1, 2, 4), (1, 2, 4), range(4), (1, 2, 4, 8)):
+        dp = devices // tp
+        if devices % tp or dp % ep or (ep > 1 and tp > 1) or 8 % (dp * num) or (dp == 1 and zero):
+            continue
+        config = ParallelConfig(
+            dp=dp, tp=tp, ep=ep, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
+        )
+        estimate = estimate_config(r, config).estimate
+        out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid))
+    return sorted(out)
+
+
+@pytest.mark.parametrize("latency_s", [1e-7, 1e-4])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_search_is_exhaustive_enumeration(devices: int, latency_s: float) -> None:
+    """With all of the memory, and with as little as leaves one plan: the fastest is found, and proved."""
+    r = request(devices, {"pp": 1, "recompute": "none"}, latency_s=latency_s)
+    plans = enumerated(r, devices)
+    for memory in (1 << 30, int(min(held for _, held in plans)) + 1):
+        result: SearchResult = search_plan(request(devices, r.pins, latency_s=latency_s, memory_bytes=memory))
+        best = next(step for step, held in plans if held <= memory)
+        assert result.plans[0].estimate.step_time_s.mid == pytest.approx(best, rel=1e-9)
+        assert result.certificate.status == "complete" and result.certificate.gap == 0.0
+
+
+def test_spreading_experts_saves_their_copies() -> None:
+    """Per rank half of the experts' parameters, gradients and optimizer state with ep 2, and none of what is reduced
+    between data-parallel ranks of them."""
+    r = request(2, {})
+    one, two = (
+        estimate_config(r, ParallelConfig(dp=2, ep=ep, zero_stage=0, micro_batch_size=4)).estimate.stages[0].memory
+        for ep in (1, 2)
+    )
+    of_experts = 4.0 * sum(p.num_elements for p in graph().params.values() if ".experts." in p.name)
+    assert one["parameters"].mid - two["parameters"].mid == of_experts / 2
+    assert one["optimizer"].mid - two["optimizer"].mid == 2 * of_experts / 2
+
+
+def test_pinned_programs_dispatch_and_type_check() -> None:
+    for pins, text in (({"ep": 2}, "dispatch='ep'"), ({"tp": 2}, "axes='tp'"), ({"ep": 1, "tp": 1}, "gated=True)")):
+        plan, program = plan_program(graph(), cluster(2), pins, 8, SEQ)
+        assert all(getattr(plan.config, name) == value for name, value in pins.items())
+        assert all(text in source for source in program.sources.values()), pins
+        check_program(program.spec, program.sources, sequence=SEQ)
+    assert " ep=2 " in str(plan_program(graph(), cluster(2), {"ep": 2}, 8, SEQ)[0])
+
+
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [
+        ({"ep": 3}, r"pin ep=3 does not divide the 4 experts; nearest legal: 2 or 4$"),
+        ({"ep": 8}, r"pin ep=8 does not divide the 4 experts; nearest legal: 4$"),
+        ({"ep": 2, "tp": 2}, r"pin ep=2 with tp=2: tokens travel to experts only where tp=1; nearest legal: 1$"),
+        ({"ep": 0}, r"pin ep=0: must be a whole number of at least 1; nearest legal: 1$"),
+    ],
+)
+def test_degrees_that_cannot_be_say_why(pins: dict[str, int], why: str) -> None:
+    with pytest.raises(PinError, match=why):
+        search_plan(request(4, pins))
+
+
+def test_a_dense_model_has_nothing_to_spread() -> None:
+    r = PlanRequest(graph("llama"), cluster(4), SEQ, 8, {"ep": 2}, precision="native", executed=True)
+    with pytest.raises(PinError, match=r"pin ep=2: the model has no experts; nearest legal: 1$"):
+        search_plan(r)
