@@ -16,6 +16,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.planner import Certificate, Planned
 from autoplan.search.intra import IntraSolution, solve
 from autoplan.search.pins import (
+    check_context,
     check_degrees,
     check_dispatch,
     check_recompute,
@@ -57,7 +58,7 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        spread = f" ep={c.ep}" if c.ep > 1 else ""
+        spread = "".join(f" {name}={n}" for name, n in (("cp", c.cp), ("ep", c.ep)) if n > 1)
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
@@ -104,6 +105,7 @@ def make_plan(
     """
     check_degrees(graph, config)
     check_dispatch(graph, config)
+    check_context(graph, config)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
     solution = solve(build_problem(graph, settings))

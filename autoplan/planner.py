@@ -42,6 +42,7 @@ from autoplan.points import (
     least_memory_first,
 )
 from autoplan.search.intra import StoppedError
+from autoplan.search.pins import check_context
 from autoplan.search.space import Candidate, Space, space
 from autoplan.search.stages import Cut, Cutter, Shortage
 
@@ -67,7 +68,6 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
     "all devices are used, in micro-batches of one size",
     "ranks ordered pp, dp, tp: tp over neighbours, pp over the farthest",
-    "cp = 1",
     "no virtual stages",
     "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
     "least stored state",
@@ -167,6 +167,8 @@ class _Search:
         r = self.request
         with self._phase("space"):
             checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed)
+        if r.executed:
+            check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1), ep=r.pins.get("ep", 1)))
         try:
             for candidate in checked.candidates:
                 if self.cutters and self._out_of_time():  # what was not looked at is open
@@ -355,6 +357,8 @@ class _Search:
         out = list(_RESTRICTIONS)
         if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
             out.append(_EXPERTS)
+        if "cp" not in r.pins:
+            out.append("cp = 1")
         if "recompute" not in r.pins:
             out.append("recompute: none or full, the first layers of a stage")
         if "schedule" not in r.pins:

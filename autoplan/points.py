@@ -176,6 +176,7 @@ class Points:
                 r.options.attention_in(r.mode),
                 float8=self.precision.matmul is not None,
                 fused_loss=r.options.fused_loss,
+                context=cp,
             ),
         )
         work = workload(r.graph, solution.selection, works, experts, ends)
@@ -190,7 +191,7 @@ class Points:
         spread = None
         if candidate.ep > 1:
             spread = ExpertDegrees(candidate.ep, candidate.tp, self.request.options.dispatcher)
-        return self.get(candidate.tp, candidate.micro_batch_size, experts=spread, limit_s=limit_s)
+        return self.get(candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s)
 
     def pricer(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """None where no layout exists. Raises: StoppedError."""
@@ -225,6 +226,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         tp=c.tp,
         pp=c.pp,
         ep=c.ep,
+        cp=c.cp,
         zero_stage=c.zero_stage,
         micro_batch_size=c.micro_batch_size,
         num_micro_batches=c.num_micro_batches,
@@ -285,6 +287,13 @@ def check_task(request: PlanRequest) -> None:
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
+    parts = 2 * r.pins.get("cp", 1)
+    if parts > 2 and r.seq_len % parts:
+        near = max(parts, r.seq_len // parts * parts)
+        raise PinError(
+            f"seq_len={r.seq_len} cannot be cut into {parts} equal chunks over cp={parts // 2}; nearest legal: "
+            f"seq_len={near}"
+        )
     if not 0 <= r.memory_margin < 1:
         raise PinError(f"memory_margin={r.memory_margin!r}: must be at least 0 and less than 1")
     if not r.time_limit_s >= 0:

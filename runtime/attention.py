@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from autoplan.runtime.context import context_attention
+from autoplan.runtime.mesh import current_mesh
+
 
 def attention(
     q: torch.Tensor,
@@ -16,6 +19,7 @@ def attention(
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    context: str | None = None,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` with grouped heads when there are fewer k/v heads than q heads.
 
@@ -30,6 +34,7 @@ def attention(
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
+        context: the axis over which the sequence is cut (``autoplan.runtime.context``); needs s == t and no mask.
 
     Returns:
         [b, h, s, e].
@@ -49,14 +54,17 @@ def attention(
     heads, groups = q.shape[1], k.shape[1]
     if heads % groups != 0 or v.shape[1] != groups:
         raise ValueError(f"attention: {heads} query heads over {groups} key and {v.shape[1]} value heads")
-    if window is not None:
-        if window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many "
-                f"keys as queries ({k.shape[2]} and {q.shape[2]})"
-            )
-        if window < q.shape[2]:
-            return _windowed(q, k, v, window, scale)
+    if window is not None and (window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many keys "
+            f"as queries ({k.shape[2]} and {q.shape[2]})"
+        )
+    if context is not None and current_mesh().size(context) > 1:
+        if mask is not None or q.shape[2] != k.shape[2]:
+            raise ValueError(f"attention: over {context!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
+        return context_attention(q, k, v, causal=causal, scale=scale, window=window, axis=context)
+    if window is not None and window < q.shape[2]:
+        return _windowed(q, k, v, window, scale)
     if causal and mask is not None:
         # SDPA takes one or the other.
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

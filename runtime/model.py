@@ -76,7 +76,7 @@ class ParallelModel:
         self._owners = self._find_owners()
         self._sync = apply_zero(
             self.stage,
-            self.mesh.submesh("dp"),
+            self.mesh.submesh(self._replicas),
             spec.zero_stage,
             schedule=spec.schedule,
             apart=self._dispatched(),
@@ -94,6 +94,11 @@ class ParallelModel:
     def _stage_spec(self) -> StageSpec:
         return self.spec.stages[self.stage_index]
 
+    @property
+    def _replicas(self) -> str:
+        """The ranks with the same parameters: of data and, together with them, of context parallelism."""
+        return "replicas" if "replicas" in self.mesh.groups else "dp"
+
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
 
@@ -109,7 +114,7 @@ class ParallelModel:
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
         stage: nn.Module = module.Stage()
         materialise(stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype)
-        if self.spec.zero_stage == 0 or self.mesh.size("dp") == 1:
+        if self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1:
             self._share_tied(stage)
         return stage
 
@@ -229,7 +234,7 @@ class ParallelModel:
         self._num_steps += 1
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
         total = total.to(torch.float64).detach().clone()
-        for axis in ("dp", "pp"):  # other stages add zero
+        for axis in (self._replicas, "pp"):  # other stages add zero
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         return total.to(denominator.dtype)
@@ -273,6 +278,13 @@ class ParallelModel:
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
+        if "cp" in self.mesh.axes:
+            if env["s"] % (2 * self.mesh.size("cp")):
+                raise ValueError(
+                    f"a sequence of {env['s']} cannot be cut over cp={self.mesh.size('cp')}; it must be a multiple of "
+                    f"{2 * self.mesh.size('cp')}"
+                )
+            env["s"] //= self.mesh.size("cp")
         shape = tuple(env[k] for k in sorted(env))
         if self._runner is None or self._runner_shape != shape:
             mine = self._stage_spec
@@ -301,7 +313,7 @@ class ParallelModel:
                 return False
         sharded = {s.axis for s in p.shards}
         if self.spec.zero_stage > 0:
-            sharded.update(self.mesh.atoms("dp"))
+            sharded.update(self.mesh.atoms(self._replicas))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:

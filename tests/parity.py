@@ -55,10 +55,11 @@ class Case:
     dropout: float = 0.0
     prices: str = "bandwidth"  # bandwidth: sequence parallelism pays; latency: fewer messages pay
     ep: int = 1
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def pins(self) -> dict[str, Any]:
@@ -75,6 +76,8 @@ class Case:
             pins["stages"] = self.stages
         if self.ep > 1:
             pins["ep"] = self.ep
+        if self.cp > 1:
+            pins["cp"] = self.cp
         return pins
 
     def __str__(self) -> str:
@@ -87,7 +90,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
-        parts += [f"ep{self.ep}"] * (self.ep > 1)
+        parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])

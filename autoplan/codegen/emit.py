@@ -29,6 +29,7 @@ class Context:
     axes: tuple[Axis, ...]
     groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
     dispatch: Axis | None = None  # over which experts are spread and tokens travel to them
+    context: Axis | None = None  # over which sequences are cut
 
     def axis(self, indices: Sequence[int]) -> str:
         """Name of one sub-axis or of a product."""
@@ -165,7 +166,8 @@ def _attention(t: _OpText) -> str:
     mask = f", mask={t.a[3]}" if len(t.a) > 3 else ""
     scale = t.attrs["scale"]
     window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
-    return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window})"
+    context = f", context={t.ctx.context.name!r}" if t.ctx.context is not None else ""
+    return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{context})"
 
 
 def _embedding(t: _OpText) -> str:

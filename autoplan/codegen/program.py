@@ -23,7 +23,7 @@ from autoplan.runtime.spec import (
     Terms,
     TiedSpec,
 )
-from autoplan.search.lower import BlockLowering, LoweredBlock, collectives, identifier, local_bytes, local_shape
+from autoplan.search.lower import BlockLowering, LoweredBlock, Op, collectives, identifier, local_bytes, local_shape
 from autoplan.search.problem import Selection
 
 
@@ -71,7 +71,8 @@ class _Compiler:
         self.graph, self.layouts = graph, layouts
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         self.dispatch = next((a for a in layouts.mesh.axes if a.name == "ep"), None)
-        self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch)
+        self.context = next((a for a in layouts.mesh.axes if a.name == "cp"), None)
+        self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch, self.context)
         self.lowered: dict[str, LoweredBlock] = {
             name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
             for name, block in graph.blocks.items()
@@ -225,12 +226,27 @@ class _Compiler:
                 axis = c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes]
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
             out += self._dispatches(index, name)
+            out += self._gathers(index, name)
         last = len(self.layouts.stages) - 1
         sends = [(v, "forward") for v in (self._carried(index) if index < last else [])]
         sends += [(v, "backward") for v in (self._carried(index - 1) if index else [])]
         for value, phase in sends:
             size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
+        return out
+
+    def _gathers(self, index: int, call: str) -> list[LedgerEntry]:
+        """Keys and values of the whole sequence for every attention, their gradients summed back."""
+        if self.context is None:
+            return []
+        out, lowered, ways = [], self.lowered[self.calls[call].block], Fraction(self.context.size)
+        for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "attention"):
+            for value, layout in list(zip(op.inputs, op.strategy.inputs, strict=True))[1:3]:
+                size = local_bytes(value, layout, self.graph.factors, self.layouts.axes).scale(ways)
+                kinds = [("all_gather", "forward")] + [("reduce_scatter", "backward")] * value.requires_grad
+                for kind, phase in kinds:
+                    entry = (value.name, kind, self.context.name, terms(size), phase, "micro_batch")
+                    out.append(LedgerEntry(index, call, *entry))
         return out
 
     def _dispatches(self, index: int, call: str) -> list[LedgerEntry]:
@@ -306,10 +322,36 @@ class _Compiler:
         returns = "Tensor" if len(outs) == 1 else f"tuple[{', '.join(['Tensor'] * len(outs))}]"
         lines.append(f"    def forward({', '.join(args)}) -> {returns}:")
         lines += self._prologue([*free, *mine], needs)
-        for call in (*free, *mine):
-            lines.append(f"        {self._call_text(call, call in mine, needs)}")
+        for call in free:
+            lines.append(f"        {self._call_text(call, False, needs)}")
+        lines += self._context_cuts(free, mine, needs)
+        for call in mine:
+            lines.append(f"        {self._call_text(call, True, needs)}")
         lines.append(f"        return {', '.join(outs)}")
         lines += ["", *self._count(needs)]
+        return lines
+
+    def _context_cuts(
+        self, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]
+    ) -> list[str]:
+        """What is made of whole sequences, cut to this rank's part; from here on s is the size of that."""
+        if self.context is None:
+            return []
+        whole = {*self.graph.inputs, *(v for call in free for v in call.outputs)}
+        axis, lines = self.context.name, []
+        for name in dict.fromkeys(v for call in mine for v in call.inputs if v in whole):
+            value = self.graph.values[name]
+            dims = [i for i, size in enumerate(value.shape) if "s" in size.symbols]
+            for dim in dims:
+                var = identifier(name)
+                if value.shape[dim] == Expr.symbol("s"):
+                    cut = f"context_part({var}, {axis!r}, {dim})"
+                else:  # flattened with the batch
+                    rest = f".flatten({dim}, {dim + 1})"
+                    cut = f"context_part({var}.unflatten({dim}, (b, s)), {axis!r}, {dim + 1}){rest}"
+                lines.append(f"        {var} = {cut}")
+        if any(needs[call.block].get("s") for call in mine):
+            lines.append(f"        s = s // {self.context.size}  # of this rank's part of the sequence")
         return lines
 
     def _prologue(self, calls: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]) -> list[str]:

@@ -8,7 +8,7 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import AxisType, P, R, shard
@@ -19,24 +19,29 @@ from autoplan.rules.strategies import axis_choices
 _FILLS = frozenset({"expand", "full"})
 
 
-def _places(value: Value, factors: Mapping[str, Expr]) -> list[AxisType]:
-    """Where the batch sits in a value."""
+def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
+    """Where the batch, or the sequence, sits in a value."""
     return [
         shard(dim, position)
         for dim, names in enumerate(value.dims or ())
         for position, name in enumerate(names)
-        if "b" in factors[name].symbols
+        if symbol in factors[name].symbols
     ]
 
 
 def _result(
-    node: Node, block: Block, types: Mapping[str, AxisType], factors: Mapping[str, Expr]
+    node: Node, block: Block, types: Mapping[str, AxisType], factors: Mapping[str, Expr], symbol: str
 ) -> list[AxisType] | None:
     """Types of a node's outputs, or None if it cannot be computed in parts."""
     inputs = tuple(types[n] for n in node.tensor_inputs)
-    places = [_places(block.values[n], factors) for n in node.outputs]
+    places = [_places(block.values[n], factors, symbol) for n in node.outputs]
     if any(len(p) > 1 for p in places):
         return None
+    if symbol == "s" and node.op == "attention":  # over the keys of all parts (autoplan.runtime.context)
+        whole = len(inputs) == 3 and all(t == shard(2, 0) for t in inputs)
+        return [p[0] for p in places] if whole else None
+    if symbol == "s" and node.op == "dropout" and node.attrs["p"]:
+        return None  # its mask is a function of the place in the whole sequence
     if all(t is R for t in inputs) and (not any(places) or node.op in _FILLS):
         return [p[0] if p else R for p in places]
     for choice in axis_choices(node, block.values, factors):
@@ -49,24 +54,42 @@ def _result(
 
 def batch_obstacle(graph: ModelGraph) -> str | None:
     """Why the batch of this model cannot be computed in parts (naming op and source line), or None if it can."""
+    found, loss = _obstacle(graph, "b", frozenset())
+    if found is not None:
+        return f"{found} cannot be computed sample by sample and added up"
+    return "the loss is not a sum over the samples of the batch" if loss is not P else None
+
+
+def context_obstacle(graph: ModelGraph) -> str | None:
+    """The same of the sequence: what depends on no parameter is made of whole sequences and then cut, attention sees
+    the keys of all parts."""
+    found, loss = _obstacle(graph, "s", graph.free_calls())
+    if found is not None:
+        return f"{found} cannot be computed for a part of the sequence"
+    return "the loss is not a sum over the tokens of the sequence" if loss is not P else None
+
+
+def _obstacle(graph: ModelGraph, symbol: str, whole: Set[str]) -> tuple[str | None, AxisType]:
+    """The first operation that cannot be computed in parts, and the type of the loss. `whole`: calls that are not."""
     factors = graph.factors
     top: dict[str, AxisType] = {}
-    for name in graph.inputs:
-        places = _places(graph.values[name], factors)
+    values = [*graph.inputs, *(v for call in graph.calls if call.name in whole for v in call.outputs)]
+    for name in values:
+        places = _places(graph.values[name], factors, symbol)
         top[name] = places[0] if places else R
     known: dict[tuple[str, tuple[AxisType, ...]], list[AxisType]] = {}  # layers are calls of one block, called alike
     for call in graph.calls:
+        if call.name in whole:
+            continue
         block, given = graph.blocks[call.block], tuple(top[actual] for actual in call.inputs)
         if (block.name, given) not in known:
             types = dict(zip(block.inputs, given, strict=True))
             types |= dict.fromkeys((*block.params, *block.buffers), R)
             for node in block.nodes:
-                found = _result(node, block, types, factors)
+                found = _result(node, block, types, factors, symbol)
                 if found is None:
-                    return f"{node.op} at {node.source or node.name} cannot be computed sample by sample and added up"
+                    return f"{node.op} at {node.source or node.name}", R
                 types |= zip(node.outputs, found, strict=True)
             known[block.name, given] = [types[formal] for formal in block.outputs]
         top |= zip(call.outputs, known[block.name, given], strict=True)
-    if top[graph.output] is not P:
-        return "the loss is not a sum over the samples of the batch"
-    return None
+    return None, top[graph.output]

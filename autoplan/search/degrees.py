@@ -23,6 +23,7 @@ class Candidate:
     micro_batch_size: int
     num_micro_batches: int
     ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
+    cp: int = 1  # over how many ranks every sequence is cut
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,11 @@ class Limits:
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
     """All candidates under pins whose values were checked; perhaps none."""
-    devices = limits.devices
+    cp = pins.get("cp", 1)
+    devices, left = divmod(limits.devices, cp)
     illegal: Counter[str] = Counter()
+    if left:
+        return Space((), {"cp does not divide the devices": 1})
     found: list[Candidate] = []
     limited = False
     for pp in _degrees(pins, "pp", devices):
@@ -79,7 +83,7 @@ def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
             if rule is not None:
                 illegal[rule] += 1
                 continue
-            legal = dispatch_degrees(dp, tp, limits.experts)
+            legal = dispatch_degrees(dp, tp, limits.experts) if cp == 1 else [1]
             spread = [ep for ep in legal if pins.get("ep", ep) == ep]
             if not spread:
                 illegal["another ep is pinned"] += 1
@@ -91,8 +95,8 @@ def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
                 if num > 1 and limits.obstacle is not None:
                     illegal["the batch cannot be split"] += 1
                     continue
-                stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp > 1 else [0]
-                found += [Candidate(pp, dp, tp, zero, size, num, ep) for zero in stages for ep in spread]
+                stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
+                found += [Candidate(pp, dp, tp, zero, size, num, ep, cp) for zero in stages for ep in spread]
     return Space(tuple(found), dict(illegal), (ONE_DOMAIN,) if limited else ())
 
 

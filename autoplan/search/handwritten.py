@@ -20,6 +20,7 @@ by default), so that none is made: what stands for it is `MemoryModel`'s busines
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -40,6 +41,7 @@ class Kernels:
     attention: Attention = Attention.FLASH2
     float8: bool = False
     fused_loss: bool = False
+    context: int = 1
 
     @property
     def fused(self) -> bool:
@@ -68,6 +70,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _UNFUSED_ATTENTION
     if f.op in LOSSES and kernels.fused_loss:
         return _LOSS_IN_PLACE
+    if f.op == "attention" and kernels.context > 1 and not kernels.fused:
+        return SavedRule((("x0", (0, 1, 2)),), Form.NEW, extra=_gathered_extra(kernels.context))
     if not kernels.handwritten:
         return None
     if f.op == "attention":  # its kernels know windows; the plain form of ours cuts them out
@@ -97,6 +101,20 @@ def _unfused_workspace(f: OpFacts) -> tuple[int, ...]:
     # forward: the scores before the softmax; backward: gradients of the softmax and of the scores
     size = _scores(f) * DTYPE_BYTES[f.inputs[0].dtype]
     return (size, 2 * size)
+
+
+def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
+    """Of autoplan.runtime.context: keys and values of the whole sequence, and for both chunks of queries, which on
+    average see half of all keys, a mask of numbers, what comes out and its log-sum-exp."""
+
+    def extra(f: OpFacts) -> tuple[int, ...]:
+        q, k, v = f.inputs[:3]
+        width, rows = DTYPE_BYTES[q.dtype], q.num_elements // q.shape[-1]
+        seen = q.shape[2] * k.shape[2] * ways // 2 * width
+        out = rows * v.shape[-1] * width
+        return (ways * (k.num_bytes + v.num_bytes), seen, out, rows * max(4, width))
+
+    return extra
 
 
 def _softmax_bytes(f: OpFacts) -> int:

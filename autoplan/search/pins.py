@@ -15,16 +15,17 @@ from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
-from autoplan.rules.batch import batch_obstacle
+from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 
-KNOWN = ("tp", "pp", "dp", "ep", "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
+_DEGREES = ("tp", "pp", "dp", "ep", "cp")
+KNOWN = (*_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B",)
 RECOMPUTE = ("none", "full")
 _BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
-_COUNTS = ("tp", "pp", "dp", "ep", "micro_batch_size", "num_micro_batches")
+_COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches")
 _MAX_LISTED = 8  # names in a message
 
 
@@ -101,7 +102,12 @@ def check_recompute(graph: ModelGraph, recompute: object) -> None:
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins and fill in the defaults. PinError names the rule and the nearest legal value."""
     check_values(pins, KNOWN, RECOMPUTE)
-    tp, pp = pins.get("tp", 1), pins.get("pp", 1)
+    tp, pp, cp = pins.get("tp", 1), pins.get("pp", 1), pins.get("cp", 1)
+    if num_devices % cp:
+        raise PinError(
+            f"pin cp={cp} does not divide the {num_devices} devices; nearest legal: {around(cp, divisors(num_devices))}"
+        )
+    num_devices //= cp
     for name, degree in (("tp", tp), ("pp", pp)):
         if num_devices % degree:
             raise PinError(
@@ -125,6 +131,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
         tp=tp,
         pp=pp,
         ep=pins.get("ep", 1),
+        cp=cp,
         zero_stage=pins.get("zero_stage", 1),
         num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
         schedule=pins.get("schedule", SCHEDULES[0]),
@@ -193,6 +200,17 @@ def check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
             else f"it must divide dp={c.dp} and the {math.gcd(*counts)} experts"
         )  # fmt: skip
         raise PinError(f"pin ep={c.ep}: {why}; nearest legal: {around(c.ep, legal)}")
+
+
+def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
+    """What cannot be cut along the sequence by the runtime. PinError names the operation, and what to do."""
+    if c.cp == 1:
+        return
+    if c.ep > 1:
+        raise PinError(f"pin cp={c.cp} with ep={c.ep}: tokens travel to experts only where cp=1; nearest legal: cp=1")
+    found = context_obstacle(graph)
+    if found is not None:
+        raise PinError(f"pin cp={c.cp}: {found}; nearest legal: cp=1")
 
 
 def _check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
@@ -316,6 +334,9 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
     if config.ep > 1:  # neighbours among the data-parallel ranks
         axes[1:] = [Axis("edp", config.dp // config.ep), Axis("ep", config.ep)]
         groups["dp"] = ("edp", "ep")
+    if config.cp > 1:
+        groups["replicas"] = (*(a.name for a in axes[1:]), "cp")
+        axes.append(Axis("cp", config.cp))
     kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
     major = math.gcd(config.tp, kv)
     if config.tp > 1 and 1 < major < config.tp:

@@ -12,7 +12,7 @@ from autoplan.search.degrees import Limits, candidates
 from autoplan.search.pins import around
 
 # Which pin is blamed first where several exclude each other.
-_BLAMED = ("dp", "ep", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
+_BLAMED = ("dp", "cp", "ep", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
 
 
 def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mapping[str, int]) -> PinError:

@@ -229,7 +229,7 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
             comms += dispatch_comms(block, statement.node, works, experts)
             work = local_products(work, block, statement.node, works, experts)
         if statement.node.op == "attention" and works.context > 1:
-            comms += _context_comms(work)
+            comms += _context_comms(work, again=works.kernels.fused)
         position[k] = len(ops)
         ops.append(work)
     joined: frozenset[int] = frozenset()
@@ -297,12 +297,14 @@ def _param(lowered: LoweredBlock, index: int, works: Works, experts: ExpertDegre
     return ParamWork(p.value.name, elements, works.dtype(p.value), p.value.requires_grad, expert)
 
 
-def _context_comms(work: OpWork) -> list[CommWork]:
-    """Keys and values of the whole sequence are gathered for each use, their gradients reduced and scattered."""
+def _context_comms(work: OpWork, again: bool) -> list[CommWork]:
+    """Keys and values of the whole sequence are gathered, `again` for the backward (else they are kept), their
+    gradients reduced and scattered."""
     out = []
     for name, tensor in zip(("key", "value"), work.inputs[1:3], strict=True):
         out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "forward"))
         if tensor.requires_grad:
-            out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "backward"))
+            if again:
+                out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "backward"))
             out.append(CommWork(name, "reduce_scatter", float(tensor.num_bytes), "cp", "backward"))
     return out
