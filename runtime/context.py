@@ -15,6 +15,11 @@ from torch.nn import functional
 from autoplan.runtime.mesh import current_mesh
 
 
+def context_length(s: int, axis: str) -> int:
+    """Tokens of this rank's part of a sequence of ``s``."""
+    return s // current_mesh().size(axis)
+
+
 def context_part(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """This rank's two chunks of ``x`` along ``dim``, one behind the other.
 

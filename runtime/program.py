@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime.attention import attention
-from autoplan.runtime.context import context_part
+from autoplan.runtime.context import context_length, context_part
 from autoplan.runtime.convert import (
     I,
     P,
@@ -48,6 +48,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "attention",
+    "context_length",
     "context_part",
     "cross_entropy_sum",
     "dropout",

@@ -351,7 +351,7 @@ class _Compiler:
                     cut = f"context_part({var}.unflatten({dim}, (b, s)), {axis!r}, {dim + 1}){rest}"
                 lines.append(f"        {var} = {cut}")
         if any(needs[call.block].get("s") for call in mine):
-            lines.append(f"        s = s // {self.context.size}  # of this rank's part of the sequence")
+            lines.append(f"        s = context_length(s, {axis!r})")
         return lines
 
     def _prologue(self, calls: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from autoplan.cost_models.errors import PinError
 from autoplan.search.degrees import Limits, candidates
-from autoplan.search.pins import around
+from autoplan.search.pins import around, divisors
 
 # Which pin is blamed first where several exclude each other.
-_BLAMED = ("dp", "cp", "ep", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
+_BLAMED = ("dp", "ep", "cp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
 
 
 def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mapping[str, int]) -> PinError:
@@ -44,6 +44,8 @@ def _legal(limits: Limits, pins: Mapping[str, Any], name: str) -> set[int]:
     """Values of one pin (for stages, their number) that leave some plan under the other pins."""
     attribute = "pp" if name == "stages" else name
     others = {k: v for k, v in pins.items() if k != name}
+    if name == "cp":  # not searched
+        return {d for d in divisors(limits.devices) if candidates(limits, {**others, name: d}).candidates}
     return {getattr(c, attribute) for c in candidates(limits, others).candidates}
 
 
@@ -79,6 +81,8 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
             return f"pin ep={value}: the model has no experts"
         if any(count % value for count in limits.experts):
             return f"pin ep={value} does not divide the {math.gcd(*limits.experts)} experts"
+        if pins.get("cp", 1) > 1:
+            return f"pin ep={value} with cp={pins['cp']}: tokens travel to experts only where cp=1"
         if pins.get("tp", 1) > 1:
             return f"pin ep={value} with tp={pins['tp']}: tokens travel to experts only where tp=1"
     if name == "stages" and devices % len(value):
