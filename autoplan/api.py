@@ -170,7 +170,7 @@ def plan_program(
 
 def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:
     """The global batch if the caller names none: the examples on every device that may be a data-parallel rank."""
-    ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1)))
+    ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)))
     parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
     return int(ranks * max(1, example_batch // parts) * parts)
 
@@ -211,7 +211,7 @@ def _machine_profile(
         cases = {(c.tp, c.micro_batch_size) for c in space(graph, cluster, global_batch_size, pins).candidates}
         tasks: dict[str, Task] = {}
         for tp, size in sorted(cases):
-            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len}):
+            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // pins.get("cp", 1)}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
         return (None if have is None else have.to_json()), missing

@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from autoplan.runtime.private import Carried, SyncedStage, run_schedule
 from autoplan.runtime.zero import GradientSync, check_schedule
 
-SCHEDULES = frozenset({"1F1B"})
+SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class PipelineRunner:
@@ -23,8 +23,8 @@ class PipelineRunner:
     ``parameter.grad`` holds and reduced as ``sync`` says; the caller sets them to None between steps.
 
     Under 1F1B, stage i of pp holds the activations of at most ``min(M, pp - i)`` micro-batches. With fewer
-    micro-batches than stages, the order is that of GPipe and every stage holds all M: stock 1F1B refuses, and its
-    pairs of sends and receives would not match on NCCL.
+    micro-batches than stages, the order is that of GPipe (all forwards, then all backwards) and every stage holds all
+    M: stock 1F1B refuses, and its pairs of sends and receives would not match on NCCL.
 
     Args:
         stage: the module of this rank, ``apply_zero`` already done.
@@ -35,7 +35,7 @@ class PipelineRunner:
             for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
             infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
             a gradient back.
-        schedule: "1F1B".
+        schedule: "1F1B" or "GPipe".
 
     Raises:
         ValueError: an unknown schedule or one that ``sync``'s ZeRO stage forbids, a mesh of several axes, or carried
@@ -58,6 +58,7 @@ class PipelineRunner:
             raise ValueError(f"schedule {schedule!r} is not one of {', '.join(sorted(SCHEDULES))}")
         self._module = stage
         self._sync = sync
+        self._kind = SCHEDULES[schedule]
         self._stage: SyncedStage | None = None
         self._schedule: PipelineScheduleSingle | None = None
         self._num_micro_batches = 0
@@ -104,7 +105,7 @@ class PipelineRunner:
         if self._stage is None:
             return self._loop(micro_batches)
         if self._schedule is None or self._num_micro_batches != len(micro_batches):
-            self._schedule = _make_schedule(self._stage, len(micro_batches))
+            self._schedule = _make_schedule(self._stage, len(micro_batches), self._kind)
             self._num_micro_batches = len(micro_batches)
         return [loss.detach() for loss in run_schedule(self._schedule, self._stage, micro_batches)]
 
@@ -119,8 +120,10 @@ class PipelineRunner:
         return losses
 
 
-def _make_schedule(stage: SyncedStage, num_micro_batches: int) -> PipelineScheduleSingle:
-    kind = Schedule1F1B if num_micro_batches >= stage.num_stages else ScheduleGPipe
+def _make_schedule(
+    stage: SyncedStage, num_micro_batches: int, kind: type[PipelineScheduleSingle]
+) -> PipelineScheduleSingle:
+    kind = kind if num_micro_batches >= stage.num_stages else ScheduleGPipe
     return kind(stage, num_micro_batches, loss_fn=lambda output, _: _loss_of(output), scale_grads=False)
 
 

@@ -56,6 +56,7 @@ class Case:
     prices: str = "bandwidth"  # bandwidth: sequence parallelism pays; latency: fewer messages pay
     ep: int = 1
     cp: int = 1
+    schedule: str = "1F1B"
 
     @property
     def world(self) -> int:
@@ -78,6 +79,8 @@ class Case:
             pins["ep"] = self.ep
         if self.cp > 1:
             pins["cp"] = self.cp
+        if self.schedule != "1F1B":
+            pins["schedule"] = self.schedule
         return pins
 
     def __str__(self) -> str:
@@ -90,6 +93,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
+        parts += [self.schedule] * (self.schedule != "1F1B")
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
@@ -400,6 +404,11 @@ def train_job(
         assert pm.optimizer is not None
         pm.optimizer.step()
     state = pm.state_dict()
+    other = {n: t + 1 if n in params else t for n, t in state.items()}
+    for name, values in _aliases(model).items():
+        other |= dict.fromkeys(values, other[name])
+    pm.load_state_dict(other)  # of whatever ranks hold it in parts
+    assert all(torch.equal(t, other[n]) for n, t in pm.state_dict().items())
     if rank != 0:
         return None
     return Trained(tuple(losses), gradients, norm, state, [(r.kind, r.axis, r.bytes, r.phase) for r in records])

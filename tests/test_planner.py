@@ -172,7 +172,8 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         micro_batch_size=1,
         seq_len=8,
     )
-    config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=m)
+    schedule = draw(st.sampled_from(["1F1B", "GPipe"]))
+    config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=m, schedule=schedule)
     c = cluster(pp * dp, 1 << 40, draw(st.sampled_from([0.0, 1e-6, 1e-4])))
     if draw(st.booleans()):  # where what ZeRO moves once per step hides behind whole stages
         c = replace(c, device_type="cuda", device=replace(c.device, overlap_fraction=draw(st.sampled_from([0.0, 0.8]))))

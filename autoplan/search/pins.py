@@ -22,7 +22,7 @@ _DEGREES = ("tp", "pp", "dp", "ep", "cp")
 KNOWN = (*_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
-SCHEDULES = ("1F1B",)
+SCHEDULES = ("1F1B", "GPipe")
 RECOMPUTE = ("none", "full")
 _BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
 _COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches")

@@ -207,8 +207,8 @@ class Cutter:
     def _waiting(self, stage: int) -> Array:
         """D[i, j] of stage `stage`, see the module."""
         warm = min(self.m, self.pp - stage)
-        if self.m < self.pp:
-            warm = self.m  # the order of GPipe
+        if self.m < self.pp or self.pricer.config.schedule == "GPipe":
+            warm = self.m
         i, j = self._i, self._j
         received = self._received(stage)[i]
         action = self.stage_s  # forward's share of it at most
