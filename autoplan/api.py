@@ -62,8 +62,9 @@ def parallelize(
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
         global_batch_size: samples per step over all data-parallel ranks. None: as many as the examples on every device
             that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
-        pins: fixed choices: tp, pp, dp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute ('none',
-            'full' or a mapping block -> one), stages (layers per pipeline stage), schedule. The rest is searched.
+        pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute
+            ('none', 'full' or a mapping block -> one), stages (layers per pipeline stage), schedule. The rest is
+            searched.
         profile: measured times, a Profile or the name or path of one. None with 'local': the profile of this machine,
             measured now (bounded, once) where it is not known; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default a temporary

@@ -5,8 +5,8 @@
 
 One integer program over degrees, cuts and layouts:
 
-    minimise over (pp, dp, tp, ep, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp, layouts x
-             step(pp, dp, tp, ep, zero, b, u, r, x)          the event simulation of `price`
+    minimise over (pp, dp, cp, tp, ep, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp, layouts x
+             step(pp, dp, cp, tp, ep, zero, b, u, r, x)          the event simulation of `price`
     subject to   memory_s(...) <= capacity                for every stage s
                  x legal on tp                            (autoplan.search.problem)
 
@@ -43,7 +43,7 @@ from autoplan.points import (
 )
 from autoplan.search.intra import StoppedError
 from autoplan.search.pins import check_context
-from autoplan.search.space import Candidate, Space, space
+from autoplan.search.space import LEAST_PART, Candidate, Space, space
 from autoplan.search.stages import Cut, Cutter, Shortage
 
 __all__ = [
@@ -67,7 +67,7 @@ _MAX_ACTIONS = 100_000
 _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
     "all devices are used, in micro-batches of one size",
-    "ranks ordered pp, dp, tp: tp over neighbours, pp over the farthest",
+    "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
     "no virtual stages",
     "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
     "least stored state",
@@ -166,7 +166,7 @@ class _Search:
         """Bound all, then refine and evaluate best first."""
         r = self.request
         with self._phase("space"):
-            checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed)
+            checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
         if r.executed:
             check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1), ep=r.pins.get("ep", 1)))
         try:
@@ -358,7 +358,9 @@ class _Search:
         if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
             out.append(_EXPERTS)
         if "cp" not in r.pins:
-            out.append("cp = 1")
+            several = any(c.cp > 1 for c in checked.candidates)
+            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
+            out.append(least if several else "cp = 1")
         if "recompute" not in r.pins:
             out.append("recompute: none or full, the first layers of a stage")
         if "schedule" not in r.pins:

@@ -253,7 +253,7 @@ class QuickMemory:
 
     def too_big(self, candidate: Candidate) -> bool:
         """True if the largest value of the graph alone does not fit."""
-        return self.largest_bytes(candidate.micro_batch_size) / candidate.tp > self.capacity_bytes
+        return self.largest_bytes(candidate.micro_batch_size) / (candidate.tp * candidate.cp) > self.capacity_bytes
 
     def largest_bytes(self, size: int) -> float:
         """Of the values that operations make for `size` sequences, on all of tp together."""

@@ -1,9 +1,10 @@
-"""The search over expert parallelism: every degree, the best by enumeration, and what cannot be."""
+"""The search over expert and context parallelism: every degree, the best by enumeration, and what cannot be."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.estimate import estimate_config
 from autoplan.planner import SearchResult, search_plan
 from autoplan.points import PlanRequest
+from autoplan.search.space import LEAST_PART, space
 
 SEQ = 16
 
@@ -35,9 +37,9 @@ def cluster(devices: int, memory_bytes: int = 1 << 30, latency_s: float = 1e-6) 
     return Cluster(1, devices, Device("made up", 1e12, 1e9, memory_bytes, "made up"), link, "cpu")
 
 
-def request(devices: int, pins: Mapping[str, Any], **settings: Any) -> PlanRequest:
+def request(devices: int, pins: Mapping[str, Any], kind: str = "mixtral", **settings: Any) -> PlanRequest:
     return PlanRequest(
-        graph(), cluster(devices, **settings), SEQ, 8, pins, precision="native", memory_margin=0.0, executed=True
+        graph(kind), cluster(devices, **settings), SEQ, 8, pins, precision="native", memory_margin=0.0, executed=True
     )
 
 
@@ -109,3 +111,45 @@ def test_a_dense_model_has_nothing_to_spread() -> None:
     r = PlanRequest(graph("llama"), cluster(4), SEQ, 8, {"ep": 2}, precision="native", executed=True)
     with pytest.raises(PinError, match=r"pin ep=2: the model has no experts; nearest legal: 1$"):
         search_plan(r)
+
+
+def cut(r: PlanRequest, devices: int) -> list[tuple[float, float, int]]:
+    """Step time, peak memory and cp of every plan of a dense model without a pipeline and recompute, fastest first."""
+    out = []
+    for tp, cp, zero, num in itertools.product((1, 2, 4), (1, 2, 4), range(4), (1, 2, 4, 8)):
+        dp, left = divmod(devices, tp * cp)
+        if left or not dp or 8 % (dp * num) or (dp * cp == 1 and zero):
+            continue
+        config = ParallelConfig(
+            dp=dp, tp=tp, cp=cp, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
+        )
+        estimate = estimate_config(r, config).estimate
+        out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, cp))
+    return sorted(out)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_search_over_cut_sequences_is_enumeration(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of the memory, and with as little as leaves one plan, where a part of 4 tokens is long enough."""
+    monkeypatch.setattr("autoplan.search.space.LEAST_PART", 4)
+    pins = {"pp": 1, "recompute": "none"}
+    r = request(devices, pins, "llama")
+    plans = cut(r, devices)
+    assert {c.cp for c in space(r.graph, r.cluster, 8, pins, seq_len=SEQ).candidates} == {cp for *_, cp in plans}
+    for memory in (1 << 30, int(min(held for _, held, _ in plans)) + 1):
+        result = search_plan(request(devices, pins, "llama", memory_bytes=memory))
+        best = next(step for step, held, _ in plans if held <= memory)
+        assert result.plans[0].estimate.step_time_s.mid == pytest.approx(best, rel=1e-9)
+        assert result.certificate.status == "complete" and result.certificate.gap == 0.0
+
+
+def test_a_step_of_one_long_sequence_is_cut() -> None:
+    """One sequence per step and no tensor parallelism leave only its parts to share; short ones are not looked at."""
+    r = request(2, {"tp": 1, "pp": 1}, "llama")
+    assert {c.cp for c in space(r.graph, r.cluster, 1, {"pp": 1}, seq_len=8 * LEAST_PART).candidates} == {1, 2}
+    assert {c.cp for c in space(r.graph, r.cluster, 1, {"pp": 1}, seq_len=SEQ).candidates} == {1}
+    result = search_plan(replace(r, seq_len=2 * LEAST_PART, global_batch_size=1))
+    assert result.plans[0].config.cp == 2
+    assert any("8,192 tokens per rank" in text for text in result.certificate.restrictions)
+    with pytest.raises(PinError):
+        search_plan(replace(r, global_batch_size=1))

@@ -51,6 +51,7 @@ class Limits:
         num_units: layers that a pipeline may be cut between.
         obstacle: why the batch cannot be split, or None.
         experts: number of experts of every mixture.
+        contexts: values of cp that are looked at.
     """
 
     devices: int
@@ -60,17 +61,27 @@ class Limits:
     num_units: int
     obstacle: str | None
     experts: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = (1,)
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
     """All candidates under pins whose values were checked; perhaps none."""
-    cp = pins.get("cp", 1)
-    devices, left = divmod(limits.devices, cp)
     illegal: Counter[str] = Counter()
-    if left:
-        return Space((), {"cp does not divide the devices": 1})
     found: list[Candidate] = []
     limited = False
+    for cp in [pins["cp"]] if "cp" in pins else limits.contexts:
+        if limits.devices % cp:
+            illegal["cp does not divide the devices"] += 1
+        else:
+            limited |= _candidates_at(cp, limits, pins, found, illegal)
+    return Space(tuple(found), dict(illegal), (ONE_DOMAIN,) if limited else ())
+
+
+def _candidates_at(
+    cp: int, limits: Limits, pins: Mapping[str, Any], found: list[Candidate], illegal: Counter[str]
+) -> bool:
+    """Those with one cp, added to `found`. True if some were left out because tp is beyond the scale-up domain."""
+    devices, limited = limits.devices // cp, False
     for pp in _degrees(pins, "pp", devices):
         for tp in _degrees(pins, "tp", devices // pp if devices % pp == 0 else devices):
             if devices % (pp * tp):
@@ -97,7 +108,7 @@ def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
                 found += [Candidate(pp, dp, tp, zero, size, num, ep, cp) for zero in stages for ep in spread]
-    return Space(tuple(found), dict(illegal), (ONE_DOMAIN,) if limited else ())
+    return limited
 
 
 def _degrees(pins: Mapping[str, Any], name: str, limit: int) -> list[int]:

@@ -9,13 +9,14 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import RECOMPUTE as PRICED_RECOMPUTE
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
-from autoplan.rules.batch import batch_obstacle
+from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
 from autoplan.search.pins import (
     RECOMPUTE,
     check_recompute,
     check_stages,
     check_values,
+    divisors,
     expert_counts,
     head_counts,
     is_count,
@@ -27,6 +28,7 @@ __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
 SEARCHED = ("pp", "dp", "tp", "ep", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
 KNOWN_PINS = (*SEARCHED, "schedule", "state_slack")
+LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
 
@@ -40,12 +42,19 @@ def check_pins(pins: Mapping[str, Any], *, executed: bool = True) -> None:
 
 
 def space(
-    graph: ModelGraph, cluster: Cluster, global_batch_size: int, pins: Mapping[str, Any], *, executed: bool = True
+    graph: ModelGraph,
+    cluster: Cluster,
+    global_batch_size: int,
+    pins: Mapping[str, Any],
+    *,
+    executed: bool = True,
+    seq_len: int = 0,
 ) -> Space:
     """Enumerate. Every pin is kept; a pin that leaves nothing is a PinError that names the rule and the nearest value.
 
     Args:
         global_batch_size: sequences per step, over all data-parallel ranks.
+        seq_len: their length; 0: cp is 1 unless pinned.
     """
     check_pins(pins, executed=executed)
     if not is_count(global_batch_size):
@@ -59,6 +68,7 @@ def space(
         len(pipeline_units(graph)),
         batch_obstacle(graph),
         expert_counts(graph),
+        _contexts(graph, cluster, seq_len) if "cp" not in pins and pins.get("ep", 1) == 1 else (1,),
     )
     stages = pins.get("stages")
     if stages is not None:
@@ -67,3 +77,10 @@ def space(
     if not found.candidates:
         raise refusal(graph.name, limits, pins, found.illegal)
     return found
+
+
+def _contexts(graph: ModelGraph, cluster: Cluster, seq_len: int) -> tuple[int, ...]:
+    """1, and within a scale-up domain what leaves every rank enough of each sequence, if the model can be cut."""
+    most = min(seq_len // LEAST_PART, max(_LEAST_DOMAIN, cluster.levels[0].size))
+    found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (2 * cp) == 0]
+    return (1, *found) if found and context_obstacle(graph) is None else (1,)
