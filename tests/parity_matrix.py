@@ -1,0 +1,229 @@
+"""Every pair of what a plan may hold: run, and equal to one device, or refused with a message.
+
+    python tests/parity_matrix.py --write docs/parity.md      # a few minutes; real processes over gloo, float64
+
+A pair is run in the smallest plan that has both of its features and what these need by themselves (ZeRO needs data
+parallelism, expert parallelism needs experts), and some plans of eight processes have many at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import pool
+from parity import SEQ, Case, Trained, cluster_of, compiled, graph_of, train_job, train_reference, worst
+
+from autoplan.cost_models.errors import PinError
+from autoplan.planner import search_plan
+from autoplan.points import PlanRequest
+
+NUM_SAMPLES = 12  # of the global batch
+NUM_STEPS = 3
+LOSS_TOLERANCE = GRADIENT_TOLERANCE = 1e-12  # float64, sums in another order
+PARAMETER_TOLERANCE = 1e-9  # AdamW amplifies rounding where a gradient is nearly zero
+
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2, "num_micro_batches": 2},
+    "ep": {"dp": 2, "ep": 2},
+    "cp": {"cp": 2},
+    "ZeRO 1": {"zero": 1},
+    "ZeRO 2": {"zero": 2},
+    "ZeRO 3": {"zero": 3},
+    "GPipe": {"pp": 2, "schedule": "GPipe", "num_micro_batches": 2},
+    "recompute": {"recompute": "full"},
+    "micro-batches": {"num_micro_batches": 3},
+    "unequal labels": {"labels": "unequal"},
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {"family": "llama"},
+    "tied": {"family": "llama-tied"},
+    "dropout": {"family": "gpt-untied", "dropout": 0.25},
+    "windows": {"family": "qwen2-mixed"},
+    "Mixtral": {"family": "mixtral"},
+    "Qwen3-MoE": {"family": "qwen3-moe"},
+    "DeepSeek-V3": {"family": "deepseek"},
+}
+ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"),)  # no plan has two of these
+
+TOGETHER = (
+    Case("llama", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", schedule="GPipe"),
+    Case("llama-tied", dp=2, cp=2, tp=2, zero=3, num_micro_batches=2, recompute="full"),
+    Case("qwen2-mixed", cp=2, tp=2, pp=2, num_micro_batches=3, labels="unequal", recompute="full"),
+    Case("gpt-untied", dp=2, cp=2, pp=2, zero=1, num_micro_batches=2),
+    Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, recompute="full", labels="unequal"),
+    Case("mixtral", dp=2, tp=2, pp=2, zero=3, num_micro_batches=3, labels="unequal"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one case.
+
+    Attributes:
+        refused: the message, or empty.
+        loss, gradient, parameter: largest relative differences from one device over three AdamW steps with clipping.
+    """
+
+    refused: str = ""
+    loss: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return (
+            not self.refused
+            and self.loss <= LOSS_TOLERANCE
+            and self.gradient < GRADIENT_TOLERANCE
+            and self.parameter < PARAMETER_TOLERANCE
+        )
+
+
+def case_of(*names: str) -> Case:
+    """The smallest plan that has all of the features."""
+    values: dict[str, Any] = {}
+    for name in names:
+        for key, value in {**FEATURES, **FAMILIES}[name].items():
+            values[key] = max(value, values.get(key, value)) if isinstance(value, int) else value
+    case = Case(**values)
+    if case.ep > 1 and "family" not in values:
+        case = replace(case, family="mixtral")
+    if {"dp", "ep"} <= set(names):
+        case = replace(case, dp=4)  # replicas of experts as well
+    if case.zero and case.dp * case.cp == 1:
+        case = replace(case, dp=2)
+    if case.pp > 1 and case.num_micro_batches == 1:
+        case = replace(case, num_micro_batches=2)
+    return replace(case, num_micro_batches=3) if case.dp == 4 else case
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    """Every feature with every later one and with every family."""
+    excluded = {frozenset(p) for group in ONE_OF for p in itertools.combinations(group, 2)}
+    found = [*itertools.combinations(FEATURES, 2), *itertools.product(FEATURES, FAMILIES)]
+    return (p for p in found if frozenset(p) not in excluded)
+
+
+def refusal(case: Case) -> str:
+    """The message with which the search refuses the case, or empty."""
+    graph = graph_of(case.family, case.dropout)
+    request = PlanRequest(
+        graph,
+        cluster_of(case.world, case.prices),
+        SEQ,
+        NUM_SAMPLES,
+        case.pins,
+        precision="native",
+        memory_margin=0.0,
+        executed=True,
+    )
+    try:
+        search_plan(request)
+    except PinError as e:
+        return str(e)
+    return ""
+
+
+@functools.lru_cache(maxsize=16)
+def wanted(family: str, dropout: float, labels: str) -> Trained:
+    """One device."""
+    return train_reference(Case(family, dropout=dropout, labels=labels), torch.float64, NUM_STEPS, "adamw")
+
+
+def check(case: Case) -> Result:
+    """Plan, and if that is not refused train three steps on real processes beside one device."""
+    message = refusal(case)
+    if message:
+        return Result(message)
+    program = compiled(case)
+    args = (case, program.spec.to_json(), dict(program.sources), "float64", NUM_STEPS, "adamw")
+    got = next(r for r in pool(case.world).run(train_job, *args, timeout_s=120) if r is not None)
+    want = wanted(case.family, case.dropout, case.labels)
+    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
+    return Result(
+        loss=max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True)),
+        gradient=worst(got.gradients, want.gradients)[0],
+        parameter=worst({n: got.parameters[n] for n in floating}, floating)[0],
+    )
+
+
+def cell(result: Result, notes: dict[str, int]) -> str:
+    if result.refused:
+        text = re.sub(r"\.py:\d+", ".py", result.refused)  # lines of torch's files differ between its versions
+        return f"[{notes.setdefault(text, len(notes) + 1)}]"
+    return "yes" if result.equal else "**NO**"
+
+
+def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Result]) -> str:
+    """The document."""
+    notes: dict[str, int] = {}
+    columns = [*list(FEATURES)[1:], *FAMILIES]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in FEATURES:
+        cells = [cell(found[name, c], notes) if (name, c) in found else "" for c in columns]
+        lines.append(f"| **{name}** | " + " | ".join(cells) + " |")
+    ran = [r for r in [*found.values(), *together.values()] if not r.refused]
+    largest = {k: max(getattr(r, k) for r in ran) for k in ("loss", "gradient", "parameter")}
+    many = [f"- `{c}`: {cell(r, notes)}" for c, r in together.items()]
+    return "\n".join(
+        [
+            "# What runs with what",
+            "",
+            "Generated by `python tests/parity_matrix.py --write docs/parity.md`; do not edit.",
+            "",
+            "*yes*: on real processes over gloo, three AdamW steps with clipping in float64 give the losses, gradients",
+            f"and parameters of one device (to {LOSS_TOLERANCE:g}, {GRADIENT_TOLERANCE:g} and "
+            f"{PARAMETER_TOLERANCE:g}, relative). A number: refused when planned, with the",
+            "message below. Every degree is 2 (dp 4 with ep 2), 3 micro-batches, stages as planned; a pair runs in the",
+            "smallest plan that has both and what they need. Small Llama (also with tied embeddings), GPT (dropout),",
+            "Qwen2 (sliding windows) and mixtures of experts with random weights.",
+            "",
+            *lines,
+            "",
+            f"{sum(r.equal for r in ran)} of {len(ran)} plans that run are equal; largest relative differences: loss "
+            f"{largest['loss']:.1e}, gradients {largest['gradient']:.1e}, parameters {largest['parameter']:.1e}.",
+            "",
+            "Refused:",
+            "",
+            *[f"{i}. {text}" for text, i in notes.items()],
+            "",
+            "Many at once, on eight processes:",
+            "",
+            *many,
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="where the document goes; otherwise it is printed")
+    args = parser.parse_args()
+    start, found = time.perf_counter(), {}
+    for pair in pairs():
+        found[pair] = check(case_of(*pair))
+        print(f"{time.perf_counter() - start:5.0f} s  {' x '.join(pair)}: {found[pair]}", file=sys.stderr, flush=True)
+    together = {case: check(case) for case in TOGETHER}
+    text = render(found, together)
+    if args.write:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        args.write.write_text(text)
+    else:
+        print(text)
+    return 0 if all(r.refused or r.equal for r in [*found.values(), *together.values()]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
