@@ -209,10 +209,11 @@ def _machine_profile(
         if graph is None:
             raise AutoplanError("only rank 0 plans")
         have = cached_profile(key)
-        cases = {(c.tp, c.micro_batch_size) for c in space(graph, cluster, global_batch_size, pins).candidates}
+        checked = space(graph, cluster, global_batch_size, pins, seq_len=seq_len)
+        cases = {(c.tp, c.micro_batch_size, c.cp) for c in checked.candidates}
         tasks: dict[str, Task] = {}
-        for tp, size in sorted(cases):
-            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // pins.get("cp", 1)}):
+        for tp, size, cp in sorted(cases):
+            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
         return (None if have is None else have.to_json()), missing

@@ -128,7 +128,12 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
     """
     try:
         found = space(
-            request.graph, request.cluster, request.global_batch_size, request.pins, executed=request.executed
+            request.graph,
+            request.cluster,
+            request.global_batch_size,
+            request.pins,
+            executed=request.executed,
+            seq_len=request.seq_len,
         ).candidates
     except PinError:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -160,3 +161,18 @@ def slowest(values: list[float]) -> list[float]:
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     out: list[float] = tensor.tolist()
     return out
+
+
+def reference(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a Hugging Face model in one process."""
+    loss = model(**batch, use_cache=False).loss
+    torch.autograd.backward(loss)
+    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def repeats_within(budget_s: float, steps: Mapping[str, Callable[[], torch.Tensor]]) -> int:
+    """How often all contenders fit into the budget, 5 to 60; the same number on every rank."""
+    start = time.perf_counter()
+    for step in steps.values():
+        step()
+    return max(5, min(60, int(budget_s / slowest([time.perf_counter() - start])[0])))

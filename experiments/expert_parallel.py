@@ -11,7 +11,6 @@ it fails if one differs.
 from __future__ import annotations
 
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from dtensor_llama import slowest
+from dtensor_llama import reference, repeats_within, slowest
 from experts_by_hand import gradients, make_step, spread
 from measure import (
     compare,
@@ -55,10 +54,7 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
     """What each process does; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     whole = token_batch(size)
-    reference = make_mixtral(size, NUM_EXPERTS, TOP_K)
-    loss = reference(**whole, use_cache=False).loss
-    torch.autograd.backward(loss)
-    truth = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    loss, truth = reference(make_mixtral(size, NUM_EXPERTS, TOP_K), whole)
     part = size.batch // world
     mine = {n: x[rank * part : (rank + 1) * part] for n, x in whole.items()}
     steps: dict[str, Callable[[], torch.Tensor]] = {}
@@ -84,16 +80,11 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
             dist.all_reduce(got)
             got /= world
         differences[name] = max_relative_difference(collected[name](), truth)
-        if abs(float(got - loss)) > TOLERANCE * abs(float(loss)) or differences[name] > TOLERANCE:
+        if abs(float(got - loss)) > TOLERANCE * abs(loss) or differences[name] > TOLERANCE:
             raise ValueError(
-                f"{name} at {size}: loss {float(got)}, one process {float(loss)}; gradients differ by "
-                f"{differences[name]:.1e}"
+                f"{name} at {size}: loss {float(got)}, one process {loss}; gradients differ by {differences[name]:.1e}"
             )
-    start = time.perf_counter()
-    for step in steps.values():
-        step()
-    repeats = max(5, min(60, int(budget_s / slowest([time.perf_counter() - start])[0])))
-    times = interleave(steps, budget_s=budget_s, repeats=repeats, before=dist.barrier)
+    times = interleave(steps, budget_s=budget_s, repeats=repeats_within(budget_s, steps), before=dist.barrier)
     for t in times.values():
         t.wall_s = slowest(t.wall_s)
     ratios = {program: compare(times[program], times[by_hand]) for program, by_hand in PAIRS}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from dtensor_llama import VARIANTS, CollectiveCount, full_gradients, make_step, slowest
+from dtensor_llama import VARIANTS, CollectiveCount, full_gradients, make_step, reference, repeats_within, slowest
 from measure import (
     compare,
     describe,
@@ -48,13 +47,6 @@ TOLERANCE = 1e-4  # fp32, another order of additions
 MINE = "autoplan"
 
 
-def _reference(size: Size, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    model = make_llama(size)
-    loss = model(**batch, use_cache=False).loss
-    torch.autograd.backward(loss)
-    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 def _count(step: Callable[[], object], world: int) -> dict[str, Any]:
     with CollectiveCount(world) as count:
         step()
@@ -69,7 +61,7 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
     """What each process does; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
-    loss, truth = _reference(size, batch)
+    loss, truth = reference(make_llama(size), batch)
     pm = autoplan.parallelize(make_llama(size), "local", example_inputs=batch, pins={"tp": world}, folder=folder)
     steps: dict[str, Callable[[], torch.Tensor]] = {MINE: lambda: pm.step(batch)}
     gradients: dict[str, Callable[[], dict[str, torch.Tensor]]] = {MINE: pm.gradients}
@@ -89,7 +81,7 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
             raise ValueError(f"{name} at {size}: loss {got}, one process {loss}; gradients differ by {worst:.1e}")
         between = max_relative_difference(mine, collected)
         out[name] = {"to_one_process": worst, "to_autoplan": between, **_count(step, world)}
-    times = interleave(steps, budget_s=budget_s, repeats=_repeats(steps, budget_s), before=dist.barrier)
+    times = interleave(steps, budget_s=budget_s, repeats=repeats_within(budget_s, steps), before=dist.barrier)
     for t in times.values():
         t.wall_s = slowest(t.wall_s)
         total = torch.tensor(t.cpu_s, dtype=torch.float64)
@@ -100,15 +92,6 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
         out[name] |= {"median_s": t.median_s, "repeats": len(t.wall_s)}
         out[name] |= {"ratio": asdict(ratio), "ratio_text": str(ratio)} if ratio else {}
     return out
-
-
-def _repeats(steps: dict[str, Callable[[], torch.Tensor]], budget_s: float) -> int:
-    """How often all contenders fit into the budget; the same number on every rank."""
-    start = time.perf_counter()
-    for step in steps.values():
-        step()
-    one = slowest([time.perf_counter() - start])[0]
-    return max(5, min(60, int(budget_s / one)))
 
 
 def table_of(cases: list[dict[str, Any]], title: str) -> Table:

@@ -6,6 +6,7 @@ have the same work under a causal mask (Llama Team, The Llama 3 Herd of Models, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,11 @@ def context_part(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
         raise ValueError(
             f"a sequence of {x.shape[dim]} cannot be cut into {2 * ranks} equal chunks over {ranks} ranks of {axis}"
         )
-    chunks = x.chunk(2 * ranks, dim)
-    return torch.cat((chunks[index], chunks[2 * ranks - 1 - index]), dim)
+    return _part(x.chunk(2 * ranks, dim), index, dim)
+
+
+def _part(chunks: Sequence[torch.Tensor], index: int, dim: int) -> torch.Tensor:
+    return torch.cat((chunks[index], chunks[-1 - index]), dim)
 
 
 class _Gather(torch.autograd.Function):
@@ -52,7 +56,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         chunks = grad.chunk(2 * ctx.ranks, dim=2)
-        mine = [torch.cat((chunks[i], chunks[2 * ctx.ranks - 1 - i]), 2) for i in range(ctx.ranks)]
+        mine = [_part(chunks, i, 2) for i in range(ctx.ranks)]
         out = torch.empty_like(mine[0])
         dist.reduce_scatter_tensor(out, torch.cat(mine), group=ctx.group)
         return out, None, None

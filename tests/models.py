@@ -71,22 +71,23 @@ def make_gpt(seed: int = 0, **kwargs: object) -> GPT:
     return GPT(**kwargs)  # type: ignore[arg-type]
 
 
+DENSE = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
 def make_llama(seed: int = 0, **kwargs: object) -> nn.Module:
     """A small HF Llama with random weights; keyword arguments override the config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = dict(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    config.update(kwargs)  # type: ignore[arg-type]
     torch.manual_seed(seed)
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**config))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**DENSE, **kwargs}))
     return model
 
 
@@ -103,21 +104,12 @@ def make_windowed(seed: int = 0, mixed: bool = False) -> nn.Module:
     """A small Mistral whose every layer sees 5 tokens, or a Qwen2 whose first two layers see all and the others 7."""
     from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    common = dict(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
     torch.manual_seed(seed)
     model: nn.Module
     if mixed:
-        model = Qwen2ForCausalLM(Qwen2Config(**common, use_sliding_window=True, sliding_window=7, max_window_layers=2))
+        model = Qwen2ForCausalLM(Qwen2Config(**DENSE, use_sliding_window=True, sliding_window=7, max_window_layers=2))
     else:
-        model = MistralForCausalLM(MistralConfig(**common, sliding_window=5))
+        model = MistralForCausalLM(MistralConfig(**DENSE, sliding_window=5))
     return model
 
 

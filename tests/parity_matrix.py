@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import pool
-from parity import SEQ, Case, Trained, cluster_of, compiled, graph_of, train_job, train_reference, worst
+from parity import SEQ, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
 
 from autoplan.cost_models.errors import PinError
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest
+from autoplan.report.files import write_text
 
 NUM_SAMPLES = 12  # of the global batch
 NUM_STEPS = 3
@@ -147,9 +147,7 @@ def check(case: Case) -> Result:
     message = refusal(case)
     if message:
         return Result(message)
-    program = compiled(case)
-    args = (case, program.spec.to_json(), dict(program.sources), "float64", NUM_STEPS, "adamw")
-    got = next(r for r in pool(case.world).run(train_job, *args, timeout_s=120) if r is not None)
+    got = trained(case, "float64", NUM_STEPS, "adamw")
     want = wanted(case.family, case.dropout, case.labels)
     floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
     return Result(
@@ -219,7 +217,7 @@ def main() -> int:
     text = render(found, together)
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(text)
+        write_text(args.write, text)
     else:
         print(text)
     return 0 if all(r.refused or r.equal for r in [*found.values(), *together.values()]) else 1

@@ -300,9 +300,7 @@ def test_strong_scaling_without_stragglers() -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="no stragglers, no host that falls behind: 3.9 and 3.8, not 3.4 times")
-@pytest.mark.parametrize(
-    ("case", "published"), [((768, 256, 1024), 40.0 / 11.9), ((6144, 3072, 12288), 29.02 / 8.57)]
-)
+@pytest.mark.parametrize(("case", "published"), [((768, 256, 1024), 40.0 / 11.9), ((6144, 3072, 12288), 29.02 / 8.57)])
 def test_strong_scaling_of_megatron(case: tuple[int, int, int], published: float) -> None:
     """Jiang et al., as above, Megatron-LM: 40.0 to 11.9 s, and 29.02 to 8.57 s."""
     assert agrees(_megascale_speedup(*case), published)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -43,18 +43,20 @@ def request(devices: int, pins: Mapping[str, Any], kind: str = "mixtral", **sett
     )
 
 
-def enumerated(r: PlanRequest, devices: int) -> list[tuple[float, float]]:
-    """Step time and peak memory of every plan without a pipeline and recompute, fastest first."""
+def enumerated(
+    r: PlanRequest, devices: int, eps: Sequence[int] = (1,), cps: Sequence[int] = (1,)
+) -> list[tuple[float, float, int]]:
+    """Step time, peak memory and cp of every plan without a pipeline and recompute, fastest first."""
     out = []
-    for tp, ep, zero, num in itertools.product((1, 2, 4), (1, 2, 4), range(4), (1, 2, 4, 8)):
-        dp = devices // tp
-        if devices % tp or dp % ep or (ep > 1 and tp > 1) or 8 % (dp * num) or (dp == 1 and zero):
+    for tp, ep, cp, zero, num in itertools.product((1, 2, 4), eps, cps, range(4), (1, 2, 4, 8)):
+        dp, left = divmod(devices, tp * cp)
+        if left or dp % ep or (ep > 1 and tp > 1) or 8 % (dp * num) or (dp * cp == 1 and zero):
             continue
         config = ParallelConfig(
-            dp=dp, tp=tp, ep=ep, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
+            dp=dp, tp=tp, ep=ep, cp=cp, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
         )
         estimate = estimate_config(r, config).estimate
-        out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid))
+        out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, cp))
     return sorted(out)
 
 
@@ -63,10 +65,10 @@ def enumerated(r: PlanRequest, devices: int) -> list[tuple[float, float]]:
 def test_the_search_is_exhaustive_enumeration(devices: int, latency_s: float) -> None:
     """With all of the memory, and with as little as leaves one plan: the fastest is found, and proved."""
     r = request(devices, {"pp": 1, "recompute": "none"}, latency_s=latency_s)
-    plans = enumerated(r, devices)
-    for memory in (1 << 30, int(min(held for _, held in plans)) + 1):
+    plans = enumerated(r, devices, eps=(1, 2, 4))
+    for memory in (1 << 30, int(min(held for _, held, _ in plans)) + 1):
         result: SearchResult = search_plan(request(devices, r.pins, latency_s=latency_s, memory_bytes=memory))
-        best = next(step for step, held in plans if held <= memory)
+        best = next(step for step, held, _ in plans if held <= memory)
         assert result.plans[0].estimate.step_time_s.mid == pytest.approx(best, rel=1e-9)
         assert result.certificate.status == "complete" and result.certificate.gap == 0.0
 
@@ -113,28 +115,13 @@ def test_a_dense_model_has_nothing_to_spread() -> None:
         search_plan(r)
 
 
-def cut(r: PlanRequest, devices: int) -> list[tuple[float, float, int]]:
-    """Step time, peak memory and cp of every plan of a dense model without a pipeline and recompute, fastest first."""
-    out = []
-    for tp, cp, zero, num in itertools.product((1, 2, 4), (1, 2, 4), range(4), (1, 2, 4, 8)):
-        dp, left = divmod(devices, tp * cp)
-        if left or not dp or 8 % (dp * num) or (dp * cp == 1 and zero):
-            continue
-        config = ParallelConfig(
-            dp=dp, tp=tp, cp=cp, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
-        )
-        estimate = estimate_config(r, config).estimate
-        out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, cp))
-    return sorted(out)
-
-
 @pytest.mark.parametrize("devices", [2, 4])
 def test_the_search_over_cut_sequences_is_enumeration(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of the memory, and with as little as leaves one plan, where a part of 4 tokens is long enough."""
     monkeypatch.setattr("autoplan.search.space.LEAST_PART", 4)
     pins = {"pp": 1, "recompute": "none"}
     r = request(devices, pins, "llama")
-    plans = cut(r, devices)
+    plans = enumerated(r, devices, cps=(1, 2, 4))
     assert {c.cp for c in space(r.graph, r.cluster, 8, pins, seq_len=SEQ).candidates} == {cp for *_, cp in plans}
     for memory in (1 << 30, int(min(held for _, held, _ in plans)) + 1):
         result = search_plan(request(devices, pins, "llama", memory_bytes=memory))

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import pool
-from parity import Case, Trained, compiled, global_batch, state_keys, train_job, train_reference, worst
+from parity import Case, compiled, global_batch, state_keys, train_reference, trained, worst
 
 from autoplan.runtime.spec import evaluate
 
@@ -63,12 +62,6 @@ CASES = [
         "llama-tied", pp=2, dp=2, tp=2, zero=3, num_micro_batches=2, labels="unequal", recompute="full", stages=(1, 3)
     ),
 ]
-
-
-def trained(case: Case, dtype: str = "float64", num_steps: int = 3, optimizer: str = "adamw") -> Trained:
-    program = compiled(case)
-    args = (case, program.spec.to_json(), dict(program.sources), dtype, num_steps, optimizer)
-    return next(r for r in pool(case.world).run(train_job, *args, timeout_s=120) if r is not None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -140,9 +140,7 @@ def test_small_micro_batches_wait_for_the_host_and_large_ones_do_not() -> None:
     fast, slow = (Constants.shipped().with_({"host_fused_s": s}) for s in (1e-6, 4e-4))
     config = ParallelConfig(dp=8, zero_stage=1, num_micro_batches=16)
     for seq_len, bound in ((128, True), (8192, False)):
-        fast_s, slow_s = (
-            estimate(config, constants=c, seq_len=seq_len).step_time_s.mid for c in (fast, slow)
-        )
+        fast_s, slow_s = (estimate(config, constants=c, seq_len=seq_len).step_time_s.mid for c in (fast, slow))
         assert (slow_s > 2 * fast_s) if bound else (slow_s < 1.01 * fast_s), (slow_s, fast_s)
     launched = estimate(config, constants=slow, seq_len=128).breakdown["launch"].mid
     assert launched > 0 and "launch" not in estimate(config, options=RunOptions(launch=Launch.GRAPHS)).breakdown
@@ -163,9 +161,7 @@ def test_older_attention_is_slower_and_the_more_so_on_newer_devices() -> None:
             times = [seconds(device, k, phase) for k in (Attention.FUSED, Attention.FLASH2, Attention.FLASH1)]
             assert times == sorted(times)
             assert seconds(device, Attention.UNFUSED, phase) > 2 * times[0]
-    slower = [
-        seconds(d, Attention.FLASH2) / seconds(d, Attention.FUSED) for d in ("a100-sxm4-80gb", "h100-sxm5-80gb")
-    ]
+    slower = [seconds(d, Attention.FLASH2) / seconds(d, Attention.FUSED) for d in ("a100-sxm4-80gb", "h100-sxm5-80gb")]
     assert slower[0] == pytest.approx(1.0) and 1.5 < slower[1] < 2.0  # 0.56 of the speed (published pairs)
 
 
@@ -204,7 +200,9 @@ def test_what_runs_together_reads_and_writes_once() -> None:
     swiglu = layer_of(fused_workload("llama-3.1-8b"))
     inner, token = 14336, 2
     forward = next(
-        2 * dict(o.attrs)["fused_forward_bytes"] for o in swiglu.ops if o.op == "silu"  # type: ignore[operator]
+        2 * dict(o.attrs)["fused_forward_bytes"]
+        for o in swiglu.ops
+        if o.op == "silu"  # type: ignore[operator]
     )  # silu and mul, half each
     assert forward == 3 * 1024 * inner * token
     backward = next(2 * dict(o.attrs)["fused_backward_bytes"] for o in swiglu.ops if o.op == "silu")  # type: ignore[operator]
@@ -325,9 +323,7 @@ def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
     exposed = []
     for virtual in (1, 2, 4):
         schedule = "1F1B" if virtual == 1 else "Interleaved1F1B"
-        config = ParallelConfig(
-            tp=4, dp=4, pp=4, num_micro_batches=8, virtual_stages=virtual, schedule=schedule
-        )
+        config = ParallelConfig(tp=4, dp=4, pp=4, num_micro_batches=8, virtual_stages=virtual, schedule=schedule)
         exposed.append(estimate(config, slow, constants=Constants()).breakdown["dp_comm"].mid)
     assert exposed[0] > 1.2 * exposed[1] and exposed[1] > 1.1 * exposed[2] > 0
 

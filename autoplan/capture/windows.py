@@ -14,7 +14,5 @@ def windowed_attention_op(
 
 
 @windowed_attention_op.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))

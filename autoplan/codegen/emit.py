@@ -255,9 +255,7 @@ def _experts(t: _OpText) -> str:
     here = f", axes={axes}" if axes else ""
     if t.ctx.dispatch is not None:
         here += f", dispatch={t.ctx.dispatch.name!r}"
-    return (
-        f"experts({', '.join(t.a)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{here})"
-    )
+    return f"experts({', '.join(t.a)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{here})"
 
 
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "bitwise_and": "&", "bitwise_or": "|"}
