@@ -271,6 +271,7 @@ class Pricer:
         """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""
         out, table = [], self._table(which)
         fixed = getattr(self.free_forward, which) + self.action_s
+        split = self.costs.overhead_s("split_layer_s")
         for units, again in zip(ranges_of(chunks), recompute, strict=True):
             repeated = sum(table.again[u] for u in self.recomputed(units, again))
             if self.config.recompute == "selective":
@@ -283,7 +284,7 @@ class Pricer:
                     sum(table.first[u] for u in units) if self.chained else 0.0,
                     sum(table.last[u] for u in units) if self.chained else 0.0,
                     # stock torch runs a checkpointed forward again for each of the two parts of the backward
-                    repeated,
+                    repeated + split * sum(self.workload.layers[u] for u in units),
                 )
             )
         return out
@@ -452,6 +453,8 @@ class Pricer:
         updates = [total([b.optimizer for b in self._blocks_of(units)]) for units in rank_units]
         out["optimizer"] = max(updates, key=lambda q: q.mid)
         fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
+        layers = sum(self.workload.layers[u] for u in rank_units[rank])
+        fixed += self.costs.overhead_s("split_layer_s") * split * m * layers
         out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
         rest = step_s - sum(q.mid for q in out.values())
         out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))

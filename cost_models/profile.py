@@ -53,6 +53,7 @@ OVERHEADS = (
     "straggler_sqrt_s",
     "all_reduce_byte_s",  # ZeRO 0: copies into flat buffers and back, per byte of gradients
     "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, beside its sends
+    "split_layer_s",  # a backward in two parts, beside one in one: per layer and micro-batch (walks over the graph)
     "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
     "optimizer_tensor_s",  # and of one more tensor in it, beside its elements
     "zero_optimizer_tensor_s",  # the same of a shard that fully_shard made

@@ -155,6 +155,12 @@ def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
 
 
+def backward_in_parts(output: torch.Tensor, given: torch.Tensor, module: nn.Module) -> None:
+    """The two parts of a split backward, one after the other, of what ``module`` made of ``given``: for its price."""
+    _, groups = stage_backward_input([output], None, [given], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+
+
 class _ByBlock:
     """For schedules of several stages per rank: parameters are gathered block by block, by the hooks of the blocks."""
 

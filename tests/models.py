@@ -113,7 +113,7 @@ def make_windowed(seed: int = 0, mixed: bool = False) -> nn.Module:
     return model
 
 
-MOE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
+MOE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
 
 
 def make_mixtral(**extra: Any) -> nn.Module:

@@ -42,6 +42,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "ZeRO 2": {"zero": 2},
     "ZeRO 3": {"zero": 3},
     "GPipe": {"pp": 2, "schedule": "GPipe", "num_micro_batches": 2},
+    "interleaved": {"pp": 2, "schedule": "Interleaved1F1B", "virtual": 2, "num_micro_batches": 6},
+    "ZB-H1": {"pp": 2, "schedule": "ZB-H1", "num_micro_batches": 6},
+    "ZBV": {"pp": 2, "schedule": "ZBV", "virtual": 2, "num_micro_batches": 6},
     "recompute": {"recompute": "full"},
     "micro-batches": {"num_micro_batches": 3},
     "unequal labels": {"labels": "unequal"},
@@ -55,7 +58,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
 }
-ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"),)  # no plan has two of these
+# no plan has two of these
+ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"), ("GPipe", "interleaved", "ZB-H1", "ZBV"))
 
 TOGETHER = (
     Case("llama", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", schedule="GPipe"),
@@ -64,6 +68,12 @@ TOGETHER = (
     Case("gpt-untied", dp=2, cp=2, pp=2, zero=1, num_micro_batches=2),
     Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, recompute="full", labels="unequal"),
     Case("mixtral", dp=2, tp=2, pp=2, zero=3, num_micro_batches=3, labels="unequal"),
+    Case(
+        "llama-tied", dp=2, tp=2, pp=2, zero=2, num_micro_batches=6, schedule="DualPipeV", virtual=2, labels="unequal"
+    ),
+    Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, schedule="ZBV", virtual=2, recompute="full"),
+    Case("qwen2-mixed", cp=2, dp=2, pp=2, zero=3, num_micro_batches=6, schedule="Interleaved1F1B", virtual=2),
+    Case("gpt-untied", pp=2, tp=4, num_micro_batches=6, schedule="InterleavedZeroBubble", virtual=2, dropout=0.25),
 )
 
 

@@ -25,11 +25,13 @@ from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_progr
 from autoplan.runtime.convert import record_collectives
 from autoplan.runtime.mesh import use_mesh
 from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.private import backward_in_parts
 from autoplan.runtime.spec import ProgramSpec
 
 _REPEATS = 15
 _ZERO_REPEATS = 9
 _LARGE = 1 << 18  # elements of a large parameter
+_SPLIT_LAYERS = 4  # of a stage: the walks take longer per layer where there are more
 
 
 class _Runs:
@@ -116,6 +118,7 @@ def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
         lambda: _optimizer(runs),
         lambda: _zero(runs),
         lambda: _pipeline(runs),
+        lambda: _split(runs),
         lambda: _clip(runs),
         lambda: _stragglers(runs),
     ]
@@ -330,6 +333,30 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
     for p in pm.stage.parameters():
         p.grad = None
     return out
+
+
+def _split(runs: _Runs) -> dict[str, float]:
+    """Small decoder layers, backward in two parts against backward in one, in turn."""
+    pm = runs.run(decoder_program(_SPLIT_LAYERS, runs.job.world))
+    samples: dict[str, list[float]] = {"full": [], "parts": []}
+    for _ in range(_REPEATS + 3):
+        for how, taken in samples.items():
+            inputs = _inputs(runs, DECODER_INPUT)
+            inputs["x"].requires_grad_()
+            with use_mesh(pm.mesh):
+                loss = pm.stage(**inputs)
+                runs.job.synchronize()
+                start = runs.now()
+                if how == "full":
+                    loss.backward()
+                else:
+                    backward_in_parts(loss, inputs["x"], pm.stage)
+                runs.job.synchronize()
+                taken.append(runs.now() - start)
+            for p in pm.stage.parameters():
+                p.grad = None
+    full, parts = (statistics.median(samples[how][3:]) for how in ("full", "parts"))
+    return {"split_layer_s": (parts - full) / _SPLIT_LAYERS}
 
 
 def _pipeline(runs: _Runs) -> dict[str, float]:

@@ -86,6 +86,9 @@ def software() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0]}
 
 
+_MEASURES = 2  # what a profile of a machine holds: raised when more is measured, so that an old one is not taken
+
+
 def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
     """Name under which a profile of this machine is kept: device model, cores, torch, nodes, world size, threads."""
     device = torch.device(device_type)
@@ -96,7 +99,7 @@ def machine_key(world_size: int, device_type: str, num_threads: int | None = Non
     nodes = num_nodes(world_size)
     world = f"n{nodes}-w{world_size}" if nodes > 1 else f"w{world_size}"
     version = ".".join(software()["torch"].split(".")[:2])
-    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}"
+    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}-m{_MEASURES}"
 
 
 def cached_profile(key: str) -> Profile | None:
