@@ -58,6 +58,7 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
 
     @property
     def world(self) -> int:
@@ -80,6 +81,9 @@ class Case:
             pins["ep"] = self.ep
         if self.cp > 1:
             pins["cp"] = self.cp
+        if self.context_method is not None:
+            given = self.context_method
+            pins["context_method"] = given if isinstance(given, str) else dict(given)
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
         return pins
@@ -96,6 +100,9 @@ class Case:
         ]
         parts += [self.schedule] * (self.schedule != "1F1B")
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        if self.context_method is not None:
+            given = self.context_method
+            parts += [given if isinstance(given, str) else "-".join(f"{b}-{m}" for b, m in given)]
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
@@ -140,15 +147,24 @@ def cluster_of(world: int, prices: str) -> Cluster:
 
 
 @functools.cache
-def _compiled(family: str, dropout: float, pins: tuple[tuple[str, Any], ...], world: int, prices: str) -> Program:
-    config = read_pins(dict(pins), world)
+def _compiled(
+    family: str,
+    dropout: float,
+    pins: tuple[tuple[str, Any], ...],
+    methods: tuple[tuple[str, str], ...],
+    world: int,
+    prices: str,
+) -> Program:
+    config = read_pins({**dict(pins), **({"context_method": dict(methods)} if methods else {})}, world)
     graph = graph_of(family, dropout)
     _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ})
     return compile_program(graph, layouts)
 
 
 def compiled(case: Case) -> Program:
-    return _compiled(case.family, case.dropout, tuple(sorted(case.pins.items())), case.world, case.prices)
+    methods = case.context_method if isinstance(case.context_method, tuple) else ()
+    pins = tuple(sorted((k, v) for k, v in case.pins.items() if not (methods and k == "context_method")))
+    return _compiled(case.family, case.dropout, pins, methods, case.world, case.prices)
 
 
 def full_tensors(case: Case, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ class Candidate:
     num_micro_batches: int
     ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
     cp: int = 1  # over how many ranks every sequence is cut
+    methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
 
 
 @dataclass(frozen=True)
