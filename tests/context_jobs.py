@@ -43,3 +43,22 @@ def attention_job(
         got.backward(context_part(grad, "cp", 2))
         pairs = [(got.detach(), want.detach()), *((m.grad, w.grad) for m, w in zip(mine, whole, strict=True))]
         return tuple((a.double() - context_part(b, "cp", 2)).abs().max().item() for a, b in pairs)  # type: ignore[return-value]
+
+
+def saved_job(
+    rank: int, world: int, axes: tuple[tuple[str, int], ...], how: dict[str, str], sizes: tuple[int, ...]
+) -> int:
+    """Bytes that autograd is given of one causal attention, every storage once."""
+    s, heads, groups, d, e = sizes
+    q, k, v = (torch.randn(2, h, s // world, n) for h, n in ((heads, d), (groups, d), (groups, e)))
+    mesh = AxisMesh(axes, {"cp": [name for name, _ in axes]} if len(axes) > 1 else {}, device_type="cpu")
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with use_mesh(mesh), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = attention(*(x.requires_grad_() for x in (q, k, v)), causal=True, scale=None, **how)
+    out.sum().backward()
+    return sum(storage.nbytes() for storage in seen.values())

@@ -12,7 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from context_jobs import attention_job
+from context_jobs import attention_job, saved_job
 from harness import pool
 from parity import Case, compiled, global_batch, worst
 from torch import nn
@@ -21,13 +21,16 @@ from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.context import read_method
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest
 from autoplan.rules.batch import context_obstacle
+from autoplan.rules.saved import OpFacts, TensorFacts, extra_bytes, kept
 from autoplan.runtime.ring import Part, attend, attend_backward, parts_of
 from autoplan.runtime.spec import evaluate
+from autoplan.search.handwritten import Kernels, rule_of
 
 SEQ = 16
 
@@ -252,6 +255,33 @@ def test_a_ring_in_half_precision() -> None:
         for how in ({"ring": "cp"}, {"gather": "cp"})
     )
     assert 1e-4 < ring < 2 * one
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sizes", [(64, 4, 2, 8, 8), (64, 4, 1, 8, 8), (64, 4, 4, 12, 8)])
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("ring", {"ring": "cp"}),
+        ("ulysses", {"ulysses": "cp"}),
+        ("ulysses2xring2", {"ulysses": "cpu", "ring": "cpr"}),
+    ],
+)
+def test_attention_keeps_what_is_predicted(method: str, how: dict[str, str], sizes: tuple[int, ...]) -> None:
+    """To the byte: parts of one rank and the log-sum-exp, whatever the length of the sequence."""
+    world = 4 if "x" in method else 2
+    s, heads, groups, d, e = sizes
+    q, k, v, out = (
+        TensorFacts((2, h, s // world, n), "float32", True)
+        for h, n in ((heads, d), (groups, d), (groups, e), (heads, e))
+    )
+    facts = OpFacts("attention", {"causal": True}, (q, k, v), (out,))
+    rule = rule_of(facts, Kernels(context=world, method=read_method(method, world)))
+    assert rule is not None
+    tensors = {"x0": q, "x1": k, "x2": v, "y0": out}
+    want = sum(tensors[name].num_bytes for name in kept(facts, rule)) + sum(extra_bytes(facts, rule))
+    found = pool(world).run(saved_job, _MESHES[world], how, sizes)
+    assert set(found) == {want}
 
 
 METHODS = {
