@@ -20,6 +20,7 @@ def attention(
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    documents: torch.Tensor | None = None,
     gather: str | None = None,
     ring: str | None = None,
     ulysses: str | None = None,
@@ -37,9 +38,11 @@ def attention(
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
+        documents: [b, s], to which document every token belongs: a token sees those of its own. Needs s == t and
+            neither mask nor window.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``); ulysses over the minor part of it together with one of the others over the
-            major part. Needs s == t and no mask.
+            major part. Needs s == t and no mask; documents only with gather.
 
     Returns:
         [b, h, s, e].
@@ -67,9 +70,16 @@ def attention(
         )
     if ring is not None and gather is not None:
         raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
+    if documents is not None and (mask is not None or window is not None or documents.shape != q.shape[::2]):
+        raise ValueError(
+            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask "
+            "or a window"
+        )
     cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
     if cut and (mask is not None or q.shape[2] != k.shape[2]):
         raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
+    if documents is not None and (ulysses in cut or ring in cut):
+        raise ValueError(f"attention: documents over {cut[0]!r} where keys are not gathered")
     if ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
         out = attention(*given, causal=causal, scale=scale, window=window, gather=gather, ring=ring)
@@ -77,7 +87,9 @@ def attention(
     if ring in cut:
         return ring_attention(q, k, v, causal=causal, scale=scale, window=window, axis=ring)
     if gather in cut:
-        return gathered_attention(q, k, v, causal=causal, scale=scale, window=window, axis=gather)
+        return gathered_attention(q, k, v, causal=causal, scale=scale, window=window, axis=gather, documents=documents)
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
     if window is not None and window < q.shape[2]:
         return _windowed(q, k, v, window, scale)
     if causal and mask is not None:

@@ -135,6 +135,13 @@ def to_sequence(x: torch.Tensor, axis: str) -> torch.Tensor:
     return out
 
 
+def _gathered_ids(ids: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """[b, 2 l] of every rank -> [b, 2 l c] in the order of the sequence."""
+    parts = ids.new_empty(ranks * ids.shape[0], ids.shape[1])
+    dist.all_gather_into_tensor(parts, ids.contiguous(), group=group)
+    return _in_order(parts.view(ranks, ids.shape[0], 1, ids.shape[1], 1)).flatten(1)
+
+
 def gathered_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -144,16 +151,23 @@ def gathered_attention(
     scale: float | None,
     window: int | None,
     axis: str,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys of the whole sequence, which are gathered over ``axis``.
 
     Args:
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them; k, v alike.
         causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        documents: [b, 2 l] of this rank's tokens; needs ``causal``.
 
     Returns:
         [b, h, 2 l, e].
+
+    Raises:
+        ValueError: documents without ``causal``.
     """
+    if documents is not None and not causal:
+        raise ValueError("attention: documents over a cut sequence need causal attention")
     mesh = current_mesh()
     ranks, index, grouped = mesh.size(axis), mesh.coordinate(axis), q.shape[1] != k.shape[1]
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
@@ -161,12 +175,15 @@ def gathered_attention(
         return functional.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
     length = q.shape[2] // 2
     out = []
+    whole = None if documents is None else _gathered_ids(documents, mesh.group(axis), ranks)
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
         low = 0 if window is None else max(0, first - window + 1)  # no query of the chunk sees further back
         query = torch.arange(first, end, device=q.device)[:, None]
         distance = query - torch.arange(low, end, device=q.device)[None]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if whole is not None:
+            seen = seen & (whole[:, None, first:end, None] == whole[:, None, None, low:end])
         part = functional.scaled_dot_product_attention(
             chunk, keys[:, :, low:end], values[:, :, low:end], attn_mask=seen, scale=scale, enable_gqa=grouped
         )

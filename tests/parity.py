@@ -138,6 +138,8 @@ def graph_of(family: str, dropout: float) -> ModelGraph:
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if family in ("llama-padded", "llama-packed"):
+        return models.with_documents(batch, packed=family == "llama-packed")
     return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 

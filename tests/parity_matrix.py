@@ -57,6 +57,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Mixtral": {"family": "mixtral"},
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
+    "padding": {"family": "llama-padded"},
+    "packed": {"family": "llama-packed"},
 }
 ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"), ("cp", "ring", "Ulysses", "Ulysses x ring"))  # no plan has two of these
 

@@ -175,7 +175,7 @@ def _chunk(t: _OpText) -> str:
 
 
 def _attention(t: _OpText) -> str:
-    mask = f", mask={t.a[3]}" if len(t.a) > 3 else ""
+    mask = f", {'documents' if t.attrs.get('documents') else 'mask'}={t.a[3]}" if len(t.a) > 3 else ""
     scale = t.attrs["scale"]
     window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
     return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{t.ctx.over()})"

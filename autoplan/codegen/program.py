@@ -257,6 +257,10 @@ class _Compiler:
                 [self._number(Expr.of(h)) if h is not None else 0 for h in heads],
                 [v.requires_grad for v, _ in values],
             )
+            if op.node.attrs.get("documents"):
+                ids = op.inputs[3]
+                size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
+                sent.append((ids.name, "all_gather", "cp", size.scale(Fraction(self.context.size)), "forward"))
             for name, kind, axis, size, phase in sent:
                 out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))
         return out
