@@ -59,7 +59,8 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        spread = "".join(f" {name}={n}" for name, n in (("cp", c.cp), ("ep", c.ep)) if n > 1)
+        more = (("cp", c.cp), ("ep", c.ep), ("virtual_stages", c.virtual_stages))
+        spread = "".join(f" {name}={n}" for name, n in more if n > 1)
         given = c.context_method
         if given is not None:
             methods = sorted(set(given.values())) if isinstance(given, Mapping) else [given]
@@ -158,6 +159,7 @@ def _plan(
         config.zero_stage,
         config.schedule,
         recompute,
+        config.virtual_stages,
         chosen_methods(graph, config),
     )
     plan = Plan(

@@ -58,6 +58,7 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    virtual: int = 1  # stages per rank of the pipeline
     context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
 
     @property
@@ -86,6 +87,8 @@ class Case:
             pins["context_method"] = given if isinstance(given, str) else dict(given)
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
+        if self.virtual > 1:
+            pins["virtual_stages"] = self.virtual
         return pins
 
     def __str__(self) -> str:
@@ -98,7 +101,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
-        parts += [self.schedule] * (self.schedule != "1F1B")
+        parts += [self.schedule] * (self.schedule != "1F1B") + [f"v{self.virtual}"] * (self.virtual > 1)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         if self.context_method is not None:
             given = self.context_method
