@@ -204,6 +204,12 @@ def estimate(
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel degree.")] = 1,
+    context_method: Annotated[
+        str | None,
+        typer.Option(
+            help="How attention sees cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,..."
+        ),
+    ] = None,
     ep: Annotated[int, typer.Option(help="Expert-parallel degree, folded into dp x cp x tp.")] = 1,
     etp: Annotated[int | None, typer.Option(help="Tensor-parallel degree inside experts; left out: as tp.")] = None,
     zero: Annotated[int, typer.Option("--zero", "--zero-stage", help="ZeRO stage, 0 to 3.")] = 1,
@@ -239,7 +245,7 @@ def estimate(
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
     from autoplan.planner import estimate_config
-    from autoplan.report.arguments import read_list, read_recompute
+    from autoplan.report.arguments import read_list, read_methods, read_recompute
     from autoplan.report.degrees import config_of
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request
@@ -261,7 +267,7 @@ def estimate(
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
-    given |= {"recompute": read_recompute(recompute)}
+    given |= {"recompute": read_recompute(recompute), "context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = config_of(request.cluster.num_devices, request.global_batch_size, given)
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)

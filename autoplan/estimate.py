@@ -13,6 +13,8 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
+from autoplan.search.context_parallel import frozen
+from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.pins import (
     ZERO_STAGES,
     around,
@@ -43,7 +45,9 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
 
     Stages that are not given are balanced by time, with several per rank by number of layers. With more chunks than
     layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A schedule
-    that fixes the number of virtual stages sets it where it is left at 1. Raises: PinError for degrees that the cluster
+    that fixes the number of virtual stages sets it where it is left at 1. With cp and no `context_method`: the cheapest
+    that fits where the plan is to be executed, else keys and values as the frameworks of the mode move them (hidden
+    behind attention with overlap "cp"). Raises: PinError for degrees that the cluster
     or model cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
     """
     r = replace(request, pins={**request.pins, "state_slack": config.state_slack})
@@ -54,7 +58,34 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     if _experts(r.graph):
         experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp, request.options.dispatcher)
     points, ends = Points(r), ends_apart(r.graph, config)
-    point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends)
+    if config.cp > 1 and config.context_method is None and r.executed:
+        return _cheapest(points, config, experts, ends)
+    methods = frozen({block: m.name for block, m in chosen_methods(r.graph, config).items()})
+    return _priced(points, config, experts, ends, methods)
+
+
+def _cheapest(points: Points, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool) -> Planned:
+    """Under the methods of context parallelism that are fastest of those that fit; if none does, need least memory."""
+    found = [
+        _priced(points, replace(config, context_method=dict(methods)), experts, ends, methods)
+        for methods in points.methods_of(config.tp, config.micro_batch_size, config.cp)
+    ]
+    if not found:
+        raise no_layout(points.request, f"tp={config.tp}")
+
+    def worse(p: Planned) -> tuple[bool, float, float]:
+        peak = p.estimate.peak_memory_bytes.mid
+        fits = peak <= points.capacity_bytes
+        return (False, p.estimate.step_time_s.mid, peak) if fits else (True, peak, p.estimate.step_time_s.mid)
+
+    return min(found, key=worse)
+
+
+def _priced(
+    points: Points, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool, methods: Chosen
+) -> Planned:
+    r = points.request
+    point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends, methods=methods)
     if point is None:
         raise no_layout(r, f"tp={config.tp}")
     pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)

@@ -14,6 +14,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.planner import Certificate, Planned
+from autoplan.search.context_pins import chosen_methods
 from autoplan.search.intra import IntraSolution, solve
 from autoplan.search.pins import (
     check_context,
@@ -60,6 +61,10 @@ class Plan:
         c = self.config
         more = (("cp", c.cp), ("ep", c.ep), ("virtual_stages", c.virtual_stages))
         spread = "".join(f" {name}={n}" for name, n in more if n > 1)
+        given = c.context_method
+        if given is not None:
+            methods = sorted(set(given.values())) if isinstance(given, Mapping) else [given]
+            spread = spread.replace(f"cp={c.cp}", f"cp={c.cp} ({', '.join(methods)})")
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
@@ -104,6 +109,8 @@ def make_plan(
 
     Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
+    if config.cp > 1 and config.context_method is None:
+        config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.search.pins`
     check_degrees(graph, config)
     check_dispatch(graph, config)
     check_context(graph, config)
@@ -153,6 +160,7 @@ def _plan(
         config.schedule,
         recompute,
         config.virtual_stages,
+        chosen_methods(graph, config),
     )
     plan = Plan(
         model=graph.name,

@@ -23,7 +23,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
@@ -42,6 +42,7 @@ from autoplan.points import (
     least_memory_first,
 )
 from autoplan.search.chunks import ChunkCutter
+from autoplan.search.context_pins import chosen_methods
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
 from autoplan.search.pins import check_context
@@ -173,12 +174,10 @@ class _Search:
         with self._phase("space"):
             checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
         if r.executed:
-            check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1), ep=r.pins.get("ep", 1)))
+            check_context(r.graph, self._pinned())
+        chosen_methods(r.graph, self._pinned())
         try:
-            for candidate in checked.candidates:
-                if self.cutters and self._out_of_time():  # what was not looked at is open
-                    break
-                self._bound(candidate)
+            checked = self._bound_all(checked)
             self._best_first()
             if not self.best:
                 self._least_memory_first(checked)
@@ -189,6 +188,11 @@ class _Search:
         if not self.best:
             raise self._nothing(checked)
         return SearchResult(tuple(self._planned(entry) for entry in self.best[: r.top]), self._certificate(checked))
+
+    def _pinned(self) -> ParallelConfig:
+        pins = self.request.pins
+        given = {name: pins.get(name, 1) for name in ("cp", "ep", "tp")}
+        return ParallelConfig(**given, context_method=pins.get("context_method"))
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -215,6 +219,25 @@ class _Search:
             self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
 
     # -- candidates -------------------------------------------------------------------------------------------------
+
+    def _bound_all(self, checked: Space) -> Space:
+        """Bound every candidate, of those that cut sequences one per method that attention may see all of them by."""
+        out = list(checked.candidates)
+        for k, candidate in enumerate(checked.candidates):
+            if self.cutters and self._out_of_time():  # what was not looked at is open
+                break
+            found = [candidate]
+            if not self.quick.too_big(candidate):
+                with suppress(StoppedError):
+                    found = self.points.with_methods(candidate, self._layout_limit_s())
+            if not found:
+                self.outcomes[candidate] = (_Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
+                continue
+            out[k] = found[0]
+            out += found[1:]
+            for each in found:
+                self._bound(each)
+        return replace(checked, candidates=tuple(out))
 
     def _bound(self, candidate: Candidate, limit_s: float | None = None) -> None:
         """Decide it, or give it a cutter and a first bound; it stays without where its layout was stopped."""
@@ -288,8 +311,11 @@ class _Search:
     def _take(self, candidate: Candidate, cut: Cut) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
         self.outcomes[candidate] = (_Outcome.SOLVED, "")
+        degrees = replace(candidate, methods=())
         self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
         self.best.sort(key=lambda e: (e[0], e[1]))
+        alike = [e for e in self.best if replace(e[1], methods=()) == degrees]
+        self.best = [e for e in self.best if e not in alike[1:]]  # plans asked for differ in degrees
 
     def _least_memory_first(self, checked: Space) -> None:
         """Nothing was found: what is still open, until the first plan that fits or until patience ends."""
@@ -309,6 +335,7 @@ class _Search:
 
     def _planned(self, entry: _Entry) -> Planned:
         _, candidate, chunks, recompute = entry
+        candidate = self.points.decided(candidate)
         pricer = self.points.pricer(candidate)
         point = self.points.of(candidate)
         if pricer is None or point is None:
@@ -364,6 +391,8 @@ class _Search:
             several = any(c.cp > 1 for c in checked.candidates)
             least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
             out.append(least if several else "cp = 1")
+        if any(c.cp > 1 for c in checked.candidates):
+            out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
         if "recompute" not in r.pins:
             out.append("recompute: none or full, the first layers of a stage")
         if "schedule" not in r.pins and "virtual_stages" not in r.pins:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoplan.cost_models.blocks import OpTimes, op_times
+from autoplan.cost_models.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.context import ContextMethod, read_method
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
@@ -23,6 +25,8 @@ from autoplan.cost_models.schedule import SCHEDULES
 from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
 from autoplan.search.chunks import ChunkCutter
+from autoplan.search.context_parallel import frozen
+from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.pins import is_count, make_mesh
@@ -86,11 +90,13 @@ class IntraPoint:
     times: Mapping[str, OpTimes]
 
 
-_Key = tuple[int, int, int, ExpertDegrees | None, bool]
+_Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
+_Cut = tuple[int, int, int]  # tp, micro-batch size, cp
 
 
 class Points:
-    """Layouts and workloads by (tp, micro-batch size, context, expert degrees), solved when first asked for.
+    """Layouts by (tp, micro-batch size, context) and workloads, also by expert degrees and methods of context
+    parallelism, made when first asked for.
 
     Attributes:
         phases: seconds by phase, added to.
@@ -104,9 +110,11 @@ class Points:
         self.costs = request.costs
         self.capacity_bytes = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
         self.gap, self.all_proved = 0.0, True
-        self._found: dict[_Key, IntraPoint | None] = {}
+        self._found: dict[_Key, IntraPoint] = {}
+        self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
+        self._stopped: dict[_Cut, float] = {}  # the limit that did not do
+        self._worth: dict[_Cut, list[Chosen]] = {}
         self._cutters: dict[Candidate, Cutter] = {}
-        self._stopped: dict[_Key, float] = {}  # the limit that did not do
 
     def get(
         self,
@@ -116,38 +124,49 @@ class Points:
         experts: ExpertDegrees | None = None,
         limit_s: float = ILP_LIMIT_S,
         ends: bool = False,
+        methods: Chosen = (),
     ) -> IntraPoint | None:
         """None where no layout exists. `ends`: embedding and head are units of their own (`pipeline_units`).
 
+        Args:
+            methods: (block, name of its method of context parallelism); none: as frameworks move keys and values.
+
         Raises: StoppedError if that is not decided within `limit_s`.
         """
-        key = (tp, size, cp, experts, ends)
-        if key in self._found:
-            return self._found[key]
+        layout = self._layout((tp, size, cp), limit_s)
+        if layout is None:
+            return None
+        key = (tp, size, cp, experts, ends, methods)
+        if key not in self._found:
+            start = time.perf_counter()
+            self._found[key] = self._work(*layout, size, cp, experts, ends, methods)
+            self.phases["workloads"] += time.perf_counter() - start
+        return self._found[key]
+
+    def _layout(self, key: _Cut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
+        if key in self._layouts:
+            return self._layouts[key]
         if limit_s <= self._stopped.get(key, -math.inf):
-            raise StoppedError(f"no layout found within {limit_s:.3g} s at tp={tp} and micro_batch_size={size}")
+            raise StoppedError(f"no layout found within {limit_s:.3g} s at tp={key[0]} and micro_batch_size={key[1]}")
         try:
-            self._found[key] = self._solve(tp, size, cp, experts, limit_s, ends)
+            self._layouts[key] = self._solve(*key, limit_s)
         except InfeasibleError:
-            self._found[key] = None
+            self._layouts[key] = None
         except StoppedError:
             self._stopped[key] = limit_s
             self.all_proved = False
             raise
-        return self._found[key]
+        return self._layouts[key]
 
-    def _solve(
-        self, tp: int, size: int, cp: int, experts: ExpertDegrees | None, limit_s: float, ends: bool
-    ) -> IntraPoint:
+    def _solve(self, tp: int, size: int, cp: int, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
         r, start = self.request, time.perf_counter()
         _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
-        env = {"b": size, "s": r.seq_len // cp}
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
         settings = IntraSettings(
             axes,
             r.cluster,
-            env,
+            self._env(size, cp),
             steps,
             slack,
             r.profile,
@@ -167,10 +186,28 @@ class Points:
             solved = time.perf_counter()
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += solved - built
+        self.gap = max(self.gap, solution.gap)
+        self.all_proved = self.all_proved and solution.status == "optimal"
+        return axes, solution
+
+    def _env(self, size: int, cp: int) -> dict[str, int]:
+        return {"b": size, "s": self.request.seq_len // cp}
+
+    def _work(
+        self,
+        axes: tuple[Axis, ...],
+        solution: IntraSolution,
+        size: int,
+        cp: int,
+        experts: ExpertDegrees | None,
+        ends: bool,
+        methods: Chosen,
+    ) -> IntraPoint:
+        r = self.request
         works = Works(
             r.graph,
             axes,
-            env,
+            self._env(size, cp),
             context=cp,
             precision=self.precision,
             device_type=r.cluster.device_type,
@@ -181,20 +218,73 @@ class Points:
                 fused_loss=r.options.fused_loss,
                 context=cp,
             ),
+            methods={block: read_method(name, cp) for block, name in methods},
         )
         work = workload(r.graph, solution.selection, works, experts, ends)
-        point = IntraPoint(axes, solution, work, op_times(work, settings.costs))
-        self.gap = max(self.gap, solution.gap)
-        self.all_proved = self.all_proved and solution.status == "optimal"
-        self.phases["workloads"] += time.perf_counter() - solved
-        return point
+        return IntraPoint(axes, solution, work, op_times(work, self.costs))
+
+    # -- methods of context parallelism -----------------------------------------------------------------------------
+
+    def with_methods(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> list[Candidate]:
+        """One candidate per method of every block that may be the best; itself where nothing is to be decided; none if
+        its tp excludes the pinned methods.
+
+        Left out is what another method of the same block is at least as good as in both passes and in every term of
+        memory. Raises: StoppedError.
+        """
+        c = candidate
+        if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp), limit_s) is None:
+            return [c]
+        return [replace(c, methods=chosen) for chosen in self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)]
+
+    def decided(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Candidate:
+        """With methods; of those that were not looked at one by one, the ones that keep least. Raises: StoppedError."""
+        found = self.with_methods(candidate, limit_s)
+        return min(found, key=lambda c: self._kept(c, limit_s)) if len(found) > 1 else (*found, candidate)[0]
+
+    def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[Chosen]:
+        """As `with_methods`; none where no layout exists."""
+        key, pinned = (tp, size, cp), self.request.pins.get("context_method")
+        if pinned is not None:
+            try:
+                chosen = chosen_methods(self.request.graph, ParallelConfig(tp=tp, cp=cp, context_method=pinned))
+            except PinError:  # with this tp
+                return []
+            return [frozen({block: method.name for block, method in chosen.items()})]
+        if key not in self._worth:
+            if self._layout(key, limit_s) is None:
+                return []
+            legal = legal_methods(self.request.graph, cp, tp)
+            self._worth[key] = combinations(worth_looking_at(legal, functools.partial(self._figures, key)))
+        return self._worth[key]
+
+    def _figures(self, key: _Cut, method: ContextMethod, blocks: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        """Of these blocks under one method: seconds of both passes with what they send, bytes of every kind."""
+        tp, size, cp = key
+        point = self.get(tp, size, cp, methods=tuple((block, method.name) for block in sorted(blocks)))
+        if point is None:
+            return {}
+        config = ParallelConfig(tp=tp, cp=cp, zero_stage=0, micro_batch_size=size)
+        pricer = BlockPricer(point.workload, config, self.costs, self.precision)
+        out = {}
+        for block in blocks:
+            cost = pricer.cost(point.workload.blocks[block], point.times[block])
+            out[block] = (cost.forward_s.mid, cost.backward_s.mid, *map(float, point.workload.held[block]))
+        return out
 
     def of(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> IntraPoint | None:
         """The layout of a candidate; None where there is none. Raises: StoppedError."""
+        candidate = self.decided(candidate, limit_s)
         spread = None
         if candidate.ep > 1:
             spread = ExpertDegrees(candidate.ep, candidate.tp, self.request.options.dispatcher)
-        return self.get(candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s)
+        return self.get(
+            candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
+        )
+
+    def _kept(self, candidate: Candidate, limit_s: float) -> float:
+        point = self.of(candidate, limit_s)
+        return math.inf if point is None else sum(point.workload.unit_saved)
 
     def pricer(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """None where no layout exists. Raises: StoppedError."""
@@ -253,6 +343,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         virtual_stages=c.virtual_stages,
         recompute=pins.get("recompute", "none"),
         state_slack=pins.get("state_slack", 1.02),
+        context_method=dict(c.methods) if c.methods else None,
     )
 
 

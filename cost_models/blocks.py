@@ -177,11 +177,20 @@ class BlockPricer:
         per_step = ZERO
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in block.comms) for phase in computed}
+        rings: dict[tuple[str, int], Quantity] = {}
+        shown: dict[str, Quantity] = {}
         for c in block.comms:
             size = c.num_bytes * self._sent_share(block, c)
-            seconds = self.costs.collective_s(c.kind, size, self.groups[c.axis], c.top_k)
+            seconds = self.costs.collective_s(c.kind, size, self._group(c), c.top_k)
             if c.per == "step":
                 per_step += seconds
+            elif c.behind_attention:
+                steps = c.phase, c.behind_attention
+                waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
+                rings[steps] = rings.get(steps, ZERO) + seconds + waited
+            elif c.part is not None:
+                waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
+                shown[c.phase] = shown.get(c.phase, ZERO) + seconds + waited
             else:
                 key = self.families.get(c.axis, "tp"), c.phase
                 waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
@@ -194,6 +203,11 @@ class BlockPricer:
                 comm[family, phase] = seconds.less(times.attention.get(phase, ZERO) * ring)
             else:
                 comm[family, phase] = seconds.less(seconds * self.hidden.get(family, 0.0))
+        for (phase, ranks), seconds in rings.items():  # of c steps of attention c - 1 hide what comes next
+            hidden = times.attention.get(phase, ZERO) * ((ranks - 1) / ranks)
+            shown[phase] = shown.get(phase, ZERO) + seconds.less(hidden)
+        for phase, seconds in shown.items():
+            comm["cp", phase] = comm.get(("cp", phase), ZERO) + seconds
         hosts = {"forward": times.host_forward, "backward": times.host_backward}
         launched = {}
         for phase, ops in (("forward", times.forward), ("backward", times.backward)):
@@ -231,6 +245,16 @@ class BlockPricer:
             gather=gather if stage in (1, 2) else ZERO,
             reduce=reduce if stage == 1 else ZERO,
         )
+
+    def _group(self, c: CommWork) -> Group:
+        """The ranks of a collective; of a message, those two neighbours of the ring that are farthest apart."""
+        if c.part is None:
+            return self.groups[c.axis]
+        ranks, stride = c.part[0], c.part[1] * self.groups[c.axis].stride
+        if c.kind != "send_recv":
+            return Group(ranks, stride)
+        apart = (ranks - 1) * stride  # from the last one to the first
+        return Group(2, stride if apart < self.costs.cluster.levels[0].size else apart)
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""

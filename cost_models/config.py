@@ -157,7 +157,9 @@ class ParallelConfig:
     The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `virtual_stages`: chunks per rank, which the
     schedule places. `stages`: number of layers per pipeline stage (per chunk with virtual stages, in model order), or
     None for balanced arithmetic. `recompute`: one value for all layers, a mapping from block call to one, or how many
-    layers of each stage (chunk) are recomputed in full (a tuple).
+    layers of each stage (chunk) are recomputed in full (a tuple). `context_method`: one name
+    of `autoplan.cost_models.context` for all blocks with attention, a mapping from block to one, or None (with cp > 1:
+    not decided).
     """
 
     dp: int = 1
@@ -174,6 +176,7 @@ class ParallelConfig:
     recompute: str | Mapping[str, str] | tuple[int, ...] = "none"
     stages: tuple[int, ...] | None = None
     state_slack: float = 1.02
+    context_method: str | Mapping[str, str] | None = None
 
     @property
     def num_devices(self) -> int:

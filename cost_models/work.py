@@ -13,7 +13,7 @@ are those of one rank and one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoplan.cost_models.units import dtype_bytes
 
@@ -83,6 +83,8 @@ class CommWork:
 
     `top_k`: copies of each row in it, of collectives made for experts; 0 for all others.
     `axis` is a sub-axis or a named product; `phase` forward or backward; `per` micro_batch or step.
+    `part`: (ranks, stride) where it is over a part of its axis; `behind_attention`: a step of a ring over that many
+    ranks, which attention over the keys that are there hides.
     """
 
     what: str
@@ -92,6 +94,8 @@ class CommWork:
     phase: str
     per: str = "micro_batch"
     top_k: int = 0
+    part: tuple[int, int] | None = None
+    behind_attention: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,5 @@ class Workload:
     model_flops: float  # forward and backward of one such micro-batch, whole model, all ranks, without recompute
     micro_batch_size: int
     seq_len: int
+    # of one call of each block, every number of bytes that what is kept and needed is added up from
+    held: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from autoplan.runtime.context import context_attention
+from autoplan.runtime.context import gathered_attention, to_heads, to_sequence
 from autoplan.runtime.mesh import current_mesh
+from autoplan.runtime.ring import ring_attention
 
 
 def attention(
@@ -19,7 +20,10 @@ def attention(
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
-    context: str | None = None,
+    documents: torch.Tensor | None = None,
+    gather: str | None = None,
+    ring: str | None = None,
+    ulysses: str | None = None,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` with grouped heads when there are fewer k/v heads than q heads.
 
@@ -34,13 +38,18 @@ def attention(
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
-        context: the axis over which the sequence is cut (``autoplan.runtime.context``); needs s == t and no mask.
+        documents: [b, s], to which document every token belongs: a token sees those of its own. Needs s == t and
+            neither mask nor window.
+        gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
+            (``autoplan.runtime.context``); ulysses over the minor part of it together with one of the others over the
+            major part. Needs s == t and no mask; documents only with gather.
 
     Returns:
         [b, h, s, e].
 
     Raises:
-        ValueError: wrong number of dims, head counts that do not divide, dropout, or a window with what it excludes.
+        ValueError: wrong number of dims, head counts that do not divide, dropout, a window with what it excludes, or
+            both ring and gather.
     """
     if dropout_p != 0.0:
         raise ValueError(
@@ -59,10 +68,28 @@ def attention(
             f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many keys "
             f"as queries ({k.shape[2]} and {q.shape[2]})"
         )
-    if context is not None and current_mesh().size(context) > 1:
-        if mask is not None or q.shape[2] != k.shape[2]:
-            raise ValueError(f"attention: over {context!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
-        return context_attention(q, k, v, causal=causal, scale=scale, window=window, axis=context)
+    if ring is not None and gather is not None:
+        raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
+    if documents is not None and (mask is not None or window is not None or documents.shape != q.shape[::2]):
+        raise ValueError(
+            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask "
+            "or a window"
+        )
+    cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
+    if cut and (mask is not None or q.shape[2] != k.shape[2]):
+        raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
+    if documents is not None and (ulysses in cut or ring in cut):
+        raise ValueError(f"attention: documents over {cut[0]!r} where keys are not gathered")
+    if ulysses in cut:
+        given = (to_heads(x, ulysses) for x in (q, k, v))
+        out = attention(*given, causal=causal, scale=scale, window=window, gather=gather, ring=ring)
+        return to_sequence(out, ulysses)
+    if ring in cut:
+        return ring_attention(q, k, v, causal=causal, scale=scale, window=window, axis=ring)
+    if gather in cut:
+        return gathered_attention(q, k, v, causal=causal, scale=scale, window=window, axis=gather, documents=documents)
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
     if window is not None and window < q.shape[2]:
         return _windowed(q, k, v, window, scale)
     if causal and mask is not None:

@@ -1,7 +1,15 @@
-"""Context parallelism: every rank has a part of each sequence, and gathers keys and values for attention.
+"""Context parallelism: every rank has a part of each sequence; attention over all of it in one of three ways.
 
 A sequence of s tokens is cut into 2 c equal chunks over c ranks; rank i has chunks i and 2 c - 1 - i, so that all ranks
 have the same work under a causal mask (Llama Team, The Llama 3 Herd of Models, 2024, section 3.3.2).
+
+gather   keys and values of the whole sequence are gathered, their gradients reduced and scattered (the same)
+ring     they travel from rank to rank (``autoplan.runtime.ring``)
+ulysses  ranks exchange parts of the sequence for parts of the heads, and back behind attention (Jacobs et al.,
+         DeepSpeed Ulysses, 2023)
+
+Ulysses over u neighbours goes together with either of the others over the r = c / u groups of them (Fang, Zhao, USP,
+2024; Gu et al., LoongTrain, 2024): the parts of u neighbours, put in order, are those of one rank of r.
 """
 
 from __future__ import annotations
@@ -42,6 +50,19 @@ def _part(chunks: Sequence[torch.Tensor], index: int, dim: int) -> torch.Tensor:
     return torch.cat((chunks[index], chunks[-1 - index]), dim)
 
 
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """[ranks, b, h, 2 l, d], the parts of neighbouring ranks -> [b, h, 2 l ranks, d]: all their first chunks, then all
+    their second ones, which follow each other the other way round."""
+    first, second = parts.chunk(2, dim=3)
+    return torch.cat((*first.unbind(0), *second.flip(0).unbind(0)), dim=2)
+
+
+def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The inverse of ``_in_order``."""
+    chunks = x.chunk(2 * ranks, dim=2)
+    return torch.stack([_part(chunks, i, 2) for i in range(ranks)])
+
+
 class _Gather(torch.autograd.Function):
     """[b, h, 2 l, d] of every rank -> [b, h, 2 l c, d] in the order of the sequence; gradients summed back."""
 
@@ -50,19 +71,78 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.ranks = group, ranks
         parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo wants the ranks inside the first dim
         dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
-        first, second = parts.view(ranks, *x.shape).chunk(2, dim=3)
-        return torch.cat((*first.unbind(0), *second.flip(0).unbind(0)), dim=2)
+        return _in_order(parts.view(ranks, *x.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        chunks = grad.chunk(2 * ctx.ranks, dim=2)
-        mine = [_part(chunks, i, 2) for i in range(ctx.ranks)]
-        out = torch.empty_like(mine[0])
-        dist.reduce_scatter_tensor(out, torch.cat(mine), group=ctx.group)
+        parts = _by_rank(grad, ctx.ranks)
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=ctx.group)
         return out, None, None
 
 
-def context_attention(
+def _to_heads(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """[b, h, 2 l, d] -> [b, h / ranks, 2 l ranks, d]: this rank's heads of the parts of all ranks, in order."""
+    sent = x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0).contiguous()
+    parts = torch.empty_like(sent)
+    dist.all_to_all_single(parts, sent, group=group)
+    return _in_order(parts)
+
+
+def _to_sequence(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """The inverse."""
+    sent = _by_rank(x, ranks)
+    parts = torch.empty_like(sent)
+    dist.all_to_all_single(parts, sent, group=group)
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Parts of the sequence for parts of the heads (``heads``) or back; gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, heads: bool, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+        ctx.heads, ctx.group, ctx.ranks = heads, group, ranks
+        return (_to_heads if heads else _to_sequence)(x, group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return (_to_sequence if ctx.heads else _to_heads)(grad, ctx.group, ctx.ranks), None, None, None
+
+
+def to_heads(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """[b, h, 2 l, d] -> [b, h / u, 2 l u, d] by an all-to-all over the u ranks of ``axis``.
+
+    Fewer heads than ranks are repeated, so that every rank has one: u must be a multiple of h then.
+
+    Raises:
+        ValueError: neither divides the other.
+    """
+    mesh = current_mesh()
+    ranks, heads = mesh.size(axis), x.shape[1]
+    if heads % ranks:
+        if ranks % heads:
+            raise ValueError(f"{heads} heads cannot be spread over {ranks} ranks of {axis}")
+        x = x.repeat_interleave(ranks // heads, 1)
+    out: torch.Tensor = _Exchange.apply(x, True, mesh.group(axis), ranks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def to_sequence(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """The inverse: [b, h / u, 2 l u, d] -> [b, h, 2 l, d]."""
+    mesh = current_mesh()
+    out: torch.Tensor = _Exchange.apply(x, False, mesh.group(axis), mesh.size(axis))  # type: ignore[no-untyped-call]
+    return out
+
+
+def _gathered_ids(ids: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """[b, 2 l] of every rank -> [b, 2 l c] in the order of the sequence."""
+    parts = ids.new_empty(ranks * ids.shape[0], ids.shape[1])
+    dist.all_gather_into_tensor(parts, ids.contiguous(), group=group)
+    return _in_order(parts.view(ranks, ids.shape[0], 1, ids.shape[1], 1)).flatten(1)
+
+
+def gathered_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -71,16 +151,23 @@ def context_attention(
     scale: float | None,
     window: int | None,
     axis: str,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries over the keys of the whole sequence.
+    """Attention of this rank's queries over the keys of the whole sequence, which are gathered over ``axis``.
 
     Args:
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them; k, v alike.
         causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        documents: [b, 2 l] of this rank's tokens; needs ``causal``.
 
     Returns:
         [b, h, 2 l, e].
+
+    Raises:
+        ValueError: documents without ``causal``.
     """
+    if documents is not None and not causal:
+        raise ValueError("attention: documents over a cut sequence need causal attention")
     mesh = current_mesh()
     ranks, index, grouped = mesh.size(axis), mesh.coordinate(axis), q.shape[1] != k.shape[1]
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
@@ -88,12 +175,15 @@ def context_attention(
         return functional.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
     length = q.shape[2] // 2
     out = []
+    whole = None if documents is None else _gathered_ids(documents, mesh.group(axis), ranks)
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
         low = 0 if window is None else max(0, first - window + 1)  # no query of the chunk sees further back
         query = torch.arange(first, end, device=q.device)[:, None]
         distance = query - torch.arange(low, end, device=q.device)[None]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if whole is not None:
+            seen = seen & (whole[:, None, first:end, None] == whole[:, None, None, low:end])
         part = functional.scaled_dot_product_attention(
             chunk, keys[:, :, low:end], values[:, :, low:end], attn_mask=seen, scale=scale, enable_gqa=grouped
         )

@@ -369,6 +369,7 @@ _OPS: Mapping[str, tuple[str, int]] = {
     "c10d::reduce_": ("reduce", 0),
     "c10d::gather_": ("gather", 0),
     "c10d::scatter_": ("scatter", 1),
+    "c10d::send": ("send_recv", 0),
 }
 _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 
@@ -378,8 +379,9 @@ def record_collectives(mesh: AxisMesh | None = None) -> Iterator[list[Collective
     """Yield a list that receives a record of every collective executed inside, in forward, backward and recompute.
 
     It watches the dispatcher, not the functions of this module, so a collective added anywhere is seen; one over a
-    group that is no axis of the mesh is recorded under the description of its group. Point-to-point transfers are not
-    recorded, nor are collectives over a single rank, which move nothing.
+    group that is no axis of the mesh is recorded under the description of its group. Of point-to-point transfers what
+    this rank sends is recorded, but for that of pipeline stages (``pp``), which PyTorch's schedules send. Collectives
+    over a single rank move nothing and are not recorded.
 
     Enter it inside ``LocalTensorMode`` or ``FakeTensorMode``: those answer collectives themselves and would hide them.
 
@@ -417,7 +419,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             payload = result if index == _RESULT else args[index]
             axis = self._mesh.axis_of_group(group)
             name = axis if axis is not None else f"group {group.group_desc}"
-            self.records.append(CollectiveRecord(kind, name, _bytes(payload), _phase()))
+            if (kind, name) != ("send_recv", "pp"):
+                self.records.append(CollectiveRecord(kind, name, _bytes(payload), _phase()))
         return result
 
 

@@ -290,7 +290,7 @@ class ParallelModel:
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
-        if "cp" in self.mesh.axes:
+        if "cp" in self.mesh.axes or "cp" in self.mesh.groups:
             if env["s"] % (2 * self.mesh.size("cp")):
                 raise ValueError(
                     f"a sequence of {env['s']} cannot be cut over cp={self.mesh.size('cp')}; it must be a multiple of "

@@ -113,6 +113,21 @@ def make_windowed(seed: int = 0, mixed: bool = False) -> nn.Module:
     return model
 
 
+def with_documents(batch: dict[str, torch.Tensor], packed: bool, left: bool = False) -> dict[str, torch.Tensor]:
+    """Of every sample the first tokens (`left`: the last) alone, padding elsewhere; packed: two documents each."""
+    b, s = batch["input_ids"].shape
+    place = torch.arange(s).expand(b, -1)
+    length = (3 + 5 * torch.arange(b) % (s - 3))[:, None]
+    if packed:
+        return {**batch, "position_ids": torch.where(place < length, place, place - length)}
+    mask = (place >= s - length if left else place < length).long()
+    out = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    if not left:
+        return out
+    out["labels"] = out["labels"].masked_fill(place == s - length, -100)  # padding would have to predict it
+    return {**out, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
 MOE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
 
 

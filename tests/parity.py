@@ -59,6 +59,7 @@ class Case:
     cp: int = 1
     schedule: str = "1F1B"
     virtual: int = 1  # stages per rank of the pipeline
+    context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
 
     @property
     def world(self) -> int:
@@ -81,6 +82,9 @@ class Case:
             pins["ep"] = self.ep
         if self.cp > 1:
             pins["cp"] = self.cp
+        if self.context_method is not None:
+            given = self.context_method
+            pins["context_method"] = given if isinstance(given, str) else dict(given)
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
         if self.virtual > 1:
@@ -99,6 +103,9 @@ class Case:
         ]
         parts += [self.schedule] * (self.schedule != "1F1B") + [f"v{self.virtual}"] * (self.virtual > 1)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        if self.context_method is not None:
+            given = self.context_method
+            parts += [given if isinstance(given, str) else "-".join(f"{b}-{m}" for b, m in given)]
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
@@ -134,6 +141,8 @@ def graph_of(family: str, dropout: float) -> ModelGraph:
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if family in ("llama-padded", "llama-packed"):
+        return models.with_documents(batch, packed=family == "llama-packed")
     return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 
@@ -143,15 +152,24 @@ def cluster_of(world: int, prices: str) -> Cluster:
 
 
 @functools.cache
-def _compiled(family: str, dropout: float, pins: tuple[tuple[str, Any], ...], world: int, prices: str) -> Program:
-    config = read_pins(dict(pins), world)
+def _compiled(
+    family: str,
+    dropout: float,
+    pins: tuple[tuple[str, Any], ...],
+    methods: tuple[tuple[str, str], ...],
+    world: int,
+    prices: str,
+) -> Program:
+    config = read_pins({**dict(pins), **({"context_method": dict(methods)} if methods else {})}, world)
     graph = graph_of(family, dropout)
     _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ})
     return compile_program(graph, layouts)
 
 
 def compiled(case: Case) -> Program:
-    return _compiled(case.family, case.dropout, tuple(sorted(case.pins.items())), case.world, case.prices)
+    methods = case.context_method if isinstance(case.context_method, tuple) else ()
+    pins = tuple(sorted((k, v) for k, v in case.pins.items() if not (methods and k == "context_method")))
+    return _compiled(case.family, case.dropout, pins, methods, case.world, case.prices)
 
 
 def full_tensors(case: Case, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -37,7 +37,10 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2, "num_micro_batches": 2},
     "ep": {"dp": 2, "ep": 2},
-    "cp": {"cp": 2},
+    "cp": {"cp": 2, "context_method": "gather"},
+    "ring": {"cp": 2, "context_method": "ring"},
+    "Ulysses": {"cp": 2, "context_method": "ulysses"},
+    "Ulysses x ring": {"cp": 4, "context_method": "ulysses2xring2"},
     "ZeRO 1": {"zero": 1},
     "ZeRO 2": {"zero": 2},
     "ZeRO 3": {"zero": 3},
@@ -57,15 +60,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Mixtral": {"family": "mixtral"},
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
+    "padding": {"family": "llama-padded"},
+    "packed": {"family": "llama-packed"},
 }
 # no plan has two of these
-ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"), ("GPipe", "interleaved", "ZB-H1", "ZBV"))
+ONE_OF = (
+    ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
+    ("GPipe", "interleaved", "ZB-H1", "ZBV"),
+    ("cp", "ring", "Ulysses", "Ulysses x ring"),
+)
 
 TOGETHER = (
     Case("llama", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", schedule="GPipe"),
     Case("llama-tied", dp=2, cp=2, tp=2, zero=3, num_micro_batches=2, recompute="full"),
     Case("qwen2-mixed", cp=2, tp=2, pp=2, num_micro_batches=3, labels="unequal", recompute="full"),
     Case("gpt-untied", dp=2, cp=2, pp=2, zero=1, num_micro_batches=2),
+    Case("qwen2-mixed", dp=2, cp=4, zero=3, num_micro_batches=2, recompute="full", context_method="ulysses2xring2"),
+    Case("deepseek", cp=4, tp=2, zero=1, num_micro_batches=3, labels="unequal", context_method="ring"),
     Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, recompute="full", labels="unequal"),
     Case("mixtral", dp=2, tp=2, pp=2, zero=3, num_micro_batches=3, labels="unequal"),
     Case(

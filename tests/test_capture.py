@@ -308,12 +308,6 @@ def test_in_place_ops_that_somebody_can_see_are_refused(block: type, message: st
         capture(Stack(block), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
 
 
-def test_padding_masks_are_refused() -> None:
-    batch = models.token_batch(2, 8)
-    with pytest.raises(CaptureError, match="label -100"):
-        capture(models.make_llama(), {**batch, "attention_mask": torch.ones(2, 8)})
-
-
 def test_attention_dropout_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"dropout_p=0\.1 inside scaled_dot_product_attention"):
         capture(models.make_llama(attention_dropout=0.1), models.token_batch(2, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.estimate import estimate_config
 from autoplan.planner import SearchResult, search_plan
 from autoplan.points import PlanRequest
+from autoplan.search.context_pins import combinations, legal_methods
 from autoplan.search.space import LEAST_PART, space
 
 SEQ = 16
@@ -28,7 +30,8 @@ SEQ = 16
 
 @lru_cache(maxsize=4)
 def graph(kind: str = "mixtral") -> ModelGraph:
-    make = {"mixtral": models.make_mixtral, "llama": models.make_llama}[kind]
+    makes = {"mixtral": models.make_mixtral, "llama": models.make_llama}
+    make = {**makes, "windows": functools.partial(models.make_windowed, mixed=True)}[kind]
     return capture(make(), models.token_batch(2, SEQ))
 
 
@@ -55,8 +58,10 @@ def enumerated(
         config = ParallelConfig(
             dp=dp, tp=tp, ep=ep, cp=cp, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
         )
-        estimate = estimate_config(r, config).estimate
-        out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, cp))
+        for chosen in combinations(legal_methods(r.graph, cp, tp)) if cp > 1 else [None]:
+            given = replace(config, context_method=None if chosen is None else dict(chosen))
+            estimate = estimate_config(r, given).estimate
+            out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, cp))
     return sorted(out)
 
 
@@ -115,16 +120,19 @@ def test_a_dense_model_has_nothing_to_spread() -> None:
         search_plan(r)
 
 
+@pytest.mark.parametrize("kind", ["llama", "windows"])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_the_search_over_cut_sequences_is_enumeration(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all of the memory, and with as little as leaves one plan, where a part of 4 tokens is long enough."""
+def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method in every block, where a part of 4 tokens is long enough: with all of the memory, with the median of
+    what plans need, and with as little as leaves one plan."""
     monkeypatch.setattr("autoplan.search.space.LEAST_PART", 4)
     pins = {"pp": 1, "recompute": "none"}
-    r = request(devices, pins, "llama")
+    r = request(devices, pins, kind)
     plans = enumerated(r, devices, cps=(1, 2, 4))
     assert {c.cp for c in space(r.graph, r.cluster, 8, pins, seq_len=SEQ).candidates} == {cp for *_, cp in plans}
-    for memory in (1 << 30, int(min(held for _, held, _ in plans)) + 1):
-        result = search_plan(request(devices, pins, "llama", memory_bytes=memory))
+    needs = sorted(held for _, held, _ in plans)
+    for memory in (1 << 30, int(needs[len(needs) // 2]) + 1, int(needs[0]) + 1):
+        result = search_plan(request(devices, pins, kind, memory_bytes=memory))
         best = next(step for step, held, _ in plans if held <= memory)
         assert result.plans[0].estimate.step_time_s.mid == pytest.approx(best, rel=1e-9)
         assert result.certificate.status == "complete" and result.certificate.gap == 0.0

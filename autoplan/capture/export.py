@@ -22,7 +22,7 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts
-from autoplan.capture.huggingface import capture_attention, is_hf_model, refuse_padding
+from autoplan.capture.huggingface import capture_attention, check_masks, is_hf_model
 from autoplan.capture.inplace import ALLOCATIONS, Assembly, Window, fill, out_of_place, window
 from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
 from autoplan.cost_models.errors import CaptureError
@@ -110,7 +110,7 @@ def capture(
         `loss_denominator`.
     Raises: CaptureError naming the op and the source line that cannot be captured.
     """
-    refuse_padding(example_inputs)
+    check_masks(model, example_inputs)
     graph = _capture(model, example_inputs, loss_fn, merge=True)
     if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
         graph = _capture(model, example_inputs, loss_fn, merge=False)
@@ -129,7 +129,7 @@ def _capture(
         stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
         stack.enter_context(capture_experts(model))
         if is_hf_model(model):
-            stack.enter_context(capture_attention(model))
+            stack.enter_context(capture_attention(model, "position_ids" in example_inputs))
             stack.enter_context(capture_hf_experts(model))
         program, symbols = _export(wrapper, example_inputs)
     if tracer.unproved and merge:

@@ -7,7 +7,7 @@ parallelism need) keeps it whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,12 +28,18 @@ def is_hf_model(model: nn.Module) -> bool:
     )
 
 
-def refuse_padding(example_inputs: Mapping[str, torch.Tensor]) -> None:
-    """Padding masks are not captured: CaptureError says what to pass instead."""
-    if "attention_mask" in example_inputs:
+def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
+    """CaptureError for a padding mask that is not [b, s], or that no causal Hugging Face model reads."""
+    mask, ids = example_inputs.get("attention_mask"), example_inputs.get("input_ids")
+    if mask is None:
+        return
+    if not is_hf_model(model):
         raise CaptureError(
-            "attention_mask is not supported: pass unpadded or packed sequences and mark tokens that do not count with "
-            "label -100"
+            "attention_mask is read from Hugging Face models only; give the model an input of another name"
+        )
+    if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
+        raise CaptureError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must say of every token, [b, s], whether it counts"
         )
 
 
@@ -56,9 +62,17 @@ def _attention(
     window = kwargs.get("sliding_window")
     if window is not None:
         if not causal or attention_mask is not None:
-            raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
+            raise CaptureError(
+                "attention over a sliding window is captured where it is causal and has no other mask: no padding, no "
+                "packed sequences"
+            )
         windowed = torch.ops.autoplan.windowed_attention(query, key, value, int(window), scaling)
         return windowed.transpose(1, 2).contiguous(), None
+    if attention_mask is not None and attention_mask.ndim == 2:
+        if not causal:
+            raise CaptureError("attention with padding or packed sequences is captured where it is causal")
+        inside = torch.ops.autoplan.document_attention(query, key, value, attention_mask, scaling)
+        return inside.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -72,13 +86,27 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> None:
-    """The mask of the layers that ask for one: none, as their attention knows that it is causal, or its window.
+def _mask_function(packed: list[torch.Tensor]) -> Callable[..., torch.Tensor | None]:
+    def documents(
+        *args: Any,
+        config: Any = None,
+        local_size: int | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """The mask of the layers that ask for one: none, as their attention knows that it is causal, or its window; or
+        [b, s], to which document every token belongs. What is padding is a document of its own: no token of the others
+        sees it, and no row of scores is empty.
 
-    Raises: CaptureError for a mask that this would lose.
-    """
-    if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        raise CaptureError(f"attention in chunks of {local_size} tokens is not supported")
+        Raises: CaptureError for a mask that this would lose.
+        """
+        if local_size is not None and local_size != getattr(config, "sliding_window", None):
+            raise CaptureError(f"attention in chunks of {local_size} tokens is not supported")
+        if attention_mask is not None:
+            return attention_mask != 0
+        return packed[-1] if packed else None
+
+    return documents
 
 
 @contextmanager
@@ -96,14 +124,30 @@ def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
 
 
 @contextmanager
-def capture_attention(model: nn.Module) -> Iterator[None]:
-    """Use the captured form of attention inside; the model's own choice is restored."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def capture_attention(model: nn.Module, positions: bool = False) -> Iterator[None]:
+    """Use the captured form of attention inside; the model's own choice is restored.
+
+    Args:
+        positions: the batch says the positions of its tokens: where they start again, another document begins.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    packed: list[torch.Tensor] = []
+
+    def starts(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if positions:
+            packed.append((position_ids == 0).to(torch.int64).cumsum(-1))
+        return None
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _no_mask)
-    with configured(model, "_attn_implementation", _NAME):
-        yield
+    AttentionMaskInterface.register(_NAME, _mask_function(packed))
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = starts
+    try:
+        with configured(model, "_attn_implementation", _NAME):
+            yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def default_example(model: nn.Module) -> dict[str, torch.Tensor]:

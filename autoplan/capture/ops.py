@@ -83,6 +83,11 @@ def _windowed_attention(a: Args) -> Result:
     return Lowered("attention", (a["query"], a["key"], a["value"]), attrs)
 
 
+def _document_attention(a: Args) -> Result:
+    attrs = {"causal": True, "scale": a.get("scale"), "documents": True}
+    return Lowered("attention", (a["query"], a["key"], a["value"], a["documents"]), attrs)
+
+
 def _slice(a: Args) -> Result:
     start = a.get("start") or 0
     end = a.get("end")
@@ -250,6 +255,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.one_hot.default": lambda a: Lowered("one_hot", (a["self"],), {"num_classes": a["num_classes"]}),
     "autoplan.experts.default": _experts,
     "autoplan.windowed_attention.default": _windowed_attention,
+    "autoplan.document_attention.default": _document_attention,
     "aten.cumsum.default": _with("cumsum", "dim"),
     "aten.clamp.default": lambda a: Lowered("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")}),
     "aten.to.dtype": _to,

@@ -1,4 +1,4 @@
-"""Attention over a sliding window, as one op: torch has no operation for it that capture could keep whole."""
+"""Attention over a sliding window and inside documents, as one op each: torch has none to keep whole."""
 
 from __future__ import annotations
 
@@ -15,4 +15,19 @@ def windowed_attention_op(
 
 @windowed_attention_op.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.custom_op("autoplan::document_attention", mutates_args=())
+def document_attention_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The marker of causal attention in which a token sees those of its own document; documents: [b, s]."""
+    raise RuntimeError("autoplan::document_attention is a capture marker and cannot be run")
+
+
+@document_attention_op.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float | None
+) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Block, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
@@ -30,6 +31,17 @@ class Context:
     groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
     dispatch: Axis | None = None  # over which experts are spread and tokens travel to them
     context: Axis | None = None  # over which sequences are cut
+    method: ContextMethod | None = None  # how attention of this block sees all of them
+
+    def over(self) -> str:
+        """Keywords of attention: the axes that its method works over."""
+        m = self.method
+        if self.context is None or m is None:
+            return ""
+        whole = self.context.name
+        axes = {"ulysses": "cpu" if m.is_product else whole, m.inner: "cpr" if m.is_product else whole}
+        names = (*(("ulysses",) if m.ulysses > 1 else ()), *((m.inner,) if m.inner else ()))
+        return "".join(f", {name}={axes[name]!r}" for name in names)
 
     def axis(self, indices: Sequence[int]) -> str:
         """Name of one sub-axis or of a product."""
@@ -163,11 +175,10 @@ def _chunk(t: _OpText) -> str:
 
 
 def _attention(t: _OpText) -> str:
-    mask = f", mask={t.a[3]}" if len(t.a) > 3 else ""
+    mask = f", {'documents' if t.attrs.get('documents') else 'mask'}={t.a[3]}" if len(t.a) > 3 else ""
     scale = t.attrs["scale"]
     window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
-    context = f", context={t.ctx.context.name!r}" if t.ctx.context is not None else ""
-    return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{context})"
+    return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{t.ctx.over()})"
 
 
 def _embedding(t: _OpText) -> str:

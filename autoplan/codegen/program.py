@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source, expert_weights
+from autoplan.codegen.sends import attention_sends
+from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.schedule import ranks_of_chunks
@@ -40,6 +43,7 @@ class Layouts:
     schedule: str
     recompute: Mapping[str, str]  # call -> none | full
     virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
+    context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class _Compiler:
         self.graph, self.layouts = graph, layouts
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         self.dispatch = next((a for a in layouts.mesh.axes if a.name == "ep"), None)
-        self.context = next((a for a in layouts.mesh.axes if a.name == "cp"), None)
+        cut = [a.size for a in layouts.mesh.axes if a.name in layouts.mesh.groups.get("cp", ("cp",))]
+        self.context = Axis("cp", math.prod(cut)) if cut else None
         self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch, self.context)
         self.lowered: dict[str, LoweredBlock] = {
             name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
@@ -233,7 +238,7 @@ class _Compiler:
                 axis = c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes]
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
             out += self._dispatches(index, name)
-            out += self._gathers(index, name)
+            out += self._contexts(index, name)
         last = len(self.layouts.stages) - 1
         homes = self._stage_ranks()  # what stays on a rank is not sent
         sends = [(v, "forward") for v in self._carried(index)] if homes[index] != homes[min(index + 1, last)] else []
@@ -243,18 +248,29 @@ class _Compiler:
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
 
-    def _gathers(self, index: int, call: str) -> list[LedgerEntry]:
-        """Keys and values of the whole sequence for every attention, their gradients summed back."""
+    def _contexts(self, index: int, call: str) -> list[LedgerEntry]:
+        """What attention of cut sequences sends, by its method (`autoplan.runtime.context`)."""
         if self.context is None:
             return []
-        out, lowered, ways = [], self.lowered[self.calls[call].block], Fraction(self.context.size)
+        out, lowered = [], self.lowered[self.calls[call].block]
         for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "attention"):
-            for value, layout in list(zip(op.inputs, op.strategy.inputs, strict=True))[1:3]:
-                size = local_bytes(value, layout, self.graph.factors, self.layouts.axes).scale(ways)
-                kinds = [("all_gather", "forward")] + [("reduce_scatter", "backward")] * value.requires_grad
-                for kind, phase in kinds:
-                    entry = (value.name, kind, self.context.name, terms(size), phase, "micro_batch")
-                    out.append(LedgerEntry(index, call, *entry))
+            values = [*zip(op.inputs, op.strategy.inputs, strict=True)][:3]
+            values.append((op.values[0], op.strategy.outputs[0]))
+            sizes = [local_bytes(v, layout, self.graph.factors, self.layouts.axes) for v, layout in values]
+            heads = [local_shape(v, layout, self.graph.factors, self.layouts.axes)[1].value for v, layout in values]
+            sent = attention_sends(
+                self.layouts.context[lowered.block.name],
+                [v.name for v, _ in values],
+                sizes,
+                [self._number(Expr.of(h)) if h is not None else 0 for h in heads],
+                [v.requires_grad for v, _ in values],
+            )
+            if op.node.attrs.get("documents"):
+                ids = op.inputs[3]
+                size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
+                sent.append((ids.name, "all_gather", "cp", size.scale(Fraction(self.context.size)), "forward"))
+            for name, kind, axis, size, phase in sent:
+                out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))
         return out
 
     def _dispatches(self, index: int, call: str) -> list[LedgerEntry]:
@@ -295,7 +311,8 @@ class _Compiler:
         ]
         needs: dict[str, dict[str, bool]] = {}
         for name, calls in blocks.items():
-            text, needs[name] = block_source(self.lowered[name], self.ctx, calls, set(calls) <= self.free_names)
+            ctx = replace(self.ctx, method=self.layouts.context.get(name))
+            text, needs[name] = block_source(self.lowered[name], ctx, calls, set(calls) <= self.free_names)
             lines += text
         lines += self._stage_class(index, spec, free, mine, needs)
         return "\n".join(lines) + "\n"

@@ -97,6 +97,19 @@ def read_recompute(text: str) -> str | tuple[int, ...]:
     raise PinError(f"recompute {text!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage: 3,0,0,0")
 
 
+def read_methods(text: str | None) -> str | dict[str, str] | None:
+    """Of context parallelism: `ring`, or by block `layer=ring,layer1=ulysses`."""
+    if text is None or "=" not in text:
+        return text
+    out: dict[str, str] = {}
+    for part in text.split(","):
+        block, equals, name = (piece.strip() for piece in part.partition("="))
+        if not equals or not block or not name or block in out:
+            raise PinError(f"--context-method {text}: {part!r} is not BLOCK=METHOD, each block once")
+        out[block] = name
+    return out
+
+
 def read_options(
     attention: str | None = None,
     launch: str = "async",

@@ -11,7 +11,8 @@ Schema 1:
                  "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
                  "profile", "constants": null | file},
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
-              "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage]},
+              "virtual_stages", "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
+              "context_method": null | str | {block: str}},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
      "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
@@ -114,6 +115,7 @@ def plan(c: ParallelConfig) -> dict[str, Any]:
         "virtual_stages": c.virtual_stages,
         "recompute": recompute,
         "stages": None if c.stages is None else list(c.stages),
+        "context_method": dict(c.context_method) if isinstance(c.context_method, Mapping) else c.context_method,
     }
 
 

@@ -12,7 +12,7 @@ from autoplan.cost_models.schedule import SCHEDULES
 from autoplan.search.pins import is_count
 
 DEGREES = (
-    "dp tp pp cp ep etp zero_stage micro_batch_size recompute virtual_stages schedule stages".split()
+    "dp tp pp cp ep etp zero_stage micro_batch_size recompute virtual_stages schedule stages context_method".split()
 )  # that may be given
 _COUNTS = ("tp", "pp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
 
@@ -47,6 +47,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
         virtual_stages=chunks,
         recompute=tuple(recompute) if isinstance(recompute, list) else recompute,
         stages=None if stages is None else tuple(stages),
+        context_method=values.get("context_method"),
     )
 
 

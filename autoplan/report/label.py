@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Tag
@@ -22,11 +24,21 @@ def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) ->
     return "mixed"
 
 
+def methods_text(given: str | Mapping[str, str]) -> str:
+    """`ring`, or by block `layer=ring,layer1=ulysses` where they differ."""
+    if isinstance(given, str):
+        return given
+    names = set(given.values())
+    return names.pop() if len(names) == 1 else ",".join(f"{block}={name}" for block, name in sorted(given.items()))
+
+
 def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
     """Degrees above 1, then what is always there; 1F1B goes without saying."""
     c = config
     degrees = [("tp", c.tp), ("cp", c.cp), ("pp", c.pp), ("dp", c.dp), ("ep", c.ep)]
     parts = [f"{name}{size}" for name, size in degrees if size > 1]
+    if c.context_method is not None:
+        parts = [f"{p} {methods_text(c.context_method)}" if p.startswith("cp") else p for p in parts]
     if c.ep > 1 and c.etp is not None and c.etp != c.tp:
         parts.append(f"etp{c.etp}")
     if c.dp * c.cp > 1:

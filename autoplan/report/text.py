@@ -23,7 +23,7 @@ from autoplan.cost_models.run import FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.report import numbers
 from autoplan.report.arguments import option_texts, option_words
-from autoplan.report.label import evidence_label, plan_label
+from autoplan.report.label import evidence_label, methods_text, plan_label
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import Point, batch_warning, row, run_of
 
@@ -401,6 +401,8 @@ def estimate_command(model: str, cluster: str, request: PlanRequest, c: Parallel
     words += ["--global-batch-size", str(request.global_batch_size)]
     for flag, n in degrees:
         words += [flag, str(n)]
+    if c.context_method is not None:
+        words += ["--context-method", methods_text(c.context_method)]
     if c.etp is not None and c.etp != c.tp:
         words += ["--etp", str(c.etp)]
     words += ["--zero", str(c.zero_stage), "--micro-batch-size", str(c.micro_batch_size)]

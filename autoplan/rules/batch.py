@@ -38,7 +38,8 @@ def _result(
     if any(len(p) > 1 for p in places):
         return None
     if symbol == "s" and node.op == "attention":  # over the keys of all parts (autoplan.runtime.context)
-        whole = len(inputs) == 3 and all(t == shard(2, 0) for t in inputs)
+        documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))
+        whole = (len(inputs) == 3 or documents) and all(t == shard(2, 0) for t in inputs[:3])
         return [p[0] for p in places] if whole else None
     if symbol == "s" and node.op == "dropout" and node.attrs["p"]:
         return None  # its mask is a function of the place in the whole sequence

@@ -151,10 +151,11 @@ def _lse(f: OpFacts) -> tuple[int, ...]:
 def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
     """The mask combined with the causal one by the runtime, or made from bool to float by torch."""
     q, k, _, mask = f.inputs[:4]
-    shape = [1] * (4 - len(mask.shape)) + list(mask.shape)
+    documents = bool(f.attrs.get("documents"))
+    shape = [mask.shape[0], 1, 1, 1] if documents else [1] * (4 - len(mask.shape)) + list(mask.shape)
     if f.attrs.get("causal"):
         shape[2:] = [q.shape[2], k.shape[2]]
-    size = DTYPE_BYTES[q.dtype if mask.dtype == "bool" else mask.dtype]
+    size = DTYPE_BYTES[q.dtype if mask.dtype == "bool" or documents else mask.dtype]
     for s in shape:
         size *= s
     return (*_lse(f), size)
@@ -371,7 +372,8 @@ def rule_name(f: OpFacts) -> str:
             return "attention_windowed"
         if f.device_type == "cpu" and f.inputs[0].shape[-1] != f.inputs[2].shape[-1]:
             return "attention_written_out"
-        if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or f.attrs.get("causal")):
+        own = f.attrs.get("causal") or f.attrs.get("documents")
+        if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or own):
             return "attention_own_mask"
     return f.op
 

@@ -215,7 +215,10 @@ def _attention(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
     inputs = [tidy(dims) for dims in rule.inputs]
     roles = list(rule.roles)
-    if len(ins) > 3:  # additive or boolean mask, broadcast against [b, heads, s, t]
+    if node.attrs.get("documents"):  # to which every token belongs
+        inputs.append((("b",), ("s",)))
+        roles.append(Role.OTHER)
+    elif len(ins) > 3:  # additive or boolean mask, broadcast against [b, heads, s, t]
         names: list[Labels] = [("b",), tuple(x for x in ("kv", "g") if sizes[x].value != 1), ("s",), ("t",)]
         skip = 4 - len(ins[3])
         inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(ins[3])))

@@ -29,6 +29,7 @@ class Candidate:
     cp: int = 1  # over how many ranks every sequence is cut
     schedule: str = "1F1B"
     virtual_stages: int = 1  # stages per rank of the pipeline
+    methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
 
     @property
     def num_actions(self) -> int:

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from math import prod
 
 from autoplan.cost_models.config import Attention, Mode
+from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.rules.saved import RULES, Form, Gradient, OpFacts, SavedRule, experts_rows
+from autoplan.search.context_parallel import saved_by
 
 FLOAT8_BYTES = 1
 LOSSES = frozenset(("cross_entropy_sum",))
@@ -42,6 +44,7 @@ class Kernels:
     float8: bool = False
     fused_loss: bool = False
     context: int = 1
+    method: ContextMethod | None = None  # how attention sees a cut sequence; None: keys are gathered
 
     @property
     def fused(self) -> bool:
@@ -70,8 +73,10 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _UNFUSED_ATTENTION
     if f.op in LOSSES and kernels.fused_loss:
         return _LOSS_IN_PLACE
+    if f.op == "attention" and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.fused):
+        return saved_by(kernels.method, _gathered, kernels.fused)
     if f.op == "attention" and kernels.context > 1 and not kernels.fused:
-        return SavedRule((("x0", (0, 1, 2)),), Form.NEW, extra=_gathered_extra(kernels.context))
+        return _gathered(kernels.context)
     if not kernels.handwritten:
         return None
     if f.op == "attention":  # its kernels know windows; the plain form of ours cuts them out
@@ -101,6 +106,10 @@ def _unfused_workspace(f: OpFacts) -> tuple[int, ...]:
     # forward: the scores before the softmax; backward: gradients of the softmax and of the scores
     size = _scores(f) * DTYPE_BYTES[f.inputs[0].dtype]
     return (size, 2 * size)
+
+
+def _gathered(ways: int) -> SavedRule:
+    return SavedRule((("x0", (0, 1, 2)),), Form.NEW, extra=_gathered_extra(ways))
 
 
 def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:

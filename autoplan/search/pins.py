@@ -19,10 +19,12 @@ from autoplan.cost_models.schedule import SCHEDULES as SCHEDULE_RULES
 from autoplan.cost_models.schedule import actions
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
+from autoplan.search.context_pins import chosen_methods, product_degree
 
 _DEGREES = ("tp", "pp", "dp", "ep", "cp")
 KNOWN = (
-    *_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "virtual_stages", "state_slack"
+    *_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "virtual_stages", "state_slack",
+    "context_method",
 )  # fmt: skip
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
@@ -65,6 +67,8 @@ def check_values(pins: Mapping[str, Any], known: Sequence[str], recompute_names:
     zero = pins.get("zero_stage", 1)
     if not is_count(zero, 0) or zero not in ZERO_STAGES:
         raise PinError(f"pin zero_stage={zero!r} does not exist; use 0, 1, 2 or 3")
+    if pins.get("context_method") is not None and pins.get("cp", 1) == 1:
+        raise PinError(f"pin context_method={pins['context_method']!r} needs a pin of cp; nearest legal: cp=2")
     schedule = pins.get("schedule", SCHEDULES[0])
     if schedule not in SCHEDULES:
         close = [*difflib.get_close_matches(str(schedule), SCHEDULES, 1), SCHEDULES[0]]
@@ -148,6 +152,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
             recompute=pins.get("recompute", "none"),
             stages=tuple(stages) if stages is not None else None,
             state_slack=float(pins.get("state_slack", 1.02)),
+            context_method=pins.get("context_method"),
         )
     )
 
@@ -248,6 +253,7 @@ def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     found = context_obstacle(graph)
     if found is not None:
         raise PinError(f"pin cp={c.cp}: {found}; nearest legal: cp=1")
+    chosen_methods(graph, c)
 
 
 def check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
@@ -366,15 +372,21 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
 
 def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
     """pp, dp and tp major to minor over ranks; dp as replicas of experts and ep where tokens travel to experts, tp as
-    two sub-axes where there are fewer key-value heads than tp."""
+    two sub-axes where there are fewer key-value heads than tp, cp as groups and neighbours in them where Ulysses is one
+    of two methods."""
     axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
     groups: dict[str, tuple[str, ...]] = {}
     if config.ep > 1:  # neighbours among the data-parallel ranks
         axes[1:] = [Axis("edp", config.dp // config.ep), Axis("ep", config.ep)]
         groups["dp"] = ("edp", "ep")
     if config.cp > 1:
-        groups["replicas"] = (*(a.name for a in axes[1:]), "cp")
-        axes.append(Axis("cp", config.cp))
+        neighbours = product_degree(config)
+        cut = [Axis("cp", config.cp)]
+        if neighbours > 1:
+            cut = [Axis("cpr", config.cp // neighbours), Axis("cpu", neighbours)]
+            groups["cp"] = ("cpr", "cpu")
+        axes += cut
+        groups["replicas"] = tuple(a.name for a in axes[1:])
     kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
     major = math.gcd(config.tp, kv)
     if config.tp > 1 and 1 < major < config.tp:

@@ -12,6 +12,7 @@ from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
 from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
+from autoplan.search.context_parallel import context_comms
 from autoplan.search.expert_parallel import (
     ExpertDegrees,
     dispatch_comms,
@@ -55,7 +56,7 @@ def workload(
             works.env,
             dtypes=works.remapped,
             device_type=works.device_type,
-            kernels=works.kernels,
+            kernels=replace(works.kernels, method=works.methods.get(n)),
         )
         for n, low in lowered.items()
     }
@@ -93,6 +94,10 @@ def workload(
         model_flops=works.context * sum(per_call[c.block] for c in graph.calls),
         micro_batch_size=works.env["b"],
         seq_len=works.env["s"] * works.context,
+        held={
+            n: (h.saved_bytes, h.kept_bytes, h.transient_bytes, h.selective_bytes, h.recompute_transient_bytes)
+            for n, h in held.items()
+        },
     )
 
 
@@ -229,7 +234,11 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
             comms += dispatch_comms(block, statement.node, works, experts)
             work = local_products(work, block, statement.node, works, experts)
         if statement.node.op == "attention" and works.context > 1:
-            comms += _context_comms(work, again=works.kernels.fused)
+            method = works.methods.get(block.name)
+            if method is None or (works.kernels.handwritten and method.ulysses == 1):
+                comms += _context_comms(work, again=works.kernels.fused)
+            else:
+                comms += context_comms(work, method)
         position[k] = len(ops)
         ops.append(work)
     joined: frozenset[int] = frozenset()

@@ -7,10 +7,12 @@ was chosen is what is priced.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.compute import VIEWS
 from autoplan.cost_models.config import PRECISIONS, Precision
+from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import Axis, Layout
 from autoplan.cost_models.symbols import Expr
@@ -18,6 +20,7 @@ from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.rules.strategies import Strategy
 from autoplan.rules.table import flops, rule_for, window_share
+from autoplan.search.context_parallel import exchanged
 from autoplan.search.handwritten import Kernels
 from autoplan.search.pins import layer_calls
 
@@ -50,6 +53,7 @@ class Works:
         precision: dtypes of what the model computes in its own parameters' dtype.
         device_type: whose kernels; they differ in what they keep for the backward.
         kernels: whose they are, as far as they differ in what they keep; op by op if None.
+        methods: of context parallelism, by block; keys are gathered in others.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class Works:
         precision: Precision = PRECISIONS["native"],
         device_type: str = "cpu",
         kernels: Kernels | None = None,
+        methods: Mapping[str, ContextMethod] | None = None,
     ) -> None:
         self.graph, self.axes, self.env, self.context = graph, tuple(axes), dict(env), context
         self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
+        self.methods = dict(methods or {})
         self.sizes = graph.factor_sizes(env)
         self.groups = groups_of(self.axes)
         self.remapped = _dtype_map(graph, precision)
@@ -135,10 +141,14 @@ class Works:
         """One op on one rank. `bias`: a fused addition of a vector along the last dim."""
         inputs = []
         for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True)):
-            inputs.append(self._tensor(block, name, layout, keys=node.op == "attention" and k in (1, 2)))
+            attends = node.op == "attention" and k < 3
+            inputs.append(self._tensor(block, name, layout, keys=attends and k > 0, attends=attends))
         outputs = [
             self._tensor(block, name, layout) for name, layout in zip(node.outputs, strategy.outputs, strict=True)
         ]
+        method = self.methods.get(block.name) if node.op == "attention" else None
+        if method is not None and method.ulysses > 1:
+            outputs = [replace(t, shape=exchanged(t.shape, method)) for t in outputs]
         if bias:
             inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
         moved = 0.0 if node.op in VIEWS else float(sum(t.num_bytes for t in (*inputs, *outputs)))
@@ -147,17 +157,22 @@ class Works:
         )
         if self.precision.matmul and node.op in _NARROW and block.name in self._narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
-        if node.op == "attention" and self.context > 1:
-            attrs = (*attrs, ("context_parts", self.context))
+        parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
+        if node.op == "attention" and parts > 1:
+            attrs = (*attrs, ("context_parts", parts))
         return OpWork(
             node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
         )
 
-    def _tensor(self, block: Block, name: str, layout: Layout, keys: bool = False) -> TensorWork:
+    def _tensor(self, block: Block, name: str, layout: Layout, keys: bool = False, attends: bool = False) -> TensorWork:
         value = block.values[name]
         shape = self.local(block.name, value, layout)
+        method = self.methods.get(block.name) if attends else None
+        if method is not None and method.ulysses > 1:
+            shape = exchanged(shape, method)
         if keys and self.context > 1:
-            shape = (*shape[:2], shape[2] * self.context, *shape[3:])
+            ways = self.context if method is None else method.ranks
+            shape = (*shape[:2], shape[2] * ways, *shape[3:])
         return TensorWork(shape, self.dtype(value), value.requires_grad)
 
     def _plain(self, value: object) -> Plain:

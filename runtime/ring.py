@@ -1,0 +1,367 @@
+"""Ring attention: keys and values travel from rank to rank while attention works on those that are there.
+
+Every rank has chunks i and 2 c - 1 - i of 2 c (``autoplan.runtime.context``). In step r it has the keys and values of
+rank i - r: it sends them on, receives the next, and meanwhile attends. What the steps give is joined by the
+log-sum-exp of their scores (online softmax; Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023):
+
+    lse = log(e^lse_1 + e^lse_2),    out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)
+
+The backward needs nothing of a step but that: with the final out and lse the probabilities of any part are
+``exp(scores - lse)``, so that keys and values go around once more and their gradients behind them, each rank adding its
+own. A gradient ends where it belongs. Key-value heads travel as they are, not repeated for the query heads they serve.
+
+Of a causal mask only pairs of chunks that see each other are computed (:func:`parts_of`), as many on every rank: 2 c of
+its 4 c, half of them. A window leaves out further pairs; keys and values travel all the way all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from autoplan.runtime.mesh import current_mesh
+
+_BLOCK = 512  # queries whose scores are held at a time where no kernel can be used
+_HALVES = (torch.float16, torch.bfloat16)
+_CUDA_HEAD = 8  # flash attention on CUDA takes head dims that are multiples of this, up to
+_CUDA_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries and keys of one product, in chunks (0, 1 or both of the two that a rank has).
+
+    ``kind``: ``full`` (all see all), ``causal`` (aligned at the start), or ``band`` (a query sees the keys from
+    ``distance`` 0 to below ``window``, where query 0 is ``offset`` tokens behind key 0).
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    kind: str
+    offset: int = 0
+    window: int = 0
+
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of chunks that are computed; a causal one of a chunk with itself counts as half."""
+        rows, columns = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+        return rows * columns / (2 if self.kind == "causal" else 1)
+
+
+def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, window: int | None) -> tuple[Part, ...]:
+    """What rank ``index`` computes with the keys of rank ``source``; chunks have ``length`` tokens."""
+    if not causal:
+        return (Part((0, 2), (0, 2), "full"),)
+    if window is None:  # chunks are in order: its own two are causal together, the second sees all before it
+        if source == index:
+            return (Part((0, 2), (0, 2), "causal"),)
+        return (Part((0, 2), (0, 1), "full") if source < index else Part((1, 2), (0, 2), "full"),)
+    mine, theirs = (index, 2 * ranks - 1 - index), (source, 2 * ranks - 1 - source)
+    out = []
+    for i, place in enumerate(mine):
+        for j, other in enumerate(theirs):
+            apart = (place - other) * length  # of equal places in both chunks
+            nearest, farthest = max(0, apart - length + 1), apart + length - 1
+            if apart < 0 or nearest >= window:
+                continue
+            if apart == 0 and window >= length:
+                out.append(Part((i, i + 1), (j, j + 1), "causal"))
+            elif apart > 0 and farthest < window:
+                out.append(Part((i, i + 1), (j, j + 1), "full"))
+            else:
+                out.append(Part((i, i + 1), (j, j + 1), "band", apart, window))
+    return tuple(out)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    axis: str,
+) -> torch.Tensor:
+    """Attention of this rank's queries over the keys of the whole sequence, which come around the ring of ``axis``.
+
+    Args:
+        q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
+        k: [b, kv, 2 l, d]; v: [b, kv, 2 l, e]; kv a divisor of h.
+        causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+
+    Returns:
+        [b, h, 2 l, e].
+    """
+    mesh = current_mesh()
+    ring = _Ring(mesh.group(axis), mesh.size(axis), mesh.coordinate(axis))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    out: torch.Tensor = _RingAttention.apply(q, k, v, ring, causal, scale, window)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True)
+class _Ring:
+    group: dist.ProcessGroup
+    ranks: int
+    index: int
+
+    def pass_on(self, sent: torch.Tensor, received: torch.Tensor, tag: int = 0) -> list[dist.Work]:
+        """Start to send to the next rank and to receive from the one before."""
+        after, before = (self.index + 1) % self.ranks, (self.index - 1) % self.ranks
+        works: list[dist.Work] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=after, tag=tag),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=before, tag=tag),
+            ]
+        )
+        return works
+
+    def rotate(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(rank, what it has), from this rank on backwards. The next is on its way while one is worked on.
+
+        A buffer is overwritten two steps later.
+        """
+        buffers = [torch.empty_like(own) for _ in range(min(2, self.ranks - 1))]
+        here = own
+        for step in range(self.ranks):
+            last = step == self.ranks - 1
+            works = [] if last else self.pass_on(here, buffers[step % 2])
+            yield (self.index - step) % self.ranks, here
+            _wait(works)
+            if not last:
+                here = buffers[step % 2]
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a packed buffer with the shapes of `k` and `v`."""
+    return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
+
+
+def _chunks(x: torch.Tensor, span: tuple[int, int], length: int) -> torch.Tensor:
+    return x[:, :, span[0] * length : span[1] * length]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ring: _Ring,
+        causal: bool,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        length = q.shape[2] // 2
+        wide = torch.float32 if q.dtype in _HALVES else q.dtype
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+        for source, buffer in ring.rotate(_packed(k, v)):
+            keys, values = _unpacked(buffer, k, v)
+            for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
+                rows, mine, ends = (_chunks(x, part.queries, length) for x in (q, out, lse))
+                there, given = (_chunks(x, part.keys, length) for x in (keys, values))
+                _join(mine, ends, *attend(rows, there, given, part, scale))
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.ring, ctx.causal, ctx.scale, ctx.window = ring, causal, scale, window
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        length = q.shape[2] // 2
+        wide = lse.dtype
+        for_q = torch.zeros_like(q, dtype=wide)
+        own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # of this rank's keys and values
+        back = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        behind: list[dist.Work] = []  # gradients of other ranks' keys follow them, a step later
+        received = k.new_empty(0)
+        for source, buffer in ring.rotate(_packed(k, v)):
+            keys, values = _unpacked(buffer, k, v)
+            mine = own if source == ring.index else torch.zeros_like(own)
+            for_k, for_v = _unpacked(mine, k, v)
+            for part in parts_of(ring.index, source, ring.ranks, length, ctx.causal, ctx.window):
+                arrived, rows, result, ends = (_chunks(x, part.queries, length) for x in (grad, q, out, lse))
+                there, given = (_chunks(x, part.keys, length) for x in (keys, values))
+                found = attend_backward(arrived, rows, there, given, result, ends, part, ctx.scale)
+                _chunks(for_q, part.queries, length).add_(found[0])
+                _chunks(for_k, part.keys, length).add_(found[1])
+                _chunks(for_v, part.keys, length).add_(found[2])
+            if not back or source == ring.index:
+                continue
+            _wait(behind)
+            if received.numel():  # none before the first step: this rank is the first to add to them
+                mine += received
+            sent, received = mine.to(k.dtype), k.new_empty(own.numel())
+            behind = ring.pass_on(sent, received, tag=1)
+        _wait(behind)
+        if received.numel():
+            own += received
+        for_k, for_v = _unpacked(own, k, v)
+        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None, None, None
+
+
+def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Add what a part gives to `out` and `lse`, in place. Rows that saw no key have -inf, and weigh nothing."""
+    new = torch.logaddexp(lse, part_lse)
+    base = new.masked_fill(new == -math.inf, 0.0)
+    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(part * (part_lse - base).exp_().unsqueeze(-1))
+    lse.copy_(new)
+
+
+# -- one part ---------------------------------------------------------------------------------------------------------
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> str:
+    """Which of torch's fused kernels that give the log-sum-exp takes this part; "" if none does."""
+    if part.kind == "band":
+        return ""
+    if q.device.type == "cpu":
+        return "cpu"
+    widest = max(k.shape[3], v.shape[3])
+    return "cuda" if q.device.type == "cuda" and q.dtype in _HALVES and widest <= _CUDA_LARGEST_HEAD else ""
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Zeros behind the head dim: of keys and queries they add nothing to scores, of values they are columns to drop."""
+    return x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3]))
+
+
+def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Head dim that the kernel sees: one for keys and values."""
+    size = max(k.shape[3], v.shape[3])
+    return -(-size // _CUDA_HEAD) * _CUDA_HEAD if kernel == "cuda" else size
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one part alone: [b, h, l, e] and the log-sum-exp of its scores, [b, h, l] (float32 for halves).
+
+    Args:
+        q: [b, h, l, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
+    """
+    kernel = _kernel(q, k, v, part)
+    if not kernel:
+        return _attend_plainly(q, k, v, part, scale)
+    size, causal = _head_size(kernel, k, v), part.kind == "causal"
+    given = [_padded(x, size) for x in (q, k, v)]
+    if kernel == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)[:2]
+    return out[..., : v.shape[3]], lse
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: Part,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What one part adds to the gradients of q, k and v, from `out` and `lse` of all parts together."""
+    kernel = _kernel(q, k, v, part)
+    if not kernel:
+        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale)
+    size, causal = _head_size(kernel, k, v), part.kind == "causal"
+    grad, q_, k_, v_, out = (_padded(x, size) for x in (grad, q, k, v, out))
+    if kernel == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q_, k_, v_, out, lse, 0.0, causal, scale=scale
+        )
+    else:
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: nothing of its generator
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q_, k_, v_, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
+            scale=scale,
+        )  # fmt: skip
+    return found[0][..., : q.shape[3]], found[1][..., : k.shape[3]], found[2][..., : v.shape[3]]
+
+
+def _seen(part: Part, first: int, rows: int, keys: int, device: torch.device) -> torch.Tensor | None:
+    """[rows, keys], True where query `first` + row sees the key; None: everywhere."""
+    if part.kind == "full":
+        return None
+    query = torch.arange(first, first + rows, device=device)[:, None] + part.offset
+    distance = query - torch.arange(keys, device=device)[None]
+    return distance >= 0 if part.kind == "causal" else (distance >= 0) & (distance < part.window)
+
+
+def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[b, h, ...] -> [b, groups, h / groups, ...]."""
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, part: Part, first: int, rows: int, scale: float, wide: torch.dtype
+) -> torch.Tensor:
+    """[b, kv, g, rows, t] of queries `first` to `first + rows`; -inf where a query does not see a key."""
+    grouped = _grouped(q[:, :, first : first + rows], k.shape[1])
+    scores = (grouped @ k.unsqueeze(2).mT).to(wide) * scale
+    seen = _seen(part, first, rows, k.shape[2], q.device)
+    return scores if seen is None else scores.masked_fill_(~seen, -math.inf)
+
+
+def _attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.float32 if q.dtype in _HALVES else q.dtype
+    outs, ends = [], []
+    for first in range(0, q.shape[2], _BLOCK):
+        rows = min(_BLOCK, q.shape[2] - first)
+        scores = _scores(q, k, part, first, rows, scale, wide)
+        lse = scores.logsumexp(-1)
+        shares = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
+        outs.append((shares.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2))
+        ends.append(lse.flatten(1, 2))
+    return torch.cat(outs, 2), torch.cat(ends, 2)
+
+
+def _attend_plainly_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: Part,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide, groups = lse.dtype, k.shape[1]
+    for_q, for_k, for_v = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1)
+    for first in range(0, q.shape[2], _BLOCK):
+        rows = min(_BLOCK, q.shape[2] - first)
+        here = slice(first, first + rows)
+        scores = _scores(q, k, part, first, rows, scale, wide)
+        shares = (scores - _grouped(lse[:, :, here], groups).unsqueeze(-1)).exp_()
+        arrived = _grouped(grad[:, :, here], groups)
+        for_v += (shares.to(grad.dtype).mT @ arrived).sum(2)
+        of_shares = (arrived @ v.unsqueeze(2).mT).to(wide) - _grouped(delta[:, :, here], groups).unsqueeze(-1)
+        of_scores = (shares * of_shares * scale).to(q.dtype)
+        for_q.append((of_scores @ k.unsqueeze(2)).flatten(1, 2))
+        for_k += (of_scores.mT @ _grouped(q[:, :, here], groups)).sum(2)
+    return torch.cat(for_q, 2), for_k, for_v

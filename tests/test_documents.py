@@ -1,0 +1,91 @@
+"""Padding masks and packed sequences of Hugging Face models: captured, equal to the model itself and over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from parity import Case, cluster_of, compiled, fake_group, worst
+from torch import nn
+
+from autoplan.api import plan_program
+from autoplan.capture.export import capture
+from autoplan.cost_models.errors import CaptureError, PinError
+from autoplan.runtime.attention import attention
+from autoplan.runtime.model import ParallelModel
+
+SEQ = 16
+KINDS = {"right": {"packed": False}, "left": {"packed": False, "left": True}, "packed": {"packed": True}}
+
+
+@pytest.mark.parametrize("make", [models.make_llama, models.make_deepseek])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_is_the_model(kind: str, make: Callable[[], nn.Module]) -> None:
+    """Loss and gradients of transformers' own attention with its own masks; not those without the mask."""
+    model, batch = make(), models.with_documents(models.token_batch(4, SEQ), **KINDS[kind])
+    graph = capture(model, {n: x[:2] for n, x in batch.items()})
+    _, program = plan_program(graph, cluster_of(1, "bandwidth"), {}, 4, SEQ)
+    assert all(", documents=" in text for text in program.sources.values())
+    with fake_group(1):
+        pm = ParallelModel(program.spec, program.sources, dict(model.named_parameters()), dict(model.named_buffers()))
+        loss = float(pm.step(batch))
+        got = {n: g.clone() for n, g in pm.gradients().items()}
+    whole = model(**batch, use_cache=False).loss
+    whole.backward()
+    want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert loss == pytest.approx(whole.item(), rel=1e-6) and worst(got, want)[0] < 1e-5
+    rest = {n: x for n, x in batch.items() if n not in ("attention_mask", "position_ids")}
+    if kind != "right":  # causal attention sees no padding behind it
+        assert model(**rest, use_cache=False).loss.item() != pytest.approx(loss, rel=1e-4)
+
+
+def test_a_token_sees_its_own_document() -> None:
+    """Two documents in one sequence are two sequences."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 10, 8, dtype=torch.float64) for h in (4, 2, 2))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1]])
+    got = attention(q, k, v, causal=True, scale=None, documents=documents)
+    parts = [attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal=True, scale=None) for a, b in ((0, 3), (3, 10))]
+    assert (got - torch.cat(parts, 2)).abs().max() < 1e-14
+    for wrong in ({"window": 2}, {"documents": documents[:, :4]}, {"mask": torch.ones(10, 10, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match=r"documents .* must be \[b, s\], without a mask or a window"):
+            attention(q, k, v, **{"causal": True, "scale": None, "documents": documents, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "why"),
+    [
+        (models.make_llama, (2, 1, SEQ, SEQ), r"attention_mask has shape \(2, 1, 16, 16\); it must say of every token"),
+        (models.make_windowed, (2, SEQ), r"a sliding window is captured where .*: no padding, no packed sequences"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(make: Callable[[], nn.Module], shape: tuple[int, ...], why: str) -> None:
+    batch = {**models.token_batch(2, SEQ), "attention_mask": torch.ones(shape, dtype=torch.long)}
+    with pytest.raises(CaptureError, match=why):
+        capture(make(), batch)
+
+
+def test_over_cut_sequences_keys_are_gathered() -> None:
+    text = compiled(Case("llama-packed", cp=2)).sources["stage0.py"]
+    assert text.count("gather='cp'") == 1 and "documents=" in text and text.count("context_part(") == 5
+    why = r"attention over padded or packed sequences gathers keys at .*|gathers keys; nearest legal: gather$"
+    graph = capture(models.make_llama(), models.with_documents(models.token_batch(2, SEQ), packed=True))
+    with pytest.raises(PinError, match=why):
+        plan_program(graph, cluster_of(2, "bandwidth"), {"cp": 2, "context_method": "ring"}, 4, SEQ)
+    plan, _ = plan_program(graph, cluster_of(2, "bandwidth"), {"cp": 2}, 4, SEQ)
+    assert plan.config.context_method == {"layer": "gather"}
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+@pytest.mark.parametrize("family", ["llama-padded", "llama-packed"])
+@pytest.mark.parametrize(
+    "degrees", [{"cp": 2}, {"dp": 2, "tp": 2, "zero": 2}, {"pp": 2, "num_micro_batches": 3, "recompute": "full"}]
+)
+def test_training_equals_one_device(family: str, degrees: dict[str, int | str]) -> None:
+    from parity_matrix import check
+
+    result = check(Case(family, **degrees))  # type: ignore[arg-type]
+    assert result.equal, result
