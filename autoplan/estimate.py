@@ -6,14 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
-from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
+from autoplan.search.pins import (
+    ZERO_STAGES,
+    around,
+    check_choice,
+    check_degrees,
+    check_recompute,
+    divisors,
+    is_count,
+    pipeline_units,
+)
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
 
@@ -196,9 +205,8 @@ def _check_recompute(graph: ModelGraph, c: ParallelConfig) -> None:
         if not all(is_count(n, 0) for n in recompute):
             raise PinError(f"recompute={recompute}: must be whole numbers of layers, at least 0; nearest legal: 0")
     elif isinstance(recompute, Mapping):
-        for name, value in recompute.items():
-            if value not in ("none", "full"):
-                raise PinError(f"recompute={value!r} is not supported for one block ({name}); use none or full")
+        for value in recompute.values():
+            check_choice(value)
         check_recompute(graph, recompute)
-    elif recompute not in RECOMPUTE:
-        raise PinError(f"recompute={recompute!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage")
+    else:
+        check_choice(recompute)

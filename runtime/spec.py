@@ -131,7 +131,7 @@ class ProgramSpec:
     loss_count: str
     stages: tuple[StageSpec, ...]
     tied: tuple[TiedSpec, ...]
-    recompute: tuple[tuple[str, str], ...]  # call, none | full
+    recompute: tuple[tuple[str, str], ...]  # call, none | full | selective | offload | regions: attention+norms
     ledger: tuple[LedgerEntry, ...]
     version: int = SPEC_VERSION
 
