@@ -27,8 +27,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError
+from autoplan.cost_models.ladder import as_mapping
+from autoplan.cost_models.price import Pricer, ranges_of
 from autoplan.estimate import Planned, estimate_config
 from autoplan.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.points import (
@@ -73,6 +75,10 @@ _RESTRICTIONS = (
     "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
     "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
+)
+_LADDER = (
+    "recompute: of every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
+    "full), cheapest bytes of a stage first, first layers first"
 )
 _EXPERTS = "ep within dp and where tp = 1: else the weights of experts are sharded by tp only"
 
@@ -313,7 +319,7 @@ class _Search:
         estimate = pricer.estimate(chunks, recompute, events=True)
         config: ParallelConfig = replace(candidate_config(candidate, self.request.pins), stages=chunks)
         if "recompute" not in self.request.pins:
-            config = replace(config, recompute=recompute)
+            config = replace(config, recompute=_chosen(pricer, chunks, recompute))
         return Planned(config, estimate, point)
 
     def _certificate(self, checked: Space) -> Certificate:
@@ -362,7 +368,7 @@ class _Search:
             least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
             out.append(least if several else "cp = 1")
         if "recompute" not in r.pins:
-            out.append("recompute: none or full, the first layers of a stage")
+            out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
         if "schedule" not in r.pins:
             out.append("schedule 1F1B")
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
@@ -384,6 +390,24 @@ class _Search:
                 "limit, or pin some degrees"
             )
         return nothing_fits(self.points, checked.candidates, self.shortages)
+
+
+def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> Mapping[str, str] | tuple[int, ...]:
+    """What steps down the ladder come to: layers per stage if all are in full, else the choice of every layer."""
+    w, counts = pricer.workload, []
+    chosen: dict[int, str] = {}
+    for units, level in zip(ranges_of(chunks), steps, strict=True):
+        mine = pricer.recomputed(units, level)
+        layers = [u for u in units if w.layers[u]]
+        chosen |= mine
+        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)
+    if min(counts) >= 0:
+        return tuple(counts)
+    layers_of_units = [
+        tuple(c for c, layer in zip(calls, marked, strict=True) if layer)
+        for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
+    ]
+    return as_mapping(chosen, layers_of_units)
 
 
 def search_plan(request: PlanRequest) -> SearchResult:

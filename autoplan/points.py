@@ -23,7 +23,7 @@ from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
-from autoplan.search.pins import is_count, make_mesh
+from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate
 from autoplan.search.stages import Cutter
@@ -199,7 +199,9 @@ class Points:
         if point is None:
             return None
         config = candidate_config(candidate, self.request.pins)
-        return Pricer(point.workload, config, self.costs, self.precision, point.times)
+        # with fused kernels what regions would keep and cost is not known operation by operation
+        searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
+        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched)
 
     def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | None:
         """None where no layout exists. Raises: StoppedError."""
@@ -207,7 +209,8 @@ class Points:
         if pricer is None:
             return None
         stages = tuple(pins["stages"]) if pins.get("stages") is not None else None
-        return Cutter(pricer, self.capacity_bytes, pins.get("recompute"), stages)
+        recompute = read_recompute(pins["recompute"]) if "recompute" in pins else None
+        return Cutter(pricer, self.capacity_bytes, recompute, stages)
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
@@ -231,7 +234,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         micro_batch_size=c.micro_batch_size,
         num_micro_batches=c.num_micro_batches,
         schedule=pins.get("schedule", "1F1B"),
-        recompute=pins.get("recompute", "none"),
+        recompute=read_recompute(pins.get("recompute", "none")),
         state_slack=pins.get("state_slack", 1.02),
     )
 

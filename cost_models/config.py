@@ -21,7 +21,6 @@ def groups_of(how: str) -> tuple[str, ...]:
     return tuple(g for g in GROUPS if g in how.split("+"))
 
 
-
 class Mode(StrEnum):
     """How the program runs: op by op, with fused kernels (Megatron, Transformer Engine), or torch.compile."""
 

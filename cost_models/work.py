@@ -13,7 +13,7 @@ are those of one rank and one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoplan.cost_models.units import dtype_bytes
 
@@ -110,7 +110,9 @@ class BlockWork:
     """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
 
     `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
-    modules start together with another one (queries, keys and values of one input; a norm with the product after it).
+    modules start together with another one (queries, keys and values of one input; a norm with the product after it);
+    `group_ops`: those that computing a group of regions again runs; `offloaded_bytes`: what it sends to the host and
+    back if its activations wait there.
     """
 
     name: str
@@ -119,6 +121,8 @@ class BlockWork:
     params: tuple[ParamWork, ...]
     selective_ops: frozenset[int] = frozenset()
     joined_ops: frozenset[int] = frozenset()
+    group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    offloaded_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,5 @@ class Workload:
     model_flops: float  # forward and backward of one such micro-batch, whole model, all ranks, without recompute
     micro_batch_size: int
     seq_len: int
+    # per unit: bytes kept under the other choices of recompute, if all of its layers make them
+    unit_choices: tuple[Mapping[str, float], ...] = ()

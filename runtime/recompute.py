@@ -41,12 +41,20 @@ def _storage(x: torch.Tensor) -> torch.UntypedStorage:
     return _local(x).untyped_storage()
 
 
+def _watch(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
 class _Slot:
     """Place of a tensor that is computed again; `value` is there once its region ran."""
 
     __slots__ = ("__weakref__", "region", "value", "view")
 
-    def __init__(self, region: _Region, view: tuple[Any, Any, int] | None = None) -> None:
+    def __init__(self, region: _Region, view: tuple[Any, ...] | None = None) -> None:
         self.region, self.view = region, view
         self.value: torch.Tensor | None = None
 
@@ -128,7 +136,7 @@ class Regions:
 
     def _pack(self, x: torch.Tensor) -> Any:
         found = self._made.get(_storage(x)._cdata)
-        if found is None or found[0].expired():
+        if found is None or _gone(found[0]):
             return x
         return found[1].result(found[2], x)
 
@@ -142,7 +150,7 @@ class Regions:
             for index, out in enumerate(outs if isinstance(outs, tuple) else (outs,)):
                 storage = _storage(out)
                 if storage._cdata not in given:  # a view of an argument is there anyway
-                    self._made[storage._cdata] = (StorageWeakRef(storage), region, index)
+                    self._made[storage._cdata] = (_watch(storage), region, index)
         return outs
 
 
@@ -174,8 +182,8 @@ class Offload:
         if storage._cdata in self._resident:
             return x
         found = self._moved.get(storage._cdata)
-        if found is None or found[0].expired():
-            found = self._moved[storage._cdata] = (StorageWeakRef(storage), _Moved(x))
+        if found is None or _gone(found[0]):
+            found = self._moved[storage._cdata] = (_watch(storage), _Moved(x))
         return found[1], tuple(x.shape), x.stride(), x.storage_offset(), x.dtype
 
 
@@ -184,7 +192,7 @@ class _Moved:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.device = x.device
-        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
         self.host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=x.device.type == "cuda")
         self.host.copy_(whole)
         self.here: torch.Tensor | None = None

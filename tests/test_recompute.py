@@ -69,7 +69,7 @@ def test_kept_is_what_is_predicted(family: str, dropout: float, choice: str) -> 
         alive = live.alive()
     want = sum(bytes_of(blocks[c.block])[layouts.recompute.get(c.name, "none")] for c in graph.calls)
     assert choice in layouts.recompute.values()
-    # what a frozen embedding hands out is taken to be kept; without a gradient a norm keeps nothing, as a region it does
+    # what a frozen embedding hands out is taken to be kept; a norm without a gradient keeps nothing, but as a region
     unused = blocks["embed"].saved_bytes if family == "llama-frozen" and "norms" not in choice else 0
     assert measured + unused == want, alive
 

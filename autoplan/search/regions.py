@@ -45,7 +45,7 @@ def choices(found: Iterable[Region]) -> tuple[str, ...]:
 
 def variables_of(statements: Sequence[Op | Convert]) -> Variables:
     """What each statement reads and writes."""
-    out = []
+    out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
     for s in statements:
         if isinstance(s, Convert):
             out.append(((s.source,), (s.target,)))
