@@ -44,7 +44,7 @@ from autoplan.points import (
     least_memory_first,
 )
 from autoplan.search.intra import StoppedError
-from autoplan.search.pins import check_context
+from autoplan.search.pins import check_compiled, check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space, space
 from autoplan.search.stages import Cut, Cutter, Shortage
 
@@ -173,6 +173,8 @@ class _Search:
         r = self.request
         with self._phase("space"):
             checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
+        if r.executed and r.mode is Mode.COMPILED:
+            check_compiled(r.pins)
         if r.executed:
             check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1), ep=r.pins.get("ep", 1)))
         try:

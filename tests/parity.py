@@ -58,6 +58,7 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    compile: str | None = None  # backend of torch.compile
 
     @property
     def world(self) -> int:
@@ -94,7 +95,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
-        parts += [self.schedule] * (self.schedule != "1F1B")
+        parts += [self.schedule] * (self.schedule != "1F1B") + [f"compile-{self.compile}"] * (self.compile is not None)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
@@ -389,6 +390,7 @@ def train_job(
         dtype=dtype,
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
+        compile=case.compile,
     )
     losses, gradients, norm, records = [], {}, 0.0, []
     for step in range(num_steps):

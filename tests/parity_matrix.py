@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from parity import SEQ, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
 
+from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import PinError
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest
@@ -43,6 +44,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "ZeRO 3": {"zero": 3},
     "GPipe": {"pp": 2, "schedule": "GPipe", "num_micro_batches": 2},
     "recompute": {"recompute": "full"},
+    "regions": {"recompute": "attention+mlp+norms"},
+    "offload": {"recompute": "offload"},
+    "compile": {"compile": "aot_eager"},
     "micro-batches": {"num_micro_batches": 3},
     "unequal labels": {"labels": "unequal"},
 }
@@ -55,7 +59,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
 }
-ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"),)  # no plan has two of these
+ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"), ("recompute", "regions", "offload"))  # no plan has two of these
 
 TOGETHER = (
     Case("llama", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", schedule="GPipe"),
@@ -127,6 +131,7 @@ def refusal(case: Case) -> str:
         case.pins,
         precision="native",
         memory_margin=0.0,
+        mode=Mode.EAGER if case.compile is None else Mode.COMPILED,
         executed=True,
     )
     try:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from autoplan.cost_models.config import GROUPS, RECOMPUTE, ParallelConfig
+from autoplan.cost_models.config import GROUPS, RECOMPUTE, ParallelConfig, groups_of
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
@@ -95,6 +95,17 @@ def read_recompute(value: Any) -> str | dict[str, str]:
     if isinstance(value, Mapping):
         return {name: check_choice(v) for name, v in value.items()}
     return check_choice(value)
+
+
+def check_compiled(pins: Mapping[str, Any]) -> None:
+    """PinError for what compiled blocks cannot do: torch.compile decides what they keep of their inside."""
+    pinned = pins.get("recompute", "none")
+    for value in pinned.values() if isinstance(pinned, Mapping) else [pinned]:
+        if groups_of(check_choice(value)):
+            raise PinError(
+                f"pin recompute={value!r} with compiled blocks: torch.compile decides what a block keeps of its "
+                "inside; nearest legal: recompute='full'"
+            )
 
 
 def check_recompute(graph: ModelGraph, recompute: object) -> None:
