@@ -19,6 +19,7 @@ from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.codegen.program import Program, compile_program, write_text
 from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
@@ -48,6 +49,7 @@ def parallelize(
     seed: int = 0,
     timeout_s: float | None = None,
     check: bool = False,
+    compile: bool | str = False,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
@@ -63,13 +65,16 @@ def parallelize(
         global_batch_size: samples per step over all data-parallel ranks. None: as many as the examples on every device
             that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
         pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute
-            ('none', 'full' or a mapping block -> one), stages (layers per pipeline stage), schedule. The rest is
-            searched.
+            ('none', 'full', 'selective', regions as in 'attention+mlp+norms', 'offload', or a mapping block -> one),
+            stages (layers per pipeline stage), schedule. The rest is searched.
         profile: measured times, a Profile or the name or path of one. None with 'local': the profile of this machine,
             measured now (bounded, once) where it is not known; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default a temporary
             folder.
         seed: of dropout.
+        compile: run every block through torch.compile: True for its default backend (inductor, which needs a C++
+            compiler on the CPU), or the name of one. A compiled block decides itself what it keeps, so that recompute
+            is none, full or offload, and is priced with fused kernels.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
@@ -113,7 +118,7 @@ def parallelize(
     def chain() -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known)
+        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile))
         if check:
             _type_check(program)
         return plan, program
@@ -139,6 +144,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
+        compile="inductor" if compile is True else compile or None,
     )
     pm.plan = plan
     return pm
@@ -151,8 +157,12 @@ def plan_program(
     global_batch_size: int,
     seq_len: int,
     profile: Profile | None = None,
+    compiled: bool = False,
 ) -> tuple[Plan, Program]:
-    """Search and compile in this process: the whole chain behind a captured graph; no process group needed."""
+    """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
+
+    `compiled`: blocks will run through torch.compile.
+    """
     request = PlanRequest(
         graph,
         cluster,
@@ -161,6 +171,7 @@ def plan_program(
         pins,
         precision="native",
         profile=profile,
+        mode=Mode.COMPILED if compiled else Mode.EAGER,
         executed=True,
     )
     found = search_plan(request)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
@@ -18,6 +18,7 @@ from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.pins import (
     ZERO_STAGES,
     around,
+    check_choice,
     check_degrees,
     check_recompute,
     check_schedule,
@@ -220,9 +221,8 @@ def _check_recompute(graph: ModelGraph, c: ParallelConfig) -> None:
         if not all(is_count(n, 0) for n in recompute):
             raise PinError(f"recompute={recompute}: must be whole numbers of layers, at least 0; nearest legal: 0")
     elif isinstance(recompute, Mapping):
-        for name, value in recompute.items():
-            if value not in ("none", "full"):
-                raise PinError(f"recompute={value!r} is not supported for one block ({name}); use none or full")
+        for value in recompute.values():
+            check_choice(value)
         check_recompute(graph, recompute)
-    elif recompute not in RECOMPUTE:
-        raise PinError(f"recompute={recompute!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage")
+    else:
+        check_choice(recompute)

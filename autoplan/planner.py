@@ -27,8 +27,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError
+from autoplan.cost_models.ladder import as_mapping
+from autoplan.cost_models.price import Pricer, ranges_of
 from autoplan.estimate import Planned, estimate_config
 from autoplan.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.points import (
@@ -45,7 +47,7 @@ from autoplan.search.chunks import ChunkCutter
 from autoplan.search.context_pins import chosen_methods
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
-from autoplan.search.pins import check_context
+from autoplan.search.pins import check_compiled, check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space, space
 from autoplan.search.stages import Cut, Cutter, Shortage
 
@@ -75,6 +77,10 @@ _RESTRICTIONS = (
     "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
     "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
+)
+_LADDER = (
+    "recompute: of every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
+    "full), cheapest bytes of a stage first, first layers first"
 )
 _SCHEDULES = (
     "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
@@ -173,6 +179,8 @@ class _Search:
         r = self.request
         with self._phase("space"):
             checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
+        if r.executed and r.mode is Mode.COMPILED:
+            check_compiled(r.pins)
         if r.executed:
             check_context(r.graph, self._pinned())
         chosen_methods(r.graph, self._pinned())
@@ -343,7 +351,7 @@ class _Search:
         estimate = pricer.estimate(chunks, recompute, events=True)
         config: ParallelConfig = replace(candidate_config(candidate, self.request.pins), stages=chunks)
         if "recompute" not in self.request.pins:
-            config = replace(config, recompute=recompute)
+            config = replace(config, recompute=_chosen(pricer, chunks, recompute))
         return Planned(config, estimate, point)
 
     def _certificate(self, checked: Space) -> Certificate:
@@ -394,7 +402,7 @@ class _Search:
         if any(c.cp > 1 for c in checked.candidates):
             out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
         if "recompute" not in r.pins:
-            out.append("recompute: none or full, the first layers of a stage")
+            out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
         if "schedule" not in r.pins and "virtual_stages" not in r.pins:
             out.append(_SCHEDULES)
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
@@ -416,6 +424,24 @@ class _Search:
                 "limit, or pin some degrees"
             )
         return nothing_fits(self.points, checked.candidates, self.shortages)
+
+
+def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> Mapping[str, str] | tuple[int, ...]:
+    """What steps down the ladder come to: layers per stage if all are in full, else the choice of every layer."""
+    w, counts = pricer.workload, []
+    chosen: dict[int, str] = {}
+    for units, level in zip(ranges_of(chunks), steps, strict=True):
+        mine = pricer.recomputed(units, level)
+        layers = [u for u in units if w.layers[u]]
+        chosen |= mine
+        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)
+    if min(counts) >= 0:
+        return tuple(counts)
+    layers_of_units = [
+        tuple(c for c, layer in zip(calls, marked, strict=True) if layer)
+        for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
+    ]
+    return as_mapping(chosen, layers_of_units)
 
 
 def search_plan(request: PlanRequest) -> SearchResult:

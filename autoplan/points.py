@@ -29,7 +29,7 @@ from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
-from autoplan.search.pins import is_count, make_mesh
+from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate
 from autoplan.search.stages import Cutter
@@ -292,12 +292,14 @@ class Points:
         if point is None:
             return None
         config = candidate_config(candidate, self.request.pins)
-        return Pricer(point.workload, config, self.costs, self.precision, point.times)
+        # with fused kernels what regions would keep and cost is not known operation by operation
+        searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
+        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched)
 
     def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
         """None where no layout exists. Raises: StoppedError."""
         pins = self.request.pins
-        stages, recompute = pins.get("stages"), pins.get("recompute")
+        stages, recompute = pins.get("stages"), self._recompute()
         stages = tuple(stages) if stages is not None else None
         if candidate.virtual_stages > 1 or SCHEDULES[candidate.schedule].split_backward:
             plain = self._plain(replace(candidate, schedule="1F1B", virtual_stages=1), limit_s)
@@ -308,14 +310,18 @@ class Points:
             )
         return self._plain(candidate, limit_s, stages)
 
+    def _recompute(self) -> str | dict[str, str] | None:
+        """What is pinned, in one form."""
+        pins = self.request.pins
+        return read_recompute(pins["recompute"]) if "recompute" in pins else None
+
     def _plain(self, candidate: Candidate, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
         """With one stage per rank and full backwards; remembered, since other schedules are bounded by it."""
         if candidate not in self._cutters:
             pricer = self.pricer(candidate, limit_s)
             if pricer is None:
                 return None
-            recompute = self.request.pins.get("recompute")
-            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, recompute, stages)
+            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, self._recompute(), stages)
         return self._cutters[candidate]
 
 
@@ -341,7 +347,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         num_micro_batches=c.num_micro_batches,
         schedule=c.schedule,
         virtual_stages=c.virtual_stages,
-        recompute=pins.get("recompute", "none"),
+        recompute=read_recompute(pins.get("recompute", "none")),
         state_slack=pins.get("state_slack", 1.02),
         context_method=dict(c.methods) if c.methods else None,
     )

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import Mode, ParallelConfig, Precision
+from autoplan.cost_models.config import Mode, ParallelConfig, Precision, groups_of
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.host import host_s, waited_s
-from autoplan.cost_models.quantity import ZERO, Quantity, total
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
@@ -17,6 +18,7 @@ from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
+_OFFLOAD_SPREAD = 0.5  # of copies to the host at the stated speed of its link; assumed
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
 
@@ -25,7 +27,8 @@ class OpTimes:
     """Seconds of the operations of one call of a block.
 
     `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
-    `host_*`: what the host needs to start them; `attention`: the part of its core, by phase.
+    `host_*`: what the host needs to start them; `attention`: the part of its core, by phase; `groups`: what computing a
+    group of regions again runs.
     """
 
     forward: Quantity
@@ -35,6 +38,7 @@ class OpTimes:
     host_forward: Quantity = ZERO
     host_backward: Quantity = ZERO
     attention: Mapping[str, Quantity] = field(default_factory=dict)
+    groups: Mapping[str, Quantity] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -55,6 +59,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
                 phase: total([q for op, q in zip(block.ops, found, strict=True) if op.op == "attention"])
                 for phase, found in (("forward", forward), ("backward", backward))
             },
+            {group: total([forward[i] for i in sorted(at)]) for group, at in block.group_ops.items()},
         )
     return out
 
@@ -128,6 +133,8 @@ class BlockCost:
     hidden_again: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
     reduce: Quantity  # of ZeRO 1, once per step, whole
+    groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
+    offload: Quantity = ZERO  # what it keeps to the host and back, nothing hidden
 
     def comm_s(self, phase: str) -> Quantity:
         """All collectives inside the block in one phase."""
@@ -147,6 +154,16 @@ class BlockCost:
     def again_s(self) -> Quantity:
         """Its forward once more, parameters at hand, less what it hides."""
         return _beyond(self.forward + self.comm_s("forward") + self.waited["forward"], self.hidden_again)
+
+    def repeated(self, how: str) -> Quantity:
+        """What a choice of recompute adds to a backward."""
+        if how == "full":
+            return self.again_s
+        if how == "selective":
+            return self.selective
+        if how == "offload":
+            return self.offload
+        return total([self.groups[g] for g in groups_of(how) if g in self.groups])
 
 
 def _beyond(whole: Quantity, part: Quantity) -> Quantity:
@@ -244,6 +261,8 @@ class BlockPricer:
             hidden_again=_beyond(both, beside) if stage == 3 else ZERO,
             gather=gather if stage in (1, 2) else ZERO,
             reduce=reduce if stage == 1 else ZERO,
+            groups=self._groups(times, comm),
+            offload=self._offload(block),
         )
 
     def _group(self, c: CommWork) -> Group:
@@ -255,6 +274,28 @@ class BlockPricer:
             return Group(ranks, stride)
         apart = (ranks - 1) * stride  # from the last one to the first
         return Group(2, stride if apart < self.costs.cluster.levels[0].size else apart)
+
+    @staticmethod
+    def _groups(times: OpTimes, comm: Mapping[tuple[str, str], Quantity]) -> dict[str, Quantity]:
+        """Attention over a cut sequence gathers its keys and values again."""
+        gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
+        return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
+
+    def _offload(self, block: BlockWork) -> Quantity:
+        """To the host in the forward and back in the backward, at its link; nothing hides behind computing."""
+        pinned = self.config.recompute
+        if "offload" not in (pinned.values() if isinstance(pinned, Mapping) else (pinned,)):
+            return ZERO
+        cluster = self.costs.cluster
+        speed = cluster.device.host_bytes_per_s
+        if cluster.device_type == "cpu":  # read and written once
+            speed = cluster.device.memory_bytes_per_s / 2
+        if speed is None:
+            raise PinError(
+                f"pin recompute='offload': the catalog has no speed of the host link of {cluster.device.name}; nearest "
+                "legal: recompute='full'"
+            )
+        return Quantity.spread(2 * block.offloaded_bytes / speed, _OFFLOAD_SPREAD, Tag.ASSUMED)
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""

@@ -131,6 +131,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
     peaks = {d: v * TERA / ranks for d, column in _COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
     mamf = _number(row, "mamf_tflops_bf16_measured")
+    host_speed = _number(row, "host_gb_s_per_dir")
     device = Device(
         name=row["id"],
         peak_flops=peaks[train],
@@ -142,6 +143,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
         power_w=None if (watts := _number(row, "power_w")) is None else watts / ranks,
         overlap_fraction=None,
         unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
+        host_bytes_per_s=None if host_speed is None else host_speed * GB / ranks,
     )
     for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below
         if row["scaleup_link"].startswith(prefix):
@@ -162,7 +164,6 @@ def _entry(row: Mapping[str, str]) -> Entry:
         within_node=domain <= per_node,
         fabric=fabric,
     )
-    host_speed = _number(row, "host_gb_s_per_dir")
     host = None
     if host_speed is not None and scaleup.within_node:
         host = Level(

@@ -9,7 +9,16 @@ from enum import StrEnum
 from autoplan.cost_models.errors import PinError
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "offload")
+# Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
+GROUPS = ("attention", "mlp", "norms")
+
+
+def groups_of(how: str) -> tuple[str, ...]:
+    """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
+    if how == "selective":
+        return ("attention",)
+    return tuple(g for g in GROUPS if g in how.split("+"))
 
 
 class Mode(StrEnum):
@@ -156,10 +165,10 @@ class ParallelConfig:
 
     The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `virtual_stages`: chunks per rank, which the
     schedule places. `stages`: number of layers per pipeline stage (per chunk with virtual stages, in model order), or
-    None for balanced arithmetic. `recompute`: one value for all layers, a mapping from block call to one, or how many
-    layers of each stage (chunk) are recomputed in full (a tuple). `context_method`: one name
-    of `autoplan.cost_models.context` for all blocks with attention, a mapping from block to one, or None (with cp > 1:
-    not decided).
+    None for balanced arithmetic. `recompute`: one value for all layers (of RECOMPUTE, or GROUPS joined by `+`), a
+    mapping from block call to one, or how many layers of each stage (chunk) are recomputed in full (a tuple).
+    `context_method`: one name of `autoplan.cost_models.context` for all blocks with attention, a mapping from block to
+    one, or None (with cp > 1: not decided).
     """
 
     dp: int = 1

@@ -76,6 +76,7 @@ class Device:
     # of a collective of ZeRO that can hide behind compute; None: what whole steps show (`Constants.overlap`)
     overlap_fraction: float | None = 0.0
     unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
+    host_bytes_per_s: float | None = None  # to or from the memory of its host, one direction
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes_per_s", "memory_bytes"):

@@ -30,14 +30,16 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, ParallelConfig, Precision
+from autoplan.cost_models.ladder import Ladder
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
@@ -54,6 +56,7 @@ _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 _ACTIVATION_SPREAD = 0.05  # of the liveness walk (autoplan.search.activations), held against measured peaks
 
 
+NOTHING: Mapping[int, str] = MappingProxyType({})
 FIRST, LATER, REDUCTION = "first backward", "backward", "reduction"
 # Terms that no tensor of the program accounts for: outside `torch.cuda.max_memory_allocated`.
 NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmentation"
@@ -130,6 +133,8 @@ class MemoryModel:
         self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
         saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
         self.saved, self.kept = saved, workload.unit_kept
+        freed = [a - b for a, b in zip(saved, self.kept, strict=True)]
+        self.ladder = Ladder.full_only(workload.layers, freed, [0.0] * len(freed))
         self.tied = self._tied_states()
         # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
         # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
@@ -201,33 +206,42 @@ class MemoryModel:
         return stored, gathered, grads, states
 
     def stages(
-        self, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
+        self, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
     ) -> list[RankMemory]:
         """Every pipeline rank.
 
         Args:
             chunks: units of every chunk, in model order.
-            recompute: how many layers of each, its first ones, are computed again.
-            pinned: units that are computed again instead of those.
+            recompute: how many steps of the `ladder` each goes down: by itself, how many layers, its first ones, are
+                computed again in full.
+            pinned: what units compute again instead of that.
         """
         return [self.rank(r, chunks, recompute, pinned) for r in range(self.config.pp)]
 
-    def _chunk(self, units: range, again: Set[int], received: bool) -> _Held:
+    def kept_bytes(self, unit: int, how: str) -> float:
+        """What a unit keeps under a choice of recompute."""
+        if how in ("none", "selective"):
+            return self.saved[unit] if how == "none" else self.workload.unit_selective[unit]
+        return self.kept[unit] if how == "full" else self.workload.unit_choices[unit][how]
+
+    def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
         w = self.workload
         # a chunk after one of the same rank works on what that one holds
         held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
         held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
         running = []
         for u in units:
-            held += self.kept[u] if u in again else self.saved[u]
+            how = again.get(u, "none")
+            kept = self.kept_bytes(u, how)
+            held += kept
             waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
             # while a unit's backward runs, what later ones kept is gone already
-            back = w.unit_saved[u] - self.saved[u]  # what selective recompute makes again
-            running.append((held, (self.transient_again[u] if u in again else self.transient[u] + back) + waiting))
+            back = w.unit_saved[u] - kept  # what regions make again
+            running.append((held, (self.transient_again[u] if how == "full" else self.transient[u] + back) + waiting))
         return _Held(held, tuple(running))
 
     def rank(
-        self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: frozenset[int] = frozenset()
+        self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
     ) -> RankMemory:
         """One pipeline rank, by term; arguments as for `stages`."""
         mine = self.chunks_of[rank]
@@ -235,7 +249,7 @@ class MemoryModel:
         held = {
             k: self._chunk(
                 chunks[k],
-                pinned or frozenset([u for u in chunks[k] if self.workload.layers[u]][: recompute[k]]),
+                pinned or self.ladder.choices(chunks[k], recompute[k]),
                 received=k - 1 not in mine or self.copies > 1,
             )
             for k in mine

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import ParallelConfig, Precision, precision_of
+from autoplan.cost_models.config import ParallelConfig, Precision, groups_of, precision_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
+from autoplan.cost_models.ladder import Choice, Ladder
 from autoplan.cost_models.memory import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
 from autoplan.cost_models.orders import ActionKind
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
@@ -119,12 +120,20 @@ class _Table:
         self.weight = [sum(mid(b.weight + b.accumulate) for b in u) for u in units]
         self.again = [sum(mid(b.again_s) for b in u) for u in layers]
         self.selective = [sum(mid(b.selective) for b in u) for u in units]
+        self._layers, self._mid = layers, mid
+        self._repeated: dict[tuple[int, str], float] = {}
         self.gather = [sum(mid(b.gather) for b in u) for u in units]
         self.reduce = [sum(mid(b.reduce) for b in u) for u in units]
         self.first = [sum(mid(b.zero_first) for b in u) for u in units]
         self.last = [sum(mid(b.zero_last) for b in u) for u in units]
         self.per_step = [sum(mid(b.per_step) for b in u) for u in units]
         self.optimizer = [sum(mid(b.optimizer) for b in u) for u in units]
+
+    def repeated(self, unit: int, how: str) -> float:
+        """What a choice of recompute adds to the backward of a unit."""
+        if (unit, how) not in self._repeated:
+            self._repeated[unit, how] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
+        return self._repeated[unit, how]
 
 
 class Pricer:
@@ -134,6 +143,7 @@ class Pricer:
         workload: of one rank at `config`'s tp, cp and ep, and micro-batch size.
         config: its degrees, ZeRO stage, schedule and number of micro-batches are used, not its stages or recompute.
         times: `op_times` of this workload, if known.
+        searched: recompute is searched over every choice that the workload knows, not only layers in full.
     """
 
     def __init__(
@@ -143,6 +153,7 @@ class Pricer:
         costs: Costs,
         precision: Precision | None = None,
         times: Mapping[str, OpTimes] | None = None,
+        searched: bool = False,
     ) -> None:
         times = op_times(workload, costs) if times is None else times
         self.workload, self.config, self.costs = workload, config, costs
@@ -168,6 +179,7 @@ class Pricer:
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
         self.once_s = (mid.gather, mid.forward), (mid.reduce, mid.backward)  # moved once per step, what may hide it
+        self.ladder = self.memory.ladder = self._ladder(searched)
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
@@ -273,7 +285,7 @@ class Pricer:
         fixed = getattr(self.free_forward, which) + self.action_s
         split = self.costs.overhead_s("split_layer_s")
         for units, again in zip(ranges_of(chunks), recompute, strict=True):
-            repeated = sum(table.again[u] for u in self.recomputed(units, again))
+            repeated = sum(table.repeated(u, how) for u, how in self.recomputed(units, again).items())
             if self.config.recompute == "selective":
                 repeated += sum(table.selective[u] for u in units)
             out.append(
@@ -294,19 +306,62 @@ class Pricer:
         marked = zip(self.workload.units[unit], self.workload.is_layer[unit], strict=True)
         return [self.blocks[name] for name, layer in marked if layer]
 
-    def _pinned_again(self) -> frozenset[int]:
-        """Units that a mapping from call to recompute names; what it says of calls that are no layers is not priced."""
-        if not isinstance(self.config.recompute, Mapping):
-            return frozenset()
-        named = {call for call, value in self.config.recompute.items() if value == "full"}
-        units = zip(self.workload.unit_calls, self.workload.layers, strict=True)
-        return frozenset(u for u, (calls, layer) in enumerate(units) if layer and named & set(calls))
+    def _pinned_again(self) -> dict[int, str]:
+        """What units compute again that a mapping from call to recompute, or one value for all layers, pins.
 
-    def recomputed(self, units: Sequence[int], count: int) -> list[int]:
-        """Which units of a chunk are computed again: its first `count` layers, or those that are pinned."""
+        What a mapping says of calls that are no layers is not priced. `selective` for all layers is no such pin (it is
+        `saved` of the memory model), nor is `full` (all steps of the ladder).
+        """
+        pinned, w = self.config.recompute, self.workload
+        if isinstance(pinned, tuple) or pinned in ("none", "selective", "full"):
+            return {}
+        out = {}
+        for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
+            layers = [c for c, layer in zip(calls, marked, strict=True) if layer]
+            found = [pinned if isinstance(pinned, str) else pinned.get(c, "none") for c in layers]
+            how = next((name for name in found if name != "none"), "none")
+            known = self.choices_of(u)
+            if how not in known:  # groups that the layer has
+                how = "+".join(g for g in groups_of(how) if g in known)
+            if how:
+                out[u] = how
+        return out
+
+    def choices_of(self, unit: int) -> list[str]:
+        """What a unit may compute again."""
+        if not self.workload.layers[unit]:
+            return []
+        return ["full", "selective", *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
+
+    def _ladder(self, searched: bool) -> Ladder:
+        """Layers in full, or where it is `searched` all choices but the host, by kind of layer."""
+        w, memory, table = self.workload, self.memory, self._tables["mid"]
+        freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
+        if not searched:
+            return Ladder.full_only(w.layers, freed, self.again)
+        options = [
+            [
+                Choice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
+                for how in self.choices_of(u)
+                if how not in ("selective", "offload")
+            ]
+            for u in range(self.num_units)
+        ]
+        kinds = [
+            tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
+            for unit, marked in zip(w.units, w.is_layer, strict=True)
+        ]
+        return Ladder.of(options, kinds)
+
+    def repeated_s(self, unit: int, how: str) -> float:
+        """What a choice of recompute adds to the backward of a unit."""
+        return self._tables["mid"].repeated(unit, how)
+
+    def recomputed(self, units: Sequence[int], level: int) -> dict[int, str]:
+        """What units of a chunk compute again: `level` steps down the ladder, or what is pinned."""
         if self.pinned_again:
-            return [u for u in units if u in self.pinned_again]
-        return [u for u in units if self.workload.layers[u]][:count]
+            return {u: self.pinned_again[u] for u in units if u in self.pinned_again}
+        return self.ladder.choices(units, level)
 
     def _timeline(
         self, chunks: Sequence[int], times: list[ChunkTimes], which: str, *, events: bool = False, sends: bool = True
@@ -425,13 +480,13 @@ class Pricer:
         rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
         blocks, ranges = self._blocks_of(rank_units[rank]), ranges_of(chunks)
         mine = self.chunks_of[rank]
-        again = [u for k in mine for u in self.recomputed(ranges[k], recompute[k])]
+        again = [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
         out: dict[str, Quantity] = {}
         out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
         row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
         split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
         repeats = m * (1 + split)  # again for each part of a split backward
-        out["recompute"] = total([b.again_s for u in again for b in self.layer_blocks(u)]) * repeats
+        out["recompute"] = total([b.repeated(how) for u, how in again for b in self.layer_blocks(u)]) * repeats
         if c.recompute == "selective":
             out["recompute"] += total([b.selective for b in blocks]) * repeats
         for family in ("tp", "cp", "ep"):

@@ -114,7 +114,9 @@ class BlockWork:
     """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
 
     `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
-    modules start together with another one (queries, keys and values of one input; a norm with the product after it).
+    modules start together with another one (queries, keys and values of one input; a norm with the product after it);
+    `group_ops`: those that computing a group of regions again runs; `offloaded_bytes`: what it sends to the host and
+    back if its activations wait there.
     """
 
     name: str
@@ -123,6 +125,8 @@ class BlockWork:
     params: tuple[ParamWork, ...]
     selective_ops: frozenset[int] = frozenset()
     joined_ops: frozenset[int] = frozenset()
+    group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    offloaded_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,3 +161,5 @@ class Workload:
     seq_len: int
     # of one call of each block, every number of bytes that what is kept and needed is added up from
     held: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    # per unit: bytes kept under the other choices of recompute, if all of its layers make them
+    unit_choices: tuple[Mapping[str, float], ...] = ()

@@ -44,6 +44,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autoplan.runtime import recompute
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 
 __all__ = [
@@ -447,15 +448,18 @@ def _bytes(payload: Any) -> int:
     return total
 
 
+_REPEATS = (torch.utils.checkpoint.__file__, recompute.__file__)
+
+
 def _phase() -> Literal["forward", "backward", "recompute"]:
     # Private torch API (tried on 2.13.0): -1 unless the autograd engine is running this thread.
     if torch._C._current_graph_task_id() == -1:
         return "forward"
-    # Inside the engine: a recomputed forward was called by torch.utils.checkpoint, a backward by the engine itself.
+    # Inside the engine: a recomputed forward was called by one of two modules, a backward by the engine itself.
     frame = sys._getframe(1)
     engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
     while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+        if frame.f_code.co_filename in _REPEATS:
             return "recompute"
         if frame.f_code is engine.__code__:
             break

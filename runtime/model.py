@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.optim import check_elementwise
@@ -39,6 +40,7 @@ class ParallelModel:
         dtype: run in another floating dtype than captured (parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
         extra_state: persistent buffers of the original model, for `state_dict`.
+        compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
@@ -63,6 +65,7 @@ class ParallelModel:
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         extra_state: Mapping[str, torch.Tensor] | None = None,
         mesh: AxisMesh | None = None,
+        compile: str | None = None,
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
@@ -74,6 +77,9 @@ class ParallelModel:
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
+        if compile is not None:
+            for stage in self.stages.values():
+                compile_blocks(stage, compile)
         self._owners = self._find_owners()
         self._syncs = {
             index: apply_zero(

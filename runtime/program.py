@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
+from autoplan.runtime.recompute import Offload, Regions
 
 __all__ = [
     "Block",
@@ -71,24 +73,45 @@ class Block(nn.Module):
     """A unit of recompute and of ZeRO gathering. Sub-classes define `compute`.
 
     Args:
-        recompute: drop the activations inside the block and compute them again in the backward.
+        recompute: what is dropped and computed again in the backward: `none`; `full`, all that is inside the block;
+            names of its regions joined by `+` (`attention+norms`); `selective`, the attention region, of which the
+            result stays. Or `offload`: what the block keeps waits in the memory of the host.
         site: number of the block's first dropout in the whole program.
     """
 
-    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:
+    def __init__(self, *, recompute: str = "none", site: int = 0) -> None:
         super().__init__()
         self.recompute, self.site = recompute, site
+        self._regions: Regions | None = None
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The block itself."""
         raise NotImplementedError(f"{type(self).__name__} defines no compute")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`compute`, checkpointed if `recompute`."""
-        if self.recompute and torch.is_grad_enabled():
+        """`compute`, with what `recompute` says of its activations."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.compute(*args, **kwargs)
+        if self.recompute == "full":
             # no generator state to restore: dropout here is a function of its position
             return checkpoint(self.compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return self.compute(*args, **kwargs)
+        if self.recompute == "offload":
+            with Offload([*self.parameters(), *self.buffers()]):
+                return self.compute(*args, **kwargs)
+        with Regions() as self._regions:
+            try:
+                return self.compute(*args, **kwargs)
+            finally:
+                self._regions = None
+
+    def again(self, region: str, fn: Callable[..., Any], *args: Tensor) -> Any:
+        """`fn(*args)`, in the backward once more if `recompute` names its region."""
+        if self._regions is not None:
+            if self.recompute == "selective" and region == "attention":
+                return self._regions.run(fn, args, drop_result=False)
+            if region in self.recompute.split("+"):
+                return self._regions.run(fn, args, drop_result=True)
+        return fn(*args)
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, trainable: bool) -> nn.Parameter:

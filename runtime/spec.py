@@ -131,7 +131,7 @@ class ProgramSpec:
     loss_count: str
     stages: tuple[StageSpec, ...]
     tied: tuple[TiedSpec, ...]
-    recompute: tuple[tuple[str, str], ...]  # call, none | full
+    recompute: tuple[tuple[str, str], ...]  # call, none | full | selective | offload | regions: attention+norms
     ledger: tuple[LedgerEntry, ...]
     stage_ranks: tuple[int, ...] = ()  # the pipeline rank that holds each stage; several per rank: virtual stages
     version: int = SPEC_VERSION

@@ -45,15 +45,14 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-    """Every way to cut and every number of layers computed again, by `price` alone."""
+    """Every way to cut and every step down the ladder of recompute, by `price` alone."""
     best: tuple[float, tuple[int, ...], tuple[int, ...]] = (math.inf, (), ())
     for chunks in compositions(pricer.num_units, pricer.config.pp):
         ranges, at = [], 0
         for count in chunks:
             ranges.append(range(at, at + count))
             at += count
-        layers = [sum(pricer.workload.layers[u] for u in r) for r in ranges]
-        for recompute in itertools.product(*(range(n + 1) for n in layers)):
+        for recompute in itertools.product(*(range(pricer.ladder.height(r) + 1) for r in ranges)):
             held = pricer.memory.stages(ranges, recompute)
             if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
                 step = pricer.step_s(chunks, recompute)
@@ -69,7 +68,7 @@ def brute_schedule(pricer: Pricer, capacity: float) -> float:
     cuts = compositions(p.num_units, p.config.pp * p.config.virtual_stages)
     chunks = min(cuts, key=lambda cut: sum(sum(each[u] for u in units) ** 2 for units in ranges_of(cut)))
     ranges = ranges_of(chunks)
-    layers = [sum(p.workload.layers[u] for u in r) for r in ranges]
+    layers = [p.ladder.height(r) for r in ranges]
     best = math.inf
     for counts in itertools.product(*(range(sum(layers[k] for k in mine) + 1) for mine in p.chunks_of)):
         recompute = [0] * len(chunks)
@@ -100,7 +99,7 @@ def brute_force(r: PlanRequest) -> float:
             num_micro_batches=c.num_micro_batches,
         )
         one = estimate_config(replace(r, pins={}), config)
-        pricer = Pricer(one.point.workload, config, costs, precision_of(r.precision))
+        pricer = Pricer(one.point.workload, config, costs, precision_of(r.precision), None, r.mode is Mode.EAGER)
         memory = r.cluster.device.memory_bytes
         best = min(best, brute_cut(pricer, memory)[0] if c.schedule == "1F1B" else brute_schedule(pricer, memory))
     return best

@@ -60,6 +60,7 @@ class Case:
     schedule: str = "1F1B"
     virtual: int = 1  # stages per rank of the pipeline
     context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
+    compile: str | None = None  # backend of torch.compile
 
     @property
     def world(self) -> int:
@@ -102,6 +103,7 @@ class Case:
             self.prices,
         ]
         parts += [self.schedule] * (self.schedule != "1F1B") + [f"v{self.virtual}"] * (self.virtual > 1)
+        parts += [f"compile-{self.compile}"] * (self.compile is not None)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         if self.context_method is not None:
             given = self.context_method
@@ -410,6 +412,7 @@ def train_job(
         dtype=dtype,
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
+        compile=case.compile,
     )
     losses, gradients, norm, records = [], {}, 0.0, []
     for step in range(num_steps):

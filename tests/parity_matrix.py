@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from parity import SEQ, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
 
+from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import PinError
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest
@@ -49,6 +50,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "ZB-H1": {"pp": 2, "schedule": "ZB-H1", "num_micro_batches": 6},
     "ZBV": {"pp": 2, "schedule": "ZBV", "virtual": 2, "num_micro_batches": 6},
     "recompute": {"recompute": "full"},
+    "regions": {"recompute": "attention+mlp+norms"},
+    "offload": {"recompute": "offload"},
+    "compile": {"compile": "aot_eager"},
     "micro-batches": {"num_micro_batches": 3},
     "unequal labels": {"labels": "unequal"},
 }
@@ -68,6 +72,7 @@ ONE_OF = (
     ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
     ("GPipe", "interleaved", "ZB-H1", "ZBV"),
     ("cp", "ring", "Ulysses", "Ulysses x ring"),
+    ("recompute", "regions", "offload"),
 )
 
 TOGETHER = (
@@ -148,6 +153,7 @@ def refusal(case: Case) -> str:
         case.pins,
         precision="native",
         memory_margin=0.0,
+        mode=Mode.EAGER if case.compile is None else Mode.COMPILED,
         executed=True,
     )
     try:

@@ -47,10 +47,16 @@ def least_memory(devices: int) -> int:
     return int(found.plans[0].estimate.peak_memory_bytes.mid)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("share", [2.0, 0.8, 0.5])
-def test_the_search_is_exhaustive_enumeration(devices: int, share: float) -> None:
-    r = request(devices, int(least_memory(devices) * share))
+@pytest.mark.parametrize(
+    ("devices", "share", "mode"),
+    [
+        *((n, share, Mode.COMPILED) for share in (2.0, 0.8, 0.5) for n in (2, 4)),
+        *((2, share, Mode.EAGER) for share in (0.8, 0.65, 0.5)),
+    ],
+)
+def test_the_search_is_exhaustive_enumeration(devices: int, share: float, mode: Mode) -> None:
+    """In eager mode with every choice of recompute."""
+    r = request(devices, int(least_memory(devices) * share), mode=mode)
     expected = brute_force(r)
     if expected == math.inf:
         with pytest.raises(NothingFits):
@@ -83,11 +89,19 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         x, w = TensorWork((8 * rows, 64), "float32", True), TensorWork((64 * columns, 64), "float32", True)
         y = TensorWork((8 * rows, 64 * columns), "float32", True)
         op = OpWork("linear", (x, w), (y,), (), 2.0 * 8 * rows * 64 * 64 * columns, float(x.num_bytes + y.num_bytes))
-        blocks[f"b{u}"] = BlockWork(f"b{u}", (op,), (), (ParamWork("w", w.num_elements, "float32", True),))
+        act = OpWork("silu", (y,), (y,), (), 1.0 * y.num_elements, 2.0 * y.num_bytes)
+        blocks[f"b{u}"] = BlockWork(
+            f"b{u}",
+            (op, act, act),
+            (),
+            (ParamWork("w", w.num_elements, "float32", True),),
+            group_ops={"attention": frozenset((1, 2)), "mlp": frozenset((draw(st.integers(0, 1)),))},
+        )
         transients.append(transient)
         saved.append(save + keep)
         kept.append(keep)
     layers = tuple(draw(st.lists(st.booleans(), min_size=units, max_size=units)))
+    parts = draw(st.lists(st.floats(0, 1), min_size=units, max_size=units))
     # a parameter that both ends hold is no larger than what either has
     shared = 4.0 * min(sum(p.num_elements for p in blocks[f"b{u}"].params) for u in (0, units - 1))
     work = Workload(
@@ -111,13 +125,17 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         model_flops=1.0,
         micro_batch_size=1,
         seq_len=8,
+        unit_choices=tuple(
+            {"attention": k + part * (s - k), "mlp": k + other * (s - k), "attention+mlp": k + part * other * (s - k)}
+            for s, k, part, other in zip(saved, kept, parts, parts[::-1], strict=True)
+        ),
     )
     schedule = draw(st.sampled_from(["1F1B", "GPipe"]))
     config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=m, schedule=schedule)
     c = cluster(pp * dp, 1 << 40, draw(st.sampled_from([0.0, 1e-6, 1e-4])))
     if draw(st.booleans()):  # where what ZeRO moves once per step hides behind whole stages
         c = replace(c, device_type="cuda", device=replace(c.device, overlap_fraction=draw(st.sampled_from([0.0, 0.8]))))
-    pricer = Pricer(work, config, Costs(c, None, Mode.COMPILED))
+    pricer = Pricer(work, config, Costs(c, None, Mode.COMPILED), searched=draw(st.booleans()))
     return pricer, draw(st.floats(1e5, 4e7)) + pricer.memory.fixed
 
 
@@ -364,12 +382,12 @@ def test_every_priced_dimension_moves_the_price_the_right_way() -> None:
             ParallelConfig(dp=16, num_micro_batches=4, schedule=INTERLEAVED, virtual_stages=2),
             "virtual_stages=2 needs a pipeline",
         ),
-        (ParallelConfig(dp=16, num_micro_batches=4, recompute="some"), "recompute='some' is not known"),
+        (ParallelConfig(dp=16, num_micro_batches=4, recompute="some"), "recompute='some' is not supported; use none"),
         (ParallelConfig(dp=16, num_micro_batches=4, recompute=(1, 2)), r"has 2 entries for 1 stages; give 1"),
         (ParallelConfig(dp=16, num_micro_batches=4, recompute=(999,)), r"stage 0 has 32 layers, not 999; .* legal: 32"),
         (
-            ParallelConfig(dp=16, num_micro_batches=4, recompute={"model.layers.1": "selective"}),
-            "recompute='selective' is not supported for one block",
+            ParallelConfig(dp=16, num_micro_batches=4, recompute={"model.layers.1": "mlp+some"}),
+            r"recompute='mlp\+some' is not supported",
         ),
         (ParallelConfig(dp=16, num_micro_batches=4, recompute={"layer1": "full"}), "'layer1', which is not a block"),
     ],
@@ -499,7 +517,7 @@ def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: in
         ({"stages": [4, 4]}, 8, r"add up to the model's 4 layers"),
         ({"zero_stage": True}, 8, r"zero_stage=True does not exist; use 0, 1, 2 or 3"),
         ({"state_slack": math.nan}, 8, r"state_slack=nan: must be a number of at least 1"),
-        ({"recompute": {"model.layers.1": "selective"}}, 8, r"recompute='selective' is not supported for one block"),
+        ({"recompute": {"model.layers.1": "some"}}, 8, r"recompute='some' is not supported; use none, selective, full"),
         ({"recompute": {"model.layers.9": "full"}}, 8, r"'model.layers.9', which is not a block; did you mean"),
         ({"recompute": "full", "micro_batch_size": 8, "num_micro_batches": 8}, 8, r"=8 x num_micro_batches=8 = 64 "),
         ({"pp": 4, "tp": 4}, 8, r"dp=1 x tp=4 x pp=4 = 16 devices, but the cluster has 4; nearest legal: tp=1"),

@@ -6,7 +6,7 @@ Each op of the IR has one line in `EMITTERS`; an unknown op is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -17,6 +17,7 @@ from autoplan.cost_models.graph import Block, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
 from autoplan.cost_models.symbols import Expr, product
 from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
+from autoplan.search.regions import Region, regions, variables_of
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 _SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}
@@ -394,30 +395,27 @@ def expert_weights(block: Block) -> frozenset[str]:
 
 
 def block_source(
-    lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool
+    lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool, groups: Iterable[str] = ()
 ) -> tuple[list[str], dict[str, bool]]:
     """Source lines of a block's class, and which of b, s, device, rng its forward takes.
 
-    `free`: a plain module, not a unit of recompute, since nothing in it depends on a parameter.
+    Args:
+        free: a plain module, not a unit of recompute, since nothing in it depends on a parameter.
+        groups: of the regions that a call of the block computes again; they are functions of their own.
     """
-    body, site = [], 0
-    last_use = _last_uses(lowered)
-    dead: list[str] = []
-    for index, statement in enumerate(lowered.statements):
-        dead += last_use.get(index - 1, [])
-        if dead and (isinstance(statement, Convert) or statement.node.op in _HEAVY):
-            body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
-            dead = []
+    lines, site = [], 0
+    for statement in lowered.statements:
         if isinstance(statement, Convert):
             comment = describe(statement.value, statement.result, ctx)
-            body.append(_assign(statement.target, convert_text(statement, ctx), comment))
+            lines.append(_assign(statement.target, convert_text(statement, ctx), comment))
             continue
         text = op_text(statement, ctx, site)
         site += statement.node.op == "dropout"
         comment = "; ".join(
             describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
-        body.append(_assign(", ".join(statement.targets), text, comment))
+        lines.append(_assign(", ".join(statement.targets), text, comment))
+    body = _body(lowered, lines, regions(lowered.statements, lowered.outputs, groups))
     joined = "\n".join(line.split("#")[0] for line in body)
     needs = {name: _mentions(joined, name) for name in ("b", "s", "device", "rng")}
     extra = [
@@ -447,21 +445,62 @@ def block_source(
 _HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum", "experts"})
 
 
-def _last_uses(lowered: LoweredBlock) -> dict[int, list[str]]:
-    """Statement index -> variables of the block that nobody needs after it."""
-    made: dict[str, int] = {}
+def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
+    """The statements with `apart` as functions, and what lets go of variables that nobody needs any more."""
+    variables = variables_of(lowered.statements)
+    at = {region.statements[-1]: region for region in apart}
+    inside = {i for region in apart for i in region.statements}
+    names = {v for reads, writes in variables for v in (*reads, *writes)} | {v for v, _, _ in lowered.inputs}
+    order = [i for i in range(len(lines)) if i not in inside or i in at]
+    reads = {i: at[i].reads if i in at else variables[i][0] for i in order}
+    writes = {i: at[i].writes if i in at else variables[i][1] for i in order}
+    last_use = _last_uses(order, reads, writes, lowered.outputs)
+    body: list[str] = []
+    dead: list[str] = []
+    for before, i in zip([-1, *order], order, strict=False):
+        dead += last_use.get(before, [])
+        statement = lowered.statements[i]
+        if dead and (isinstance(statement, Convert) or statement.node.op in _HEAVY):
+            body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
+            dead = []
+        if i not in at:
+            body.append(lines[i])
+            continue
+        region, results = at[i], ", ".join(at[i].writes)
+        name = _unused(f"{region.group}_region", names)
+        signature = ", ".join(f"{v}: Tensor" for v in region.reads)
+        made = "Tensor" if len(region.writes) == 1 else f"tuple[{', '.join(['Tensor'] * len(region.writes))}]"
+        body.append(f"def {name}({signature}) -> {made}:  # may be computed again")
+        body += [f"    {lines[k]}" for k in region.statements]
+        body.append(f"    return {results}")
+        arguments = ", ".join([repr(region.group), name, *region.reads])
+        body.append(f"{results} = self.again({arguments})")
+    return body
+
+
+def _unused(name: str, names: set[str]) -> str:
+    text, k = name, 1
+    while text in names:
+        text, k = f"{name}_{k}", k + 1
+    names.add(text)
+    return text
+
+
+def _last_uses(
+    order: Sequence[int], reads: Mapping[int, Sequence[str]], writes: Mapping[int, Sequence[str]], kept: Sequence[str]
+) -> dict[int, list[str]]:
+    """Statement -> variables made in the block that nobody needs after it."""
+    made: set[str] = set()
     last: dict[str, int] = {}
-    for index, statement in enumerate(lowered.statements):
-        args = [statement.source] if isinstance(statement, Convert) else [a for a in statement.args if a]
-        for name in args:
+    for i in order:
+        for name in reads[i]:
             if name in made:
-                last[name] = index
-        for name in [statement.target] if isinstance(statement, Convert) else statement.targets:
-            made[name] = index
+                last[name] = i
+        made.update(writes[i])
     out: dict[int, list[str]] = {}
-    for name, index in last.items():
-        if name not in lowered.outputs:
-            out.setdefault(index, []).append(name)
+    for name, i in last.items():
+        if name not in kept:
+            out.setdefault(i, []).append(name)
     return out
 
 
@@ -476,7 +515,7 @@ def _assign(target: str, text: str, comment: str) -> str:
 
 
 def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
-    lines = ["    def __init__(self, *, recompute: bool = False, site: int = 0) -> None:"]
+    lines = ["    def __init__(self, *, recompute: str = 'none', site: int = 0) -> None:"]
     lines.append("        super().__init__()" if free else "        super().__init__(recompute=recompute, site=site)")
     if free:
         lines[0] = "    def __init__(self) -> None:"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source, expert_weights
 from autoplan.codegen.sends import attention_sends
+from autoplan.cost_models.config import groups_of
 from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
@@ -41,7 +42,7 @@ class Layouts:
     stages: tuple[tuple[str, ...], ...]  # calls that depend on parameters, per stage
     zero_stage: int
     schedule: str
-    recompute: Mapping[str, str]  # call -> none | full
+    recompute: Mapping[str, str]  # call -> none, full, selective, offload, or regions (see autoplan.search.regions)
     virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
     context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
 
@@ -312,7 +313,8 @@ class _Compiler:
         needs: dict[str, dict[str, bool]] = {}
         for name, calls in blocks.items():
             ctx = replace(self.ctx, method=self.layouts.context.get(name))
-            text, needs[name] = block_source(self.lowered[name], ctx, calls, set(calls) <= self.free_names)
+            groups = {g for call in calls for g in groups_of(self.layouts.recompute.get(call, "none"))}
+            text, needs[name] = block_source(self.lowered[name], ctx, calls, set(calls) <= self.free_names, groups)
             lines += text
         lines += self._stage_class(index, spec, free, mine, needs)
         return "\n".join(lines) + "\n"
@@ -334,8 +336,9 @@ class _Compiler:
         for call in mine:
             lowered = self.lowered[call.block]
             options = []
-            if self.layouts.recompute.get(call.name) == "full":
-                options.append("recompute=True")
+            how = self.layouts.recompute.get(call.name, "none")
+            if how != "none":
+                options.append(f"recompute={how!r}")
             if lowered.num_dropouts:
                 options.append(f"site={self.sites[call.name]}")
             lines.append(f"                {identifier(call.name)!r}: {lowered.class_name}({', '.join(options)}),")

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from autoplan.cost_models.config import RECOMPUTE, Attention, Dispatcher, Launch, RunOptions
+from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOptions
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.run import Assumptions
 from autoplan.report.numbers import read_count, read_series
+from autoplan.search.pins import check_choice
 from autoplan.sweep import TEXTS, VARIED, WHOLE
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
@@ -89,12 +90,8 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def read_recompute(text: str) -> str | tuple[int, ...]:
-    """`none`, `selective`, `full`, or layers per stage."""
-    if text in RECOMPUTE:
-        return text
-    if re.fullmatch(r"\d+(,\d+)*", text):
-        return read_list(f"--recompute {text}", text)
-    raise PinError(f"recompute {text!r} is not known; use {', '.join(RECOMPUTE)}, or layers per stage: 3,0,0,0")
+    """A choice of recompute for all layers, or how many layers per stage are computed again in full."""
+    return read_list(f"--recompute {text}", text) if re.fullmatch(r"\d+(,\d+)*", text) else check_choice(text)
 
 
 def read_methods(text: str | None) -> str | dict[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from autoplan.cost_models.config import ParallelConfig
@@ -11,17 +12,22 @@ from autoplan.cost_models.schedule import num_copies
 
 
 def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
-    """`none`, `full`, `selective`, `3/32` of the layers, or `mixed` for a mapping."""
+    """`none`, `full`, `selective`, `3/32` of the layers in full, or of a mapping `mlp 22/32, full 3/32`."""
     if isinstance(config.recompute, str):
         return config.recompute
     if isinstance(config.recompute, tuple):
         again = sum(config.recompute)
         if not again:
             return "none"
-        held = sum(stage.num_layers for stage in estimate.stages) if estimate is not None else 0
-        total = held // num_copies(config.schedule)
-        return f"{again}/{total}" if total else str(again)
-    return "mixed"
+        return f"{again}{_of_layers(config, estimate)}"
+    counts = Counter(how for how in config.recompute.values() if how != "none")
+    return ", ".join(f"{how} {n}{_of_layers(config, estimate)}" for how, n in counts.items()) or "none"
+
+
+def _of_layers(config: ParallelConfig, estimate: Estimate | None) -> str:
+    held = sum(stage.num_layers for stage in estimate.stages) if estimate is not None else 0
+    total = held // num_copies(config.schedule)
+    return f"/{total}" if total else ""
 
 
 def methods_text(given: str | Mapping[str, str]) -> str:

@@ -40,9 +40,10 @@ from autoplan.rules.strides import broadcast, contiguous, elementwise, reshaped,
 from autoplan.search import handwritten
 from autoplan.search.handwritten import Kernels
 from autoplan.search.lower import Convert, LoweredBlock, Op
-from autoplan.search.regions import attention_core, logits
+from autoplan.search.regions import Region, attention_core, choices, logits, regions
 
 Ints = tuple[int, ...]
+OFFLOAD = "offload"  # the choice that sends what is kept to the host
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Activations:
         selective_ops: positions of the statements that then run again.
         saved_inputs: the part of `saved_bytes` that are inputs of the block, by position, 0 where not kept.
         saved_outputs: the part that are outputs of the block needing a gradient, by position.
+        group_ops: positions of the statements in each group of regions (`autoplan.search.regions`).
+        choice_bytes: kept under every other choice of recompute: one or several of those groups (their results are
+            dropped too), or `offload`.
     """
 
     saved_bytes: int
@@ -70,6 +74,8 @@ class Activations:
     recompute_transient_bytes: int
     saved_inputs: Ints
     saved_outputs: Ints
+    group_ops: Mapping[str, Ints] = field(default_factory=dict)
+    choice_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,6 +492,8 @@ class _Walk:
             selective |= ({self.tensors[v].storage for v in step.reads} if i in core else step.saved) & counted
         inside = {self.tensors[v].storage for i in core for v in self.steps[i].writes}
         selective -= inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved}
+        found = regions(low.statements, low.outputs)
+        choice_bytes = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
         saved_bytes = self._bytes(saved)
         kept_bytes = self._bytes({*given, *with_grad})
         peak = max(self._forward_peak(counted, with_grad, given), self._backward_peak(counted, given, outs))
@@ -503,7 +511,28 @@ class _Walk:
                 self.storages[s] if value.requires_grad and s in saved and s not in with_grad else 0
                 for s, value in outs
             ),
+            group_ops={
+                group: tuple(i for r in found if r.group == group for i in r.statements)
+                for group in sorted({r.group for r in found})
+            },
+            choice_bytes={**choice_bytes, OFFLOAD: self._bytes(given)},
         )
+
+    def _left(self, found: Sequence[Region], choice: str, counted: set[int]) -> set[int]:
+        """Storages that are kept if the regions of `choice` are computed again."""
+        chosen = [r for r in found if r.group in choice.split("+")]
+        inside = {i for r in chosen for i in r.statements}
+        kept: set[int] = set()
+        for i, step in enumerate(self.steps):
+            kept |= set[int]() if i in inside else step.saved & counted
+        dropped: set[int] = set()
+        for r in reversed(chosen):
+            given = {self.tensors[v].storage for v in r.reads}
+            made = {self.tensors[v].storage for i in r.statements for v in self.steps[i].writes} - given
+            if made & kept or any(self.steps[i].saved for i in r.statements):  # else nobody asks for it
+                kept |= given & counted
+            dropped |= made
+        return kept - dropped
 
     def _bytes(self, storages: set[int]) -> int:
         return sum(self.storages[s] for s in storages)

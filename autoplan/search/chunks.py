@@ -131,9 +131,9 @@ class ChunkCutter:
         return tuple(out)
 
     def _choices(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
-        """Layers to compute again of each chunk of a rank, fewest first."""
-        layers, ranges = self.pricer.workload.layers, ranges_of(self.chunks)
-        most = [sum(layers[u] for u in ranges[k]) for k in mine]
+        """Steps down the ladder of recompute of each chunk of a rank, fewest first."""
+        ranges = ranges_of(self.chunks)
+        most = [self.pricer.ladder.height(ranges[k]) for k in mine]  # without a search, its layers
         if self.fixed is None:
             turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
             order = [place for _, place in turns]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import GROUPS, RECOMPUTE, ParallelConfig, groups_of
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
@@ -29,8 +29,6 @@ KNOWN = (
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-RECOMPUTE = ("none", "full")
-_BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
 _COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches", "virtual_stages")
 _MAX_LISTED = 8  # names in a message
 
@@ -54,7 +52,7 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_values(pins: Mapping[str, Any], known: Sequence[str], recompute_names: Sequence[str]) -> None:
+def check_values(pins: Mapping[str, Any], known: Sequence[str]) -> None:
     """Names and values that no cluster or model could make legal. PinError names the nearest legal one."""
     for name in pins:
         if name not in known:
@@ -76,13 +74,8 @@ def check_values(pins: Mapping[str, Any], known: Sequence[str], recompute_names:
             f"pin schedule={schedule!r} is not supported; nearest legal: {close[0]}; all: {', '.join(SCHEDULES)}"
         )
     recompute = pins.get("recompute", "none")
-    by_block = isinstance(recompute, Mapping)
-    for value in recompute.values() if by_block else [recompute]:
-        if value not in (_BY_BLOCK if by_block else recompute_names):
-            raise PinError(
-                f"pin recompute={value!r} is not supported{' for one block' if by_block else ''}; use "
-                f"{' or '.join(recompute_names)}, or a mapping block -> {' or '.join(_BY_BLOCK)}"
-            )
+    for value in recompute.values() if isinstance(recompute, Mapping) else [recompute]:
+        check_choice(value)
     stages = pins.get("stages")
     if stages is not None and (
         not isinstance(stages, (list, tuple)) or not stages or not all(is_count(n) for n in stages)
@@ -91,6 +84,39 @@ def check_values(pins: Mapping[str, Any], known: Sequence[str], recompute_names:
     slack = pins.get("state_slack", 1.02)
     if isinstance(slack, bool) or not isinstance(slack, (int, float)) or not 1 <= slack < math.inf:
         raise PinError(f"pin state_slack={slack!r}: must be a number of at least 1; nearest legal: 1.0")
+
+
+def check_choice(value: object) -> str:
+    """A choice of recompute for one block or all: its name, groups in their order. PinError names the legal ones."""
+    if isinstance(value, str) and value in RECOMPUTE:
+        return value
+    parts = value.split("+") if isinstance(value, str) else value
+    if isinstance(parts, (list, tuple)) and parts and all(isinstance(p, str) for p in parts):
+        unknown = [p for p in parts if p not in GROUPS]
+        if not unknown and len(set(parts)) == len(parts):
+            return "+".join(g for g in GROUPS if g in parts)
+    raise PinError(
+        f"pin recompute={value!r} is not supported; use {', '.join(RECOMPUTE)}, or some of "
+        f"{', '.join(GROUPS)} joined by + (attention+norms), or a mapping block -> one of these"
+    )
+
+
+def read_recompute(value: Any) -> str | dict[str, str]:
+    """The pin in one form: a choice for all layers, or one by block."""
+    if isinstance(value, Mapping):
+        return {name: check_choice(v) for name, v in value.items()}
+    return check_choice(value)
+
+
+def check_compiled(pins: Mapping[str, Any]) -> None:
+    """PinError for what compiled blocks cannot do: torch.compile decides what they keep of their inside."""
+    pinned = pins.get("recompute", "none")
+    for value in pinned.values() if isinstance(pinned, Mapping) else [pinned]:
+        if groups_of(check_choice(value)):
+            raise PinError(
+                f"pin recompute={value!r} with compiled blocks: torch.compile decides what a block keeps of its "
+                "inside; nearest legal: recompute='full'"
+            )
 
 
 def check_recompute(graph: ModelGraph, recompute: object) -> None:
@@ -112,7 +138,7 @@ def check_recompute(graph: ModelGraph, recompute: object) -> None:
 
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins and fill in the defaults. PinError names the rule and the nearest legal value."""
-    check_values(pins, KNOWN, RECOMPUTE)
+    check_values(pins, KNOWN)
     tp, pp, cp = pins.get("tp", 1), pins.get("pp", 1), pins.get("cp", 1)
     if num_devices % cp:
         raise PinError(
@@ -149,7 +175,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
             num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
             schedule=schedule,
             virtual_stages=virtual_stages,
-            recompute=pins.get("recompute", "none"),
+            recompute=read_recompute(pins.get("recompute", "none")),
             stages=tuple(stages) if stages is not None else None,
             state_slack=float(pins.get("state_slack", 1.02)),
             context_method=pins.get("context_method"),

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import RECOMPUTE as PRICED_RECOMPUTE
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
 from autoplan.search.pins import (
-    RECOMPUTE,
     check_recompute,
     check_stages,
     check_values,
@@ -50,7 +48,7 @@ def check_pins(pins: Mapping[str, Any], *, executed: bool = True) -> None:
     Args:
         executed: the plan is to be run, not only priced.
     """
-    check_values(pins, KNOWN_PINS, RECOMPUTE if executed else PRICED_RECOMPUTE)
+    check_values(pins, KNOWN_PINS)
 
 
 def space(

@@ -59,7 +59,8 @@ class Cutter:
 
     Args:
         pricer: prices at the candidate's degrees (no virtual stages).
-        recompute: pinned: `none`, `full` or `selective` for all layers, or names of units' calls; None: searched.
+        recompute: pinned: one choice for all layers, or by names of units' calls; None: searched, how many steps each
+            stage goes down the ladder of the pricer.
         stages: pinned units per stage, or None.
         capacity_bytes: of one device.
     """
@@ -77,6 +78,11 @@ class Cutter:
         self.fixed = recompute
         layers = pricer.workload.layers
         self.layer_count = np.concatenate([[0], np.cumsum(layers)])
+        # per rung of the ladder, prefix sums over units of steps, of bytes freed and of seconds
+        rungs = pricer.ladder.rungs if recompute is None else ()
+        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
+        self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
+        self.costs = [_prefix(np.array(r.again_s)) for r in rungs]
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
         self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
@@ -179,12 +185,9 @@ class Cutter:
             sent = np.minimum(float(memory.buckets), self._grads)
             legal &= self._state + self._grads + sent <= self.capacity * (1 + _CLOSE)
         if self.fixed is None:
-            short = held - most  # to be freed per micro-batch
-            target = gain[i] + np.maximum(0.0, short) * (1 - _CLOSE)
-            reach = np.maximum(np.searchsorted(gain, target), i)  # first units up to here are computed again
-            legal &= reach <= j
-            self._reach.append(reach)
-            again = self.again[np.minimum(reach, n)] - self.again[i]
+            again, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
+            legal &= missing <= 0
+            self._reach.append(steps)
         elif self.fixed == "full":
             legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.capacity
             again = self.again[j] - self.again[i]
@@ -194,6 +197,18 @@ class Cutter:
             again = self._repeated()[j] - self._repeated()[i]
         each = self.time[j] - self.time[i] + again + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
         return np.where(legal, each, math.inf), self._once_s
+
+    def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
+        """Of every window the least seconds and steps down the ladder that free `short` bytes, and what is missing."""
+        i, j = self._i, self._j
+        again, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
+        for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
+            reach = np.searchsorted(gain, gain[i] + short)
+            reach = np.where(short > 0, np.minimum(np.maximum(reach, i), np.maximum(i, j)), i)
+            again += seconds[reach] - seconds[i]
+            steps += count[reach] - count[i]
+            short = np.where(short > 0, short - (gain[reach] - gain[i]), 0.0)
+        return again, steps, short
 
     def _received(self, stage: int) -> Array:
         """Seconds of a receive from the stage before, by the first unit of this one."""
@@ -222,12 +237,13 @@ class Cutter:
         """Prefix of what a pinned mapping frees."""
         m, p = self.pricer.memory, self.pricer
         return _prefix(
-            np.array([m.saved[u] - m.kept[u] if u in p.pinned_again else 0.0 for u in range(self.num_units)])
+            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_again.get(u, "none")) for u in range(self.num_units)])
         )
 
     def _repeated(self) -> Array:
         p = self.pricer
-        return _prefix(np.array([p.again[u] if u in p.pinned_again else 0.0 for u in range(self.num_units)]))
+        again = [p.repeated_s(u, p.pinned_again[u]) if u in p.pinned_again else 0.0 for u in range(self.num_units)]
+        return _prefix(np.array(again))
 
     def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
         """Per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
@@ -356,7 +372,7 @@ class Cutter:
         return best, evaluated
 
     def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Layers to compute again per stage: the fewest that fit, or what is pinned; None if it does not fit."""
+        """Steps down the ladder per stage: the fewest that fit, or what is pinned; None if it does not fit."""
         out = []
         for s, units in enumerate(ranges_of(chunks)):
             key = (s, units.start, units.stop)
@@ -372,8 +388,7 @@ class Cutter:
         layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
         counts = self._counts(units, layers)
         if self.fixed is None:  # fewer than the bound says cannot fit
-            first = int(self._reach[stage][units.start, units.stop])
-            counts = counts[int(self.layer_count[min(first, units.stop)] - self.layer_count[units.start]) :]
+            counts = counts[int(self._reach[stage][units.start, units.stop]) :]
         return next((n for n in counts if total_bytes(self._terms(stage, units, num_stages, n)) <= self.capacity), None)
 
     def _terms(self, stage: int, units: range, num_stages: int, count: int) -> dict[str, Quantity]:
@@ -385,10 +400,10 @@ class Cutter:
 
     def _counts(self, units: range, layers: int) -> list[int]:
         if self.fixed is None:
-            return list(range(layers + 1))
+            return list(range(self.pricer.ladder.height(units) + 1))
         if self.fixed == "full":
             return [layers]
-        return [sum(u in self.pricer.pinned_again for u in units)]
+        return [0]
 
     def shortage(self) -> Shortage:
         """How far the most even cut with the least memory (everything allowed computed again) is from fitting."""

@@ -11,7 +11,7 @@ from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
 from autoplan.rules.table import flops, rule_for, window_share
-from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
+from autoplan.search.activations import OFFLOAD, Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.context_parallel import context_comms
 from autoplan.search.expert_parallel import (
     ExpertDegrees,
@@ -95,9 +95,16 @@ def workload(
         micro_batch_size=works.env["b"],
         seq_len=works.env["s"] * works.context,
         held={
-            n: (h.saved_bytes, h.kept_bytes, h.transient_bytes, h.selective_bytes, h.recompute_transient_bytes)
+            n: (
+                *(h.saved_bytes, h.kept_bytes, h.transient_bytes, h.selective_bytes, h.recompute_transient_bytes),
+                *(h.choice_bytes[choice] for choice in sorted(h.choice_bytes)),
+            )
             for n, h in held.items()
         },
+        unit_choices=tuple(
+            _unit_choices([calls[n] for n in unit if n in layers], held, m.saved)
+            for m, unit in zip(memory, units, strict=True)
+        ),
     )
 
 
@@ -146,6 +153,13 @@ def _unit_memory(
     return _UnitMemory(
         float(plain[0]), float(repeated[0]), float(plain[1] - plain[0]), float(repeated[1] - repeated[0])
     )
+
+
+def _unit_choices(layers: Sequence[Call], held: Mapping[str, Activations], saved: float) -> dict[str, float]:
+    """Bytes that a unit keeps under every choice that all of its layers know."""
+    names = [held[c.block].choice_bytes.keys() for c in layers]
+    common = [n for n in names[0] if all(n in other for other in names)] if names else []
+    return {n: saved - sum(held[c.block].saved_bytes - held[c.block].choice_bytes[n] for c in layers) for n in common}
 
 
 def _without_other_experts(held: Activations, lowered: LoweredBlock, block: BlockWork, works: Works) -> Activations:
@@ -261,6 +275,8 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         params=params,
         selective_ops=frozenset(position[k] for k in held.selective_ops if k in position),
         joined_ops=joined,
+        group_ops={g: frozenset(position[k] for k in at if k in position) for g, at in held.group_ops.items()},
+        offloaded_bytes=float(held.saved_bytes - held.choice_bytes[OFFLOAD]),
     )
 
 

@@ -1,0 +1,214 @@
+"""Regions of a block that are computed again in the backward, and activations that wait on the host.
+
+`torch.utils.checkpoint` drops what is made *inside* a function and keeps its result if a later operation needs it. A
+norm or an activation function has little inside: what costs memory is its result, which the product after it keeps.
+Here the result is dropped as well (as Megatron-Core's output-discarding recompute of `layernorm` and `moe_act` does):
+
+    def mlp(gate, up):
+        return F.silu(gate) * up
+
+    product = self.again("mlp", mlp, gate, up)   # autograd keeps gate and up
+
+How: autograd hands every tensor that it keeps to a hook (`torch.autograd.graph.saved_tensors_hooks`). Inside a region
+the hook keeps a numbered empty slot; outside, a tensor that lies in the storage of a region's result becomes a slot
+with its strides. The first slot that is asked for runs the region once more, which fills all of them; a slot goes with
+the operation that holds it. A region whose arguments are results of others asks those first. No state of a random
+generator is kept: dropout here is a function of its position.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Offload", "Regions"]
+
+Outs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or the tensor of the first simulated rank."""
+    parts = getattr(x, "_local_tensors", None)
+    return x if parts is None else next(iter(parts.values()))
+
+
+def _storage(x: torch.Tensor) -> torch.UntypedStorage:
+    return _local(x).untyped_storage()
+
+
+def _watch(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+class _Slot:
+    """Place of a tensor that is computed again; `value` is there once its region ran."""
+
+    __slots__ = ("__weakref__", "region", "value", "view")
+
+    def __init__(self, region: _Region, view: tuple[Any, ...] | None = None) -> None:
+        self.region, self.view = region, view
+        self.value: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        if self.value is None:
+            self.region.run()
+        if self.value is None:
+            raise RuntimeError("a recomputed region did not make a tensor that its forward made")
+        return self.value if self.view is None else self.value.as_strided(*self.view)
+
+
+class _Region:
+    """One execution of a region: what to run again, its arguments, and the slots it fills."""
+
+    def __init__(self, fn: Callable[..., Outs], args: list[tuple[Any, bool]]) -> None:
+        self.fn, self.args = fn, args  # what the hook outside made of each argument; whether it needs a gradient
+        self.inner: list[weakref.ref[_Slot]] = []
+        self.outer: list[tuple[int, weakref.ref[_Slot]]] = []
+
+    def pack(self, _: torch.Tensor) -> _Slot:
+        slot = _Slot(self)
+        self.inner.append(weakref.ref(slot))
+        return slot
+
+    def result(self, index: int, x: torch.Tensor) -> _Slot:
+        """Slot of `x`, which lies in the storage of result `index`."""
+        slot = _Slot(self, (tuple(x.shape), x.stride(), _local(x).storage_offset()))
+        self.outer.append((index, weakref.ref(slot)))
+        return slot
+
+    def run(self) -> None:
+        made: list[torch.Tensor] = []
+
+        def keep(x: torch.Tensor) -> None:
+            made.append(x.detach())
+
+        args = [_unpack(kept).detach().requires_grad_(needs) for kept, needs in self.args]
+        with torch.enable_grad(), saved_tensors_hooks(keep, _nothing):
+            outs = self.fn(*args)
+        if len(made) != len(self.inner):
+            raise RuntimeError(
+                f"a recomputed region kept {len(made)} tensors, its forward {len(self.inner)}: it must do the same"
+            )
+        results = [x.detach() for x in (outs if isinstance(outs, tuple) else (outs,))]
+        for reference, value in zip(self.inner, made, strict=True):
+            if (slot := reference()) is not None:
+                slot.value = value
+        for index, reference in self.outer:
+            if (slot := reference()) is not None:
+                slot.value = results[index]
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    if isinstance(kept, _Slot):
+        return kept.get()
+    out: torch.Tensor = kept
+    return out
+
+
+def _nothing(_: Any) -> torch.Tensor:
+    raise RuntimeError("what a region computed again is not differentiated")
+
+
+class Regions:
+    """Open around one forward of a block: `run` computes a region that is to be computed again in the backward."""
+
+    def __init__(self) -> None:
+        # address of a storage -> it (so that the address is not given out again), its region and which result it is
+        self._made: dict[int, tuple[StorageWeakRef, _Region, int]] = {}
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> Regions:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._made.clear()  # operations that keep something hold this object through its hook
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        found = self._made.get(_storage(x)._cdata)
+        if found is None or _gone(found[0]):
+            return x
+        return found[1].result(found[2], x)
+
+    def run(self, fn: Callable[..., Outs], args: tuple[torch.Tensor, ...], drop_result: bool) -> Outs:
+        """`fn(*args)`, of which only the arguments are kept (and, unless `drop_result`, the result if it is needed)."""
+        region = _Region(fn, [(self._pack(x.detach()), x.requires_grad) for x in args])
+        with saved_tensors_hooks(region.pack, _unpack):
+            outs = fn(*args)
+        if drop_result:
+            given = {_storage(x)._cdata for x in args}
+            for index, out in enumerate(outs if isinstance(outs, tuple) else (outs,)):
+                storage = _storage(out)
+                if storage._cdata not in given:  # a view of an argument is there anyway
+                    self._made[storage._cdata] = (_watch(storage), region, index)
+        return outs
+
+
+class Offload:
+    """Open around one forward of a block: what autograd keeps waits in the host's memory, each storage once.
+
+    As `torch.autograd.graph.save_on_cpu`, but without copies of parameters and of several views of one storage. On the
+    CPU itself it copies too, so that the same code runs everywhere.
+
+    Args:
+        resident: parameters and buffers, which stay where they are.
+    """
+
+    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+        self._resident = {_storage(x)._cdata for x in resident}
+        self._moved: dict[int, tuple[StorageWeakRef, _Moved]] = {}
+        self._hooks = saved_tensors_hooks(self._pack, _back)
+
+    def __enter__(self) -> Offload:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._moved.clear()
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        storage = _storage(x)
+        if storage._cdata in self._resident:
+            return x
+        found = self._moved.get(storage._cdata)
+        if found is None or _gone(found[0]):
+            found = self._moved[storage._cdata] = (_watch(storage), _Moved(x))
+        return found[1], tuple(x.shape), x.stride(), x.storage_offset(), x.dtype
+
+
+class _Moved:
+    """A storage on the host. It comes back for the first operation that needs it, and stays for the others."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.device = x.device
+        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        self.host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=x.device.type == "cuda")
+        self.host.copy_(whole)
+        self.here: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        if self.here is None:
+            self.here = self.host.clone() if self.device.type == "cpu" else self.host.to(self.device)
+        return self.here
+
+
+def _back(kept: Any) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    moved, shape, stride, offset, dtype = kept
+    whole = moved.get()
+    out: torch.Tensor = torch.empty(0, dtype=dtype, device=whole.device).set_(
+        whole.untyped_storage(), offset, shape, stride
+    )
+    return out
