@@ -50,6 +50,7 @@ class PlanRequest:
         time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
         memory_margin: share of a device's memory that the expected need leaves free.
         executed: True: only what the runtime executes today.
+        target_len: tokens per target sequence, where a model has one with a length of its own; None: seq_len.
     """
 
     graph: ModelGraph
@@ -67,6 +68,11 @@ class PlanRequest:
     time_limit_s: float = 60.0
     memory_margin: float = 0.05
     executed: bool = False
+    target_len: int | None = None
+
+    def env(self, size: int, cp: int = 1) -> dict[str, int]:
+        """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
+        return {"b": size, "s": self.seq_len // cp, "t": self.target_len or self.seq_len}
 
     @property
     def costs(self) -> Costs:
@@ -138,7 +144,7 @@ class Points:
     ) -> IntraPoint:
         r, start = self.request, time.perf_counter()
         _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
-        env = {"b": size, "s": r.seq_len // cp}
+        env = r.env(size, cp)
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
         settings = IntraSettings(
@@ -266,7 +272,7 @@ class QuickMemory:
 
     def _find(self, size: int) -> float:
         r = self.request
-        works = Works(r.graph, (), {"b": size, "s": r.seq_len}, precision=precision_of(r.precision))
+        works = Works(r.graph, (), r.env(size), precision=precision_of(r.precision))
         largest = 0.0
         for block in r.graph.blocks.values():
             for node in block.nodes:
@@ -287,6 +293,14 @@ def check_task(request: PlanRequest) -> None:
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
+    if r.target_len is not None:
+        if not is_count(r.target_len):
+            raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
+        if not r.graph.has_target and r.target_len != r.seq_len:
+            raise PinError(
+                f"target_len={r.target_len}, but {r.graph.name} has no second sequence with a length of its own; "
+                f"nearest legal: target_len={r.seq_len}"
+            )
     parts = 2 * r.pins.get("cp", 1)
     if parts > 2 and r.seq_len % parts:
         near = max(parts, r.seq_len // parts * parts)
@@ -304,7 +318,9 @@ def check_task(request: PlanRequest) -> None:
                 table, index = (block.values[n] for n in node.tensor_inputs[:2])
                 symbols = {name for size in index.shape for name in size.symbols}
                 rows = table.shape[0].value
-                if symbols == {"s"} and rows is not None and rows < r.seq_len:
-                    raise PinError(
-                        f"seq_len={r.seq_len}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
-                    )
+                for symbol, name in (("s", "seq_len"), ("t", "target_len")):
+                    length = r.env(1)[symbol]
+                    if symbols == {symbol} and rows is not None and rows < length:
+                        raise PinError(
+                            f"{name}={length}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
+                        )

@@ -1,6 +1,6 @@
 """ProgramSpec: what every rank needs to run a program, as plain JSON: sub-axes, parameters and how they are sharded,
 stages, what travels between them, and the ledger of collectives. Checkpoints carry it. Sizes may depend on b
-(micro-batch per data-parallel rank) and s (sequence length)."""
+(micro-batch per data-parallel rank), s (sequence length) and t (length of the target sequence)."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ class ProgramSpec:
     recompute: tuple[tuple[str, str], ...]  # call, none | full
     ledger: tuple[LedgerEntry, ...]
     version: int = SPEC_VERSION
+    input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; none in older programs
 
     def axis_size(self, name: str) -> int:
         """Size of an axis; 1 if the program has none of that name."""

@@ -38,13 +38,14 @@ from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.search.pins import read_pins
 
 SEQ = 16
+TARGET = 12  # tokens of the target of an encoder-decoder
 
 
 @dataclass(frozen=True)
 class Case:
     """One point of the matrix."""
 
-    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied | mistral | qwen2-mixed (windows)
+    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied | mistral | qwen2-mixed (windows) | ...
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -104,14 +105,21 @@ class Case:
 MOE = {"mixtral": models.make_mixtral, "qwen3-moe": models.make_qwen3_moe, "deepseek": models.make_deepseek}
 
 
+ENCODER_DECODER = {"encdec": models.make_encoder_decoder, "t5": models.make_t5, "bart": models.make_bart}
+
+
 def is_hf(family: str) -> bool:
     """True for Hugging Face models, which bring their loss."""
-    return not family.startswith("gpt")
+    return not family.startswith("gpt") and family not in ("encdec", "skips")
 
 
 def make_model(family: str, dropout: float) -> torch.nn.Module:
     if family in MOE:
         return MOE[family]()
+    if family in ENCODER_DECODER:
+        return ENCODER_DECODER[family]()
+    if family == "skips":
+        return models.make_skips()
     if family in ("mistral", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
@@ -131,6 +139,11 @@ def graph_of(family: str, dropout: float) -> ModelGraph:
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if family in ENCODER_DECODER:
+        ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()
+        if is_hf(family):
+            return {"input_ids": ids, "labels": labels}
+        return {"source": ids, "target": ids.flip(1)[:, :TARGET].contiguous(), "labels": labels}
     return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 
@@ -143,7 +156,7 @@ def cluster_of(world: int, prices: str) -> Cluster:
 def _compiled(family: str, dropout: float, pins: tuple[tuple[str, Any], ...], world: int, prices: str) -> Program:
     config = read_pins(dict(pins), world)
     graph = graph_of(family, dropout)
-    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ})
+    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ, "t": TARGET})
     return compile_program(graph, layouts)
 
 
@@ -284,7 +297,8 @@ def load_stage(folder: Path, name: str, text: str) -> torch.nn.Module:
 
 def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, int]]:
     labels = batch["labels"]
-    if is_hf(case.family):  # HF shifts: the first label of a sample is never a target
+    # HF decoders shift: the first label of a sample is never a target
+    if is_hf(case.family) and case.family not in ENCODER_DECODER:
         labels = labels[:, 1:]
     return [{"labels_valid": int((labels != -100).sum())}]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity import SEQ, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
+from parity import SEQ, TARGET, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
 
 from autoplan.cost_models.errors import PinError
 from autoplan.planner import search_plan
@@ -54,6 +54,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Mixtral": {"family": "mixtral"},
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
+    "encoder-decoder": {"family": "encdec"},
+    "skip connections": {"family": "skips"},
 }
 ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"),)  # no plan has two of these
 
@@ -128,6 +130,7 @@ def refusal(case: Case) -> str:
         precision="native",
         memory_margin=0.0,
         executed=True,
+        target_len=TARGET if graph.has_target else None,
     )
     try:
         search_plan(request)
@@ -186,7 +189,8 @@ def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Resu
             f"{PARAMETER_TOLERANCE:g}, relative). A number: refused when planned, with the",
             "message below. Every degree is 2 (dp 4 with ep 2), 3 micro-batches, stages as planned; a pair runs in the",
             "smallest plan that has both and what they need. Small Llama (also with tied embeddings), GPT (dropout),",
-            "Qwen2 (sliding windows) and mixtures of experts with random weights.",
+            "Qwen2 (sliding windows), mixtures of experts, encoder-decoders (source and target of different lengths)",
+            "and a GPT with skip connections over several layers, with random weights.",
             "",
             *lines,
             "",

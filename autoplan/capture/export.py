@@ -24,6 +24,7 @@ from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts
 from autoplan.capture.huggingface import capture_attention, is_hf_model, refuse_padding
 from autoplan.capture.inplace import ALLOCATIONS, Assembly, Window, fill, out_of_place, window
+from autoplan.capture.lengths import length_symbols, target_inputs
 from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
@@ -102,8 +103,8 @@ def capture(
 
     Args:
         model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta).
-        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's. Only
-            shapes and dtypes matter.
+        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's, or a
+            second sequence with a length of its own (`autoplan.capture.lengths`). Only shapes and dtypes matter.
         loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
 
     Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input
@@ -138,33 +139,41 @@ def _capture(
     return assemble(trace, type(model).__name__, *_parameters(model))
 
 
-def _dims(example_inputs: Mapping[str, torch.Tensor]) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
-    """Dynamic dims and stand-in tensors: batch 2 and the given sequence length (made distinct so that no size is
+def _dims(
+    example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str]
+) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
+    """Dynamic dims and stand-in tensors: batch 2 and the given sequence lengths (made distinct so that no size is
     mistaken)."""
-    batch, sequence = torch.export.Dim("b"), torch.export.Dim("s")
+    batch = torch.export.Dim("b")
+    sequences = {symbol: torch.export.Dim(symbol) for symbol in ("s", "t")}
     first = next(iter(example_inputs.values()))
     if first.dim() < 1:
         raise CaptureError("the first example input needs a batch dim")
-    num_tokens = first.shape[1] if first.dim() > 1 else None
-    dims, tensors = [], []
-    stand_in = 2 if num_tokens != 2 else 3
     for name, tensor in example_inputs.items():
         if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
             raise CaptureError(
                 f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}"
             )
+    symbols = length_symbols(example_inputs, targets)
+    sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
+    if "t" in sizes and sizes["t"] == sizes["s"]:
+        sizes["t"] += -1 if sizes["t"] > 2 else 1  # down: positions may be learned
+    stand_in = next(size for size in (2, 3, 4) if size not in sizes.values())
+    dims, tensors = [], []
+    for name, tensor in example_inputs.items():
         mine: dict[int, Any] = {0: batch}
-        if tensor.dim() > 1 and tensor.shape[1] == num_tokens and num_tokens is not None and num_tokens > 1:
-            mine[1] = sequence
+        shape = [stand_in, *tensor.shape[1:]]
+        if name in symbols:
+            mine[1], shape[1] = sequences[symbols[name]], sizes[symbols[name]]
         dims.append(mine)
-        tensors.append(torch.zeros((stand_in, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device))
+        tensors.append(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
     return dims, tensors
 
 
 def _export(
     wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    dims, tensors = _dims(example_inputs)
+    dims, tensors = _dims(example_inputs, target_inputs(wrapper.model))
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -541,7 +550,7 @@ class _Translator:
             return Expr.of(Fraction(int(expr.p), int(expr.q)))
         if expr.is_Symbol:
             if str(expr) not in self.symbols:
-                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence")
+                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence lengths")
             return Expr.symbol(self.symbols[str(expr)])
         if expr.is_Add or expr.is_Mul:
             total = Expr.of(0 if expr.is_Add else 1)

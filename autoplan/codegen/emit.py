@@ -14,7 +14,7 @@ from typing import Any
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Block, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
-from autoplan.cost_models.symbols import Expr, product
+from autoplan.cost_models.symbols import SYMBOLS, Expr, product
 from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
@@ -385,7 +385,7 @@ def expert_weights(block: Block) -> frozenset[str]:
 def block_source(
     lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool
 ) -> tuple[list[str], dict[str, bool]]:
-    """Source lines of a block's class, and which of b, s, device, rng its forward takes.
+    """Source lines of a block's class, and which of b, s, t, device, rng its forward takes.
 
     `free`: a plain module, not a unit of recompute, since nothing in it depends on a parameter.
     """
@@ -408,9 +408,9 @@ def block_source(
         )
         body.append(_assign(", ".join(statement.targets), text, comment))
     joined = "\n".join(line.split("#")[0] for line in body)
-    needs = {name: _mentions(joined, name) for name in ("b", "s", "device", "rng")}
+    needs = {name: _mentions(joined, name) for name in (*SYMBOLS, "device", "rng")}
     extra = [
-        f"{n}: {'int' if n in 'bs' else 'torch.device' if n == 'device' else 'Tensor'}"
+        f"{n}: {'int' if n in SYMBOLS else 'torch.device' if n == 'device' else 'Tensor'}"
         for n, used in needs.items()
         if used
     ]

@@ -1,0 +1,219 @@
+"""Encoder-decoders and skip connections: two sequence lengths, several tensors between stages, equal to one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from parity import (
+    SEQ,
+    TARGET,
+    Case,
+    cluster_of,
+    compiled,
+    fake_group,
+    full_tensors,
+    global_batch,
+    graph_of,
+    is_hf,
+    make_model,
+    reference,
+    run_simulated,
+    worst,
+)
+
+from autoplan.capture.export import capture
+from autoplan.capture.lengths import example_lengths, length_symbols
+from autoplan.cost_models.errors import CaptureError, PinError
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.symbols import Expr
+from autoplan.planner import PlanRequest, search_plan
+from autoplan.points import Points
+from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.spec import ProgramSpec, evaluate
+from autoplan.search.pins import layer_calls, pipeline_units
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+
+TOLERANCE = 1e-12
+FAMILIES = ["encdec", "skips"]
+
+
+def eager(family: str, batch: Mapping[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the model itself, in float64."""
+    model = make_model(family, 0.0).double()
+    if is_hf(family):
+        loss = model(**batch).loss
+    else:
+        inputs = {n: x for n, x in batch.items() if n != "labels"}
+        loss = models.gpt_loss(model(**inputs), batch)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_program_of_one_device_is_the_model(family: str) -> None:
+    loss, gradients = reference(Case(family), batch=global_batch(Case(family)))
+    want_loss, want = eager(family, global_batch(Case(family)))
+    assert loss == pytest.approx(want_loss, rel=TOLERANCE)
+    assert worst(gradients, want)[0] < TOLERANCE
+
+
+CASES = [
+    Case("encdec", dp=2, labels="unequal", num_micro_batches=3),
+    Case("encdec", tp=2, prices="latency"),
+    Case("encdec", tp=4, dp=2, num_micro_batches=2, recompute="full"),
+    Case("encdec", pp=2, stages=(1, 3), num_micro_batches=2),  # cut inside the encoder
+    Case("encdec", pp=2, tp=2, stages=(3, 1), num_micro_batches=2, labels="unequal"),  # and inside the decoder
+    Case("encdec", pp=4, tp=2, dp=2, num_micro_batches=3, recompute="full"),
+    Case("skips", dp=2, tp=2, recompute="full"),
+    Case("skips", pp=2, stages=(1, 4), num_micro_batches=2),
+    Case("skips", pp=4, tp=2, num_micro_batches=3, labels="unequal", prices="latency"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_plan_equals_one_device(case: Case) -> None:
+    loss, gradients = run_simulated(case)
+    want_loss, want = reference(case, batch=global_batch(case))
+    assert loss == pytest.approx(want_loss, rel=TOLERANCE)
+    error, name = worst(gradients, want)
+    assert error < TOLERANCE, name
+
+
+# -- two lengths ------------------------------------------------------------------------------------------------------
+
+
+def test_source_and_target_have_sizes_of_their_own() -> None:
+    graph = graph_of("encdec", 0.0)
+    shapes = {n: [str(s) for s in graph.values[n].shape] for n in graph.inputs}
+    assert shapes == {"source": ["b", "s"], "target": ["b", "t"], "labels": ["b", "t"], "loss_denominator": []}
+    assert graph.has_target and not graph_of("skips", 0.0).has_target and not graph_of("llama", 0.0).has_target
+    assert graph.call_counts()["layer"] == graph.call_counts()["layer1"] == 2
+    assert ModelGraph.from_json(graph.to_json()) == graph
+
+
+def test_equal_lengths_in_the_example_are_one_size() -> None:
+    graph = capture(models.make_encoder_decoder(), models.translation_batch(2, 9, 9), models.gpt_loss)
+    assert not graph.has_target and {str(graph.values[n].shape[1]) for n in ("source", "labels")} == {"s"}
+
+
+def test_which_inputs_are_sequences() -> None:
+    ids, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)
+    floats = torch.zeros(2, 5)
+    assert length_symbols({"a": ids, "b": ids}, frozenset()) == {"a": "s", "b": "s"}
+    assert length_symbols({"a": ids, "b": floats}, frozenset()) == {"a": "s"}  # features, not tokens
+    assert length_symbols({"a": ids, "b": mask, "c": floats[..., None]}, frozenset()) == {"a": "s", "b": "t", "c": "t"}
+    assert length_symbols({"a": ids[:, 0], "b": ids}, frozenset()) == {}
+    assert length_symbols({"a": ids, "labels": ids}, frozenset({"labels"})) == {"a": "s", "labels": "t"}
+    with pytest.raises(CaptureError, match=r"inputs a \(2, 9\) and b \(2, 5\) belong to one sequence"):
+        length_symbols({"a": ids, "b": mask, "labels": ids}, frozenset({"labels"}))
+    assert example_lengths(models.make_encoder_decoder(), models.translation_batch(2, 9, 7)) == (9, 7)
+    assert example_lengths(models.make_gpt(), {"ids": ids}) == (9, None)
+
+
+def one_device(case: Case) -> ParallelModel:
+    program = compiled(case)
+    params, buffers = full_tensors(case, torch.float64)
+    return ParallelModel(program.spec, program.sources, params, buffers, dtype=torch.float64)
+
+
+def test_lengths_change_from_step_to_step() -> None:
+    with fake_group(1):
+        pm = one_device(Case("encdec"))
+        for source, target in ((16, 12), (5, 30), (8, 8), (30, 3)):
+            batch = models.translation_batch(4, source, target, seed=source)
+            loss = pm.step(batch)
+            want_loss, want = eager("encdec", batch)
+            assert loss.item() == pytest.approx(want_loss, rel=TOLERANCE)
+            assert worst(pm.gradients(), want)[0] < TOLERANCE
+
+
+def test_lengths_that_do_not_fit_are_named() -> None:
+    with fake_group(1):
+        pm = one_device(Case("encdec"))
+        batch = models.translation_batch(4, 8, 6)
+        with pytest.raises(ValueError, match=r"labels has shape \(4, 5\); with b=4, s=8, t=6 .* takes \(4, 6\)$"):
+            pm._micro_batches({**batch, "labels": batch["labels"][:, :5]})
+
+
+# -- between stages ---------------------------------------------------------------------------------------------------
+
+
+def crossing(spec: ProgramSpec, **sizes: int) -> list[list[tuple[int, ...]]]:
+    """Shapes of what leaves each stage."""
+    return [[tuple(evaluate(s, sizes) for s in c.shape) for c in stage.carried_out] for stage in spec.stages]
+
+
+def test_the_output_of_the_encoder_goes_to_every_decoder_layer() -> None:
+    spec = compiled(Case("encdec", pp=4, stages=(1, 1, 1, 1), num_micro_batches=4)).spec
+    shapes = crossing(spec, b=2, s=SEQ, t=TARGET)
+    source, target = (2, SEQ, 32), (2, TARGET, 32)
+    assert shapes == [[source], [source, target], [source, target], []]
+    sent = [e for e in spec.ledger if e.kind == "send_recv" and e.phase == "forward"]
+    back = [e for e in spec.ledger if e.kind == "send_recv" and e.phase == "backward"]
+    assert len(sent) == len(back) == 5
+    memory = spec.stages[1].carried_out[0].name
+    assert [c.name for s in spec.stages for c in s.carried_in if c.name == memory] == [memory] * 2  # passed on as it is
+
+
+def test_a_skip_travels_only_to_where_it_is_needed() -> None:
+    """5 layers: what 0 gives is added behind 3, what 1 gives behind 2."""
+    spec = compiled(Case("skips", pp=4, stages=(1, 1, 2, 1), num_micro_batches=4)).spec
+    assert [len(s.carried_out) for s in spec.stages] == [1, 2, 1, 0]  # 0's goes on past 1 and is added behind 3
+    whole = compiled(Case("skips", pp=2, stages=(4, 1), num_micro_batches=2)).spec
+    assert [len(s.carried_out) for s in whole.stages] == [1, 0]
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def request(family: str, seq_len: int, target_len: int | None, world: int = 1, **pins: int) -> PlanRequest:
+    return PlanRequest(
+        graph_of(family, 0.0), cluster_of(world, "bandwidth"), seq_len, 12, pins, precision="native",
+        memory_margin=0.0, executed=True, target_len=target_len,
+    )  # fmt: skip
+
+
+def test_prices_know_both_lengths() -> None:
+    """Bytes that cross, and arithmetic: of the encoder by s, of the decoder by t, of attention across by both."""
+    work = {(s, t): Points(request("encdec", s, t)).get(1, 2).workload for s, t in ((16, 12), (16, 24), (32, 12))}  # type: ignore[union-attr]
+    token = 2 * 32 * 4  # bytes of one place of two sequences
+    for (s, t), w in work.items():
+        assert w.cut_bytes == (s * token, s * token + t * token, s * token + t * token)
+        # matrices of the encoder 12 h^2, of the decoder 14 h^2 for a target token and 2 h^2 for a source token
+        h, vocab, layers = 32, 96, 2
+        encoder = layers * (12 * h * h * s + 2 * h * s * s)
+        decoder = layers * (14 * h * h * t + 2 * h * h * s + 2 * h * t * t + 2 * h * s * t) + vocab * h * t
+        assert w.model_flops == 2 * 6 * (encoder + decoder)
+    assert work[16, 24].unit_saved[0] == work[16, 12].unit_saved[0] < work[32, 12].unit_saved[0]
+    assert work[16, 24].unit_saved[-1] > work[16, 12].unit_saved[-1]
+
+
+def test_the_target_is_as_long_as_the_source_if_nobody_says() -> None:
+    plain, same = (search_plan(request("encdec", 16, t)).plans[0] for t in (None, 16))
+    assert plain.estimate.step_time_s == same.estimate.step_time_s
+    shorter = search_plan(request("encdec", 16, 4)).plans[0]
+    assert shorter.estimate.step_time_s.mid < plain.estimate.step_time_s.mid
+    assert shorter.estimate.peak_memory_bytes.mid < plain.estimate.peak_memory_bytes.mid
+
+
+def test_lengths_that_cannot_be() -> None:
+    with pytest.raises(PinError, match=r"target_len=0: must be a whole number of at least 1"):
+        search_plan(request("encdec", 16, 0))
+    with pytest.raises(PinError, match=r"target_len=8, but SkipGPT has no second sequence .* target_len=16"):
+        search_plan(request("skips", 16, 8))
+    with pytest.raises(PinError, match=r"target_len=65, but EncoderDecoder has 64 learned positions"):
+        search_plan(request("encdec", 16, 65))
+    with pytest.raises(PinError, match=r"pin cp=2: attention at models.py:\d+ cannot be computed for a part"):
+        search_plan(replace(request("encdec", 16, 12, 2), pins={"cp": 2}))
+
+
+def test_a_pipeline_may_be_cut_between_all_layers() -> None:
+    graph = graph_of("encdec", 0.0)
+    assert [unit[-1] for unit in pipeline_units(graph)] == ["encoder.0", "glue1", "decoder.0", "head"]
+    assert layer_calls(graph) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert Expr.symbol("t") in graph.factors.values()
