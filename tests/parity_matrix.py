@@ -55,6 +55,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
     "encoder-decoder": {"family": "encdec"},
+    "T5": {"family": "t5"},
+    "BART": {"family": "bart"},
     "skip connections": {"family": "skips"},
 }
 ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"),)  # no plan has two of these
@@ -66,6 +68,9 @@ TOGETHER = (
     Case("gpt-untied", dp=2, cp=2, pp=2, zero=1, num_micro_batches=2),
     Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, recompute="full", labels="unequal"),
     Case("mixtral", dp=2, tp=2, pp=2, zero=3, num_micro_batches=3, labels="unequal"),
+    Case("encdec", dp=2, pp=4, zero=2, num_micro_batches=3, labels="unequal", recompute="full"),
+    Case("t5", dp=2, tp=2, pp=2, zero=3, num_micro_batches=2, labels="unequal", stages=(1, 3)),
+    Case("skips", dp=2, pp=4, zero=1, num_micro_batches=3, labels="unequal", recompute="full"),
 )
 
 

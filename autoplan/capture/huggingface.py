@@ -53,6 +53,16 @@ def _attention(
     if kwargs.get("s_aux") is not None:
         raise CaptureError("attention with sinks (a learned logit per head) is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    bias = kwargs.get("position_bias")
+    if bias is not None and not _adds_zeros(module):
+        if attention_mask is not None or kwargs.get("sliding_window") is not None:
+            raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
+        if dropout:
+            raise CaptureError(
+                f"dropout_p={dropout} inside attention cannot be reproduced across plans; set the model's dropout to 0"
+            )
+        biased = torch.ops.autoplan.biased_attention(query, key, value, bias, bool(causal), scaling)
+        return biased.transpose(1, 2).contiguous(), None
     window = kwargs.get("sliding_window")
     if window is not None:
         if not causal or attention_mask is not None:
@@ -70,6 +80,12 @@ def _attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _adds_zeros(module: nn.Module) -> bool:
+    """True for attention of T5's kind over the other sequence: the bias by position that it is given is zeros."""
+    learned = getattr(module, "has_relative_attention_bias", True)
+    return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False
 
 
 def _no_mask(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,5 @@
-"""Attention over a sliding window, as one op: torch has no operation for it that capture could keep whole."""
+"""Attention over a sliding window, and with a bias besides being causal, each as one op: torch has no operation for
+them that capture could keep whole."""
 
 from __future__ import annotations
 
@@ -15,4 +16,19 @@ def windowed_attention_op(
 
 @windowed_attention_op.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.custom_op("autoplan::biased_attention", mutates_args=())
+def biased_attention_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    """The marker that capture leaves in the graph. `bias`: added to the scores, broadcastable to them."""
+    raise RuntimeError("autoplan::biased_attention is a capture marker and cannot be run")
+
+
+@biased_attention_op.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
