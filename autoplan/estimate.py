@@ -13,7 +13,16 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
-from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
+from autoplan.search.pins import (
+    ZERO_STAGES,
+    around,
+    check_context,
+    check_degrees,
+    check_recompute,
+    divisors,
+    is_count,
+    pipeline_units,
+)
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
 
@@ -144,6 +153,8 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
         raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
+    if c.cp > 1 and request.graph.has_target:
+        check_context(request.graph, c)
     _check_experts(request.graph, c)
     _check_recompute(request.graph, c)
 

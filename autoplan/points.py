@@ -316,11 +316,11 @@ def check_task(request: PlanRequest) -> None:
         for node in block.nodes:
             if node.op == "embedding":
                 table, index = (block.values[n] for n in node.tensor_inputs[:2])
-                symbols = {name for size in index.shape for name in size.symbols}
+                symbols = [name for size in index.shape for name in size.symbols]
                 rows = table.shape[0].value
                 for symbol, name in (("s", "seq_len"), ("t", "target_len")):
                     length = r.env(1)[symbol]
-                    if symbols == {symbol} and rows is not None and rows < length:
+                    if symbols == [symbol] and rows is not None and rows < length:
                         raise PinError(
                             f"{name}={length}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
                         )

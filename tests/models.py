@@ -238,6 +238,11 @@ def make_encoder_decoder(seed: int = 0, **kwargs: Any) -> EncoderDecoder:
     return EncoderDecoder(**kwargs)
 
 
+def encoder_decoder_task() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
+    """A factory for the command line."""
+    return make_encoder_decoder(), translation_batch(2, 16, 12), gpt_loss
+
+
 def translation_batch(batch: int, source: int, target: int, seed: int = 1, vocab: int = 96) -> dict[str, torch.Tensor]:
     """Random source and target tokens and labels."""
     g = torch.Generator().manual_seed(seed)

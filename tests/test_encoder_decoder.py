@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import models
@@ -26,9 +28,11 @@ from parity import (
     run_simulated,
     worst,
 )
+from typer.testing import CliRunner
 
 from autoplan.capture.export import capture
 from autoplan.capture.lengths import example_lengths, length_symbols
+from autoplan.cli import app
 from autoplan.cost_models.errors import CaptureError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.symbols import Expr
@@ -176,12 +180,12 @@ def test_the_output_of_the_encoder_goes_to_every_decoder_layer() -> None:
 
 
 def test_t5_sends_the_bias_of_positions_beside_what_it_is_added_in() -> None:
-    """The first layer of a stack has the table, the others take what it made of it: [1, heads, s, s], once per batch."""
+    """The first layer of a stack has the table, the others take what it made of it: [1, heads, s, s]."""
     spec = compiled(Case("t5", pp=4, stages=(1, 1, 1, 1), num_micro_batches=4)).spec
     source, target = (2, SEQ, 32), (2, TARGET, 32)
-    assert [sorted(shapes) for shapes in crossing(spec, b=2, s=SEQ, t=TARGET)] == [
-        sorted([source, (1, 4, SEQ, SEQ)]), sorted([source, target]), sorted([source, target, (1, 4, TARGET, TARGET)]), []
-    ]  # fmt: skip
+    found = [sorted(shapes) for shapes in crossing(spec, b=2, s=SEQ, t=TARGET)]
+    wanted = [[source, (1, 4, SEQ, SEQ)], [source, target], [source, target, (1, 4, TARGET, TARGET)], []]
+    assert found == [sorted(shapes) for shapes in wanted]
     (tied,) = spec.tied
     assert tied.name == "shared.weight" and [place[0] for place in tied.places] == [0, 1, 3]  # encoder, decoder, head
 
@@ -273,3 +277,43 @@ def test_a_pipeline_may_be_cut_between_all_layers() -> None:
     assert [unit[-1] for unit in pipeline_units(graph)] == ["encoder.0", "glue1", "decoder.0", "head"]
     assert layer_calls(graph) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
     assert Expr.symbol("t") in graph.factors.values()
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def answer(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    return result.exit_code, result.output
+
+
+TASK = ("--cluster", "1x2xh100-sxm5-80gb", "--seq-len", "32", "--global-batch-size", "8")
+
+
+def test_a_factory_on_the_command_line() -> None:
+    """One length for both, unless the target's is given."""
+    model = "models:encoder_decoder_task"
+    sizes = []
+    for more in ((), ("--target-len", "32"), ("--target-len", "8")):
+        code, text = answer("plan", model, *TASK, "--json", *more)
+        data = json.loads(text)
+        assert code == 0 and data["model"]["num_layers"] == 4
+        assert data["request"].get("target_len") == (int(more[1]) if more else None)
+        sizes.append(data["estimate"]["stages"][0]["memory_bytes"]["mid"])
+    assert sizes[0] == sizes[1] > sizes[2]
+    code, text = answer("plan", model, *TASK, "--target-len", "8")
+    assert code == 0 and "32 tokens (target 8) x 8 sequences" in text and text.count("--target-len 8") == 2
+    code, text = answer("estimate", model, *TASK, "--cp", "2", "--micro-batch-size", "8")
+    assert code == 2 and "cannot be computed for a part of the sequence" in text
+    code, text = answer("plan", "gpt2", *TASK, "--target-len", "8")
+    assert code == 2 and "has no second sequence with a length of its own; nearest legal: target_len=32" in text
+
+
+def test_the_config_of_a_t5(tmp_path: Path) -> None:
+    settings = models.make_t5().config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    code, text = answer("plan", str(tmp_path), *TASK, "--target-len", "16", "--json")
+    assert code == 0 and json.loads(text)["model"]["name"] == "T5ForConditionalGeneration"
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "dropout_rate": 0.1}))
+    code, text = answer("plan", str(tmp_path), *TASK)
+    assert code == 2 and "set the model's dropout to 0" in text

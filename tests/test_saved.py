@@ -254,10 +254,8 @@ def test_a_model_keeps_what_is_predicted(family: str, dropout: float) -> None:
     # what a frozen embedding hands out needs no gradient and is taken to be kept; a norm without one keeps nothing
     unused = blocks["embed"].saved_bytes if family == "llama-frozen" else 0
     assert saved_bytes_of(graph.calls, blocks) == measured + unused
-    each = sum(blocks[c.block].saved_bytes for c in graph.calls)
-    assert (
-        each > measured if family in ("encdec", "t5", "bart", "skips") else each == measured + unused
-    )  # several keep one value
+    each, several = sum(blocks[c.block].saved_bytes for c in graph.calls), ("encdec", "t5", "bart", "skips")
+    assert each > measured if family in several else each == measured + unused  # blocks that keep one value
 
 
 def test_bfloat16_keeps_half_and_what_stays_wide() -> None:

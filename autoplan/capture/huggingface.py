@@ -123,7 +123,7 @@ def capture_attention(model: nn.Module) -> Iterator[None]:
 
 
 def default_example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Shapes to capture a causal language model with when the caller gives none: batch 2, up to 2,048 tokens."""
+    """Shapes to capture a language model with when the caller gives none: batch 2, up to 2,048 tokens."""
     limit = getattr(model.config, "max_position_embeddings", None) or 2048
     ids = torch.zeros(2, min(int(limit), 2048), dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}
