@@ -33,14 +33,20 @@ from typer.testing import CliRunner
 from autoplan.capture.export import capture
 from autoplan.capture.lengths import example_lengths, length_symbols
 from autoplan.cli import app
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.errors import CaptureError, PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.memory import MemoryModel
 from autoplan.cost_models.symbols import Expr
+from autoplan.cost_models.work import Workload
+from autoplan.plan import make_plan
 from autoplan.planner import PlanRequest, search_plan
 from autoplan.points import Points
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import ProgramSpec, evaluate
-from autoplan.search.pins import layer_calls, pipeline_units
+from autoplan.search.activations import Activations, activations, saved_bytes_of
+from autoplan.search.lower import BlockLowering
+from autoplan.search.pins import layer_calls, pipeline_units, read_pins
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -317,3 +323,64 @@ def test_the_config_of_a_t5(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**settings, "dropout_rate": 0.1}))
     code, text = answer("plan", str(tmp_path), *TASK)
     assert code == 2 and "set the model's dropout to 0" in text
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def saved_blocks(case: Case) -> dict[str, Activations]:
+    """Activations of every block for 12 samples on one device."""
+    graph = graph_of(case.family, 0.0)
+    _, layouts, _ = make_plan(graph, cluster_of(1, case.prices), read_pins({}, 1), {"b": 2, "s": SEQ, "t": TARGET})
+    lowered = {n: BlockLowering(graph, b, layouts.selection, layouts.axes).run() for n, b in graph.blocks.items()}
+    sizes = {"b": 12, "s": SEQ, "t": TARGET}
+    return {n: activations(low, graph.factors, layouts.axes, sizes) for n, low in lowered.items()}
+
+
+def model_of(work: Workload, pp: int, mode: Mode = Mode.EAGER) -> MemoryModel:
+    config = ParallelConfig(pp=pp, num_micro_batches=pp)
+    return MemoryModel(work, config, precision_of("native"), cluster_of(pp, "bandwidth"), mode)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_holds_what_several_units_keep_once(family: str) -> None:
+    """All units on one device: as much as autograd keeps (tests/test_saved.py), with full recompute one copy of each
+    input of the layers."""
+    graph = graph_of(family, 0.0)
+    request_ = request(family, SEQ, TARGET if graph.has_target else None)
+    work = Points(request_).get(1, 12).workload  # type: ignore[union-attr]
+    assert work.shared
+    blocks = saved_blocks(Case(family))
+    n, memory = len(work.units), model_of(work, 1)
+    assert sum(work.unit_saved) + work.free_saved + memory.held_once(0, n) == saved_bytes_of(graph.calls, blocks)
+    layers = set(layer_calls(graph))
+    mine = [c for c in graph.calls if c.name in {name for unit in work.unit_calls for name in unit}]
+    each = sum(blocks[c.block].kept_bytes if c.name in layers else blocks[c.block].saved_bytes for c in mine)
+    again = sum(work.unit_kept) + memory.held_once(0, n)
+    assert again < each
+
+
+def test_a_value_that_passes_is_held_once_on_every_stage() -> None:
+    """Encoder output m and target y: received, used, sent on."""
+    work = Points(request("encdec", SEQ, TARGET)).get(1, 2).workload  # type: ignore[union-attr]
+    memory, (m, y) = model_of(work, 4), (2 * SEQ * 32 * 4, 2 * TARGET * 32 * 4)
+    (value,) = work.shared
+    assert (value.made, value.last, value.num_bytes, value.kept, value.kept_again) == (1, 3, m, (2, 3), (2, 3))
+    assert work.cut_bytes == (m, m + y, m + y) and memory.cuts == (m, y, y)
+    assert [memory.held_once(u, u + 1) for u in range(4)] == [0, m, m, m]
+    assert memory.held_once(0, 4) == memory.held_once(2, 4) == m
+    fused = model_of(work, 4, Mode.FUSED)  # lets go of what it sent
+    assert [fused.held_once(u, u + 1) for u in range(4)] == [0, 0, m, m]
+
+
+def test_decoders_have_no_such_values() -> None:
+    assert Points(request("llama", SEQ, None)).get(1, 2).workload.shared == ()  # type: ignore[union-attr]
+
+
+def test_a_skip_that_a_stage_only_passes_on() -> None:
+    """What layer 0 gives, kept by layer 1 and by the product that scales it, behind layer 3."""
+    work = Points(request("skips", SEQ, None)).get(1, 2).workload  # type: ignore[union-attr]
+    first = next(v for v in work.shared if v.made == 0)
+    assert (first.last, first.kept) == (3, (1, 3))
+    memory = model_of(work, 5)
+    assert memory.held_once(2, 3) >= first.num_bytes  # neither made nor kept there

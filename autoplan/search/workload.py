@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, SharedValue, Workload
 from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.expert_parallel import (
@@ -27,6 +27,7 @@ from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, Op, coll
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
 from autoplan.search.regions import logits
+from autoplan.search.shared_values import shared_values
 from autoplan.search.works import Works
 
 __all__ = ["ExpertDegrees", "workload"]
@@ -68,6 +69,9 @@ def workload(
     free_calls = graph.free_calls()
     free_names = [c.name for c in graph.calls if c.name in free_calls]
     memory = [_unit_memory([calls[n] for n in unit], held, blocks, layers) for unit in units]
+    shared = shared_values(graph, units, lowered, held, works, frozenset(layers))
+    if shared:
+        memory = [_without(m, u, shared) for u, m in enumerate(memory)]
     per_call = {n: sum(_model_flops(blk, node, works) for node in blk.nodes) for n, blk in graph.blocks.items()}
     return Workload(
         model=graph.name,
@@ -93,6 +97,7 @@ def workload(
         model_flops=works.context * sum(per_call[c.block] for c in graph.calls),
         micro_batch_size=works.env["b"],
         seq_len=works.env["s"] * works.context,
+        shared=shared,
     )
 
 
@@ -141,6 +146,13 @@ def _unit_memory(
     return _UnitMemory(
         float(plain[0]), float(repeated[0]), float(plain[1] - plain[0]), float(repeated[1] - repeated[0])
     )
+
+
+def _without(memory: _UnitMemory, unit: int, shared: Sequence[SharedValue]) -> _UnitMemory:
+    """A unit's memory without what is held once by all units of a stage together."""
+    saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
+    again = sum(v.num_bytes * v.kept_again.count(unit) for v in shared)
+    return replace(memory, saved=memory.saved - saved, kept=memory.kept - again)
 
 
 def _without_other_experts(held: Activations, lowered: LoweredBlock, block: BlockWork, works: Works) -> Activations:
