@@ -41,6 +41,8 @@ from autoplan.points import (
     check_task,
     least_memory_first,
 )
+from autoplan.search.chunks import ChunkCutter
+from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
 from autoplan.search.pins import check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space, space
@@ -68,11 +70,14 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
     "all devices are used, in micro-batches of one size",
     "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
-    "no virtual stages",
     "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
     "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
     "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
+)
+_SCHEDULES = (
+    "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
+    f"{MAX_ACTIONS:,} actions, the most even cut by time, and layers computed again taken in turn from a rank's stages"
 )
 _EXPERTS = "ep within dp and where tp = 1: else the weights of experts are sharded by tp only"
 
@@ -156,7 +161,7 @@ class _Search:
         self.quick = QuickMemory(request, self.points.capacity_bytes)
         self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.cutters: dict[Candidate, Cutter] = {}
+        self.cutters: dict[Candidate, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
         self.shortages: list[tuple[Shortage, Candidate]] = []
         self.status = Status.COMPLETE
@@ -260,8 +265,7 @@ class _Search:
                 return
             heapq.heappop(heap)
             if refined:
-                actions = 2 * candidate.pp * candidate.num_micro_batches
-                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
+                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
@@ -297,8 +301,7 @@ class _Search:
             if candidate not in self.cutters:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
             if candidate in self.cutters and self._refine(candidate) < math.inf:
-                actions = 2 * candidate.pp * candidate.num_micro_batches
-                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // actions))
+                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
             if self.best:
                 return
 
@@ -363,8 +366,8 @@ class _Search:
             out.append(least if several else "cp = 1")
         if "recompute" not in r.pins:
             out.append("recompute: none or full, the first layers of a stage")
-        if "schedule" not in r.pins:
-            out.append("schedule 1F1B")
+        if "schedule" not in r.pins and "virtual_stages" not in r.pins:
+            out.append(_SCHEDULES)
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
         out.append(f"{r.memory_margin:.0%} of the memory left free")
         if r.executed:
