@@ -17,6 +17,7 @@ from torch import nn
 from autoplan.capture.cache import cached
 from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
+from autoplan.capture.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program, write_text
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode
@@ -59,8 +60,9 @@ def parallelize(
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
             planned for AdamW and you make your own from `pm.parameters()`.
-        example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. Not needed for
-            a Hugging Face causal language model.
+        example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. Where source
+            and target of an encoder-decoder may differ in length, give them different lengths here. Not needed for a
+            Hugging Face language model.
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
         global_batch_size: samples per step over all data-parallel ranks. None: as many as the examples on every device
             that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
@@ -110,15 +112,15 @@ def parallelize(
         cluster = _with_memory(cluster, device)
     graph = _on_first(lambda: _capture(model, example_inputs, loss_fn))
     shape = next(iter(example_inputs.values())).shape
-    seq_len = shape[1] if len(shape) > 1 else 1
+    seq_len, target_len = example_lengths(model, example_inputs)
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
     if known is None and measured:
-        known = _machine_profile(graph, cluster, batch, seq_len, pins)
+        known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len)
 
     def chain() -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile))
+        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile), target_len)
         if check:
             _type_check(program)
         return plan, program
@@ -158,6 +160,7 @@ def plan_program(
     seq_len: int,
     profile: Profile | None = None,
     compiled: bool = False,
+    target_len: int | None = None,
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
 
@@ -173,6 +176,7 @@ def plan_program(
         profile=profile,
         mode=Mode.COMPILED if compiled else Mode.EAGER,
         executed=True,
+        target_len=target_len,
     )
     found = search_plan(request)
     evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
@@ -206,7 +210,12 @@ _USABLE = 0.9  # of the memory: the rest is for the system, the interpreter and 
 
 
 def _machine_profile(
-    graph: ModelGraph | None, cluster: Cluster, global_batch_size: int, seq_len: int, pins: Mapping[str, Any]
+    graph: ModelGraph | None,
+    cluster: Cluster,
+    global_batch_size: int,
+    seq_len: int,
+    pins: Mapping[str, Any],
+    target_len: int | None = None,
 ) -> Profile | None:
     """What is known of this machine, after measuring what this model still needs; every rank calls it."""
     from autoplan.profiler.run import cached_profile, graph_tasks, machine_key, measure_in_job, resolve, store
@@ -224,7 +233,7 @@ def _machine_profile(
         cases = {(c.tp, c.micro_batch_size, c.cp) for c in checked.candidates}
         tasks: dict[str, Task] = {}
         for tp, size, cp in sorted(cases):
-            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp}):
+            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
         return (None if have is None else have.to_json()), missing

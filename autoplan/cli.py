@@ -34,6 +34,7 @@ from autoplan.report.flags import (
     ProfileName,
     SeqLen,
     SequenceParallel,
+    TargetLen,
     TimeLimit,
     Tokens,
 )
@@ -147,6 +148,7 @@ def plan(
     fused_loss: FusedLoss = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
+    target_len: TargetLen = None,
     tokens: Tokens = None,
     assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
@@ -174,6 +176,7 @@ def plan(
         top=top,
         time_limit=time_limit,
         runnable=runnable,
+        target_len=target_len,
     )
     try:
         with waiting("searching", as_json):
@@ -239,6 +242,7 @@ def estimate(
     fused_loss: FusedLoss = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
+    target_len: TargetLen = None,
     tokens: Tokens = None,
     assume: Assumed = None,
     as_json: AsJson = False,
@@ -264,6 +268,7 @@ def estimate(
         profile=profile,
         options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather, fused_loss),
         constants=constants,
+        target_len=target_len,
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
@@ -333,6 +338,7 @@ def whatif(
     fused_loss: FusedLoss = False,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
+    target_len: TargetLen = None,
     tokens: Tokens = None,
     assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
@@ -368,6 +374,7 @@ def whatif(
         options=(attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather, fused_loss),
         constants=constants,
         time_limit=time_limit,
+        target_len=target_len,
     )
     found: list[Point] = []
     interrupted = False  # between two searches; in one of them, the last point says so

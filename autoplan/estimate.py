@@ -19,6 +19,7 @@ from autoplan.search.pins import (
     ZERO_STAGES,
     around,
     check_choice,
+    check_context,
     check_degrees,
     check_recompute,
     check_schedule,
@@ -185,6 +186,8 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
         raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
+    if c.cp > 1 and request.graph.has_target:
+        check_context(request.graph, c)
     _check_experts(request.graph, c)
     _check_recompute(request.graph, c)
 

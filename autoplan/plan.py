@@ -21,6 +21,7 @@ from autoplan.search.pins import (
     check_degrees,
     check_dispatch,
     check_recompute,
+    check_split,
     layer_calls,
     make_mesh,
     pipeline_units,
@@ -114,6 +115,7 @@ def make_plan(
     check_degrees(graph, config)
     check_dispatch(graph, config)
     check_context(graph, config)
+    check_split(graph, config.schedule)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
     solution = solve(build_problem(graph, settings))

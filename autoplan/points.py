@@ -56,6 +56,7 @@ class PlanRequest:
         time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
         memory_margin: share of a device's memory that the expected need leaves free.
         executed: True: only what the runtime executes today.
+        target_len: tokens per target sequence, where a model has one with a length of its own; None: seq_len.
     """
 
     graph: ModelGraph
@@ -73,6 +74,11 @@ class PlanRequest:
     time_limit_s: float = 60.0
     memory_margin: float = 0.05
     executed: bool = False
+    target_len: int | None = None
+
+    def env(self, size: int, cp: int = 1) -> dict[str, int]:
+        """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
+        return {"b": size, "s": self.seq_len // cp, "t": self.target_len or self.seq_len}
 
     @property
     def costs(self) -> Costs:
@@ -166,7 +172,7 @@ class Points:
         settings = IntraSettings(
             axes,
             r.cluster,
-            self._env(size, cp),
+            r.env(size, cp),
             steps,
             slack,
             r.profile,
@@ -190,9 +196,6 @@ class Points:
         self.all_proved = self.all_proved and solution.status == "optimal"
         return axes, solution
 
-    def _env(self, size: int, cp: int) -> dict[str, int]:
-        return {"b": size, "s": self.request.seq_len // cp}
-
     def _work(
         self,
         axes: tuple[Axis, ...],
@@ -207,7 +210,7 @@ class Points:
         works = Works(
             r.graph,
             axes,
-            self._env(size, cp),
+            r.env(size, cp),
             context=cp,
             precision=self.precision,
             device_type=r.cluster.device_type,
@@ -383,7 +386,7 @@ class QuickMemory:
 
     def _find(self, size: int) -> float:
         r = self.request
-        works = Works(r.graph, (), {"b": size, "s": r.seq_len}, precision=precision_of(r.precision))
+        works = Works(r.graph, (), r.env(size), precision=precision_of(r.precision))
         largest = 0.0
         for block in r.graph.blocks.values():
             for node in block.nodes:
@@ -404,6 +407,14 @@ def check_task(request: PlanRequest) -> None:
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
+    if r.target_len is not None:
+        if not is_count(r.target_len):
+            raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
+        if not r.graph.has_target and r.target_len != r.seq_len:
+            raise PinError(
+                f"target_len={r.target_len}, but {r.graph.name} has no second sequence with a length of its own; "
+                f"nearest legal: target_len={r.seq_len}"
+            )
     parts = 2 * r.pins.get("cp", 1)
     if parts > 2 and r.seq_len % parts:
         near = max(parts, r.seq_len // parts * parts)
@@ -419,9 +430,11 @@ def check_task(request: PlanRequest) -> None:
         for node in block.nodes:
             if node.op == "embedding":
                 table, index = (block.values[n] for n in node.tensor_inputs[:2])
-                symbols = {name for size in index.shape for name in size.symbols}
+                symbols = [name for size in index.shape for name in size.symbols]
                 rows = table.shape[0].value
-                if symbols == {"s"} and rows is not None and rows < r.seq_len:
-                    raise PinError(
-                        f"seq_len={r.seq_len}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
-                    )
+                for symbol, name in (("s", "seq_len"), ("t", "target_len")):
+                    length = r.env(1)[symbol]
+                    if symbols == [symbol] and rows is not None and rows < length:
+                        raise PinError(
+                            f"{name}={length}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
+                        )

@@ -349,6 +349,7 @@ def whatif(
     constants: Constants | Path | str | None = None,
     time_limit_s: float = 60.0,
     assumptions: Mapping[str, float] | None = None,
+    target_len: int | None = None,
 ) -> pd.DataFrame:
     """The best plan at every point of a sweep, one row per point; points without a plan say why.
 
@@ -363,6 +364,7 @@ def whatif(
         constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
         time_limit_s: of one point.
         assumptions: of the whole run, by the names of `cost_models.run.FIGURES`.
+        target_len: tokens per target sequence of an encoder-decoder; None: as seq_len.
 
     Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
@@ -396,5 +398,6 @@ def whatif(
         known,
         file,
         time_limit_s=time_limit_s,
+        target_len=target_len,
     )
     return pd.DataFrame([row(p, tokens, assumed) for p in points(base, vary)])

@@ -139,6 +139,11 @@ class ModelGraph:
         """Trainable and frozen parameters, tied ones once."""
         return sum(p.num_elements for p in self.params.values())
 
+    @property
+    def has_target(self) -> bool:
+        """True if a second sequence has a length of its own: the symbol `t`."""
+        return any("t" in size.symbols for name in self.inputs for size in self.values[name].shape)
+
     def call_counts(self) -> dict[str, int]:
         """How often each block occurs."""
         counts: dict[str, int] = {name: 0 for name in self.blocks}
@@ -164,7 +169,7 @@ class ModelGraph:
         return {name: tuple(where) for name, where in uses.items() if len(where) > 1}
 
     def factor_sizes(self, env: Mapping[str, int]) -> dict[str, int]:
-        """Numbers for all factors under `env` (b, s). Raises GraphError for a size that is not a whole number."""
+        """Numbers for all factors under `env` (b, s, t). Raises GraphError for a size that is not a whole number."""
         out = {}
         for name, size in self.factors.items():
             value = size.evaluate(env)

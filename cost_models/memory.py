@@ -140,6 +140,10 @@ class MemoryModel:
         # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
         # first layer keeps.
         self.cuts = (0.0,) * len(workload.cut_bytes) if self.handwritten else workload.cut_bytes
+        if workload.shared and not self.handwritten:
+            self.cuts = tuple(
+                size - sum(v.num_bytes for v in workload.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
+            )
         self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
         self._schedule()
         gpu = cluster.device_type != "cpu"
@@ -199,6 +203,10 @@ class MemoryModel:
                 out.append((first, last, self._param_states(tied)))
         return tuple(out)
 
+    def held_once(self, start: int, stop: int) -> float:
+        """Bytes of what several units have to do with, in a stage of units start .. stop - 1."""
+        return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.handwritten))
+
     def counted_twice(self, units: Sequence[int]) -> tuple[float, float, float, float]:
         """Stored and gathered parameters, gradients, optimizer state that these units share: a rank holds them once."""
         shared = [states for first, last, states in self.tied if first in units and last in units]
@@ -229,6 +237,7 @@ class MemoryModel:
         # a chunk after one of the same rank works on what that one holds
         held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
         held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
+        held += self.held_once(units.start, units.stop) if units else 0.0
         running = []
         for u in units:
             how = again.get(u, "none")

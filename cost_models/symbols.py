@@ -1,4 +1,5 @@
-"""Symbolic sizes: polynomials with rational coefficients over the symbols `b` (batch) and `s` (sequence).
+"""Symbolic sizes: polynomials with rational coefficients over the symbols `b` (batch), `s` (sequence) and, where a
+model has a second sequence with a length of its own (the target of an encoder-decoder), `t`.
 
 Capture happens before the search chooses the micro-batch, so a dim is `b`, `s`, `b*s`, `s+1` or a number.
 Only what sizes need is here: +, -, *, exact division, evaluation, and a text form for JSON.
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from typing import Union
+
+SYMBOLS = ("b", "s", "t")  # batch, sequence, target sequence: all that sizes depend on
 
 Monomial = tuple[str, ...]  # sorted symbol names, repeated for powers; () is the constant term
 ExprLike = Union["Expr", int, Fraction]

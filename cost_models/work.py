@@ -130,6 +130,32 @@ class BlockWork:
 
 
 @dataclass(frozen=True)
+class SharedValue:
+    """An activation that several calls keep, or that crosses more than one cut: a stage holds it once.
+
+    Attributes:
+        made, last: the unit that makes it, and the last one that takes it.
+        num_bytes: on one rank, of one micro-batch.
+        kept, kept_again: the unit of every call that keeps it, without recompute and with all layers computed again.
+    """
+
+    made: int
+    last: int
+    num_bytes: float
+    kept: tuple[int, ...]
+    kept_again: tuple[int, ...]
+
+    def crosses(self, cut: int) -> bool:
+        """True if it goes from unit `cut` - 1 to unit `cut`."""
+        return self.made < cut <= self.last
+
+    def held(self, start: int, stop: int, sent: bool) -> bool:
+        """True if a stage of units start .. stop - 1 holds it. `sent`: also what it only makes and sends."""
+        used = any(start <= u < stop for u in (*self.kept, *self.kept_again))
+        return used or self.crosses(start) or (sent and self.crosses(stop))
+
+
+@dataclass(frozen=True)
 class Workload:
     """The model on one rank. A unit is what a pipeline may be cut between: one layer with the glue after it.
 
@@ -163,3 +189,5 @@ class Workload:
     held: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
     # per unit: bytes kept under the other choices of recompute, if all of its layers make them
     unit_choices: tuple[Mapping[str, float], ...] = ()
+    # of these nothing is in the bytes of units above
+    shared: tuple[SharedValue, ...] = ()

@@ -274,11 +274,21 @@ class ParallelModel:
             raise ValueError(
                 f"a batch of {total} cannot be cut into {self.num_micro_batches} micro-batches; use {nearest} samples"
             )
+        self._check_shapes(batch)
         size = total // self.num_micro_batches
         return [
             {n: batch[n][i * size : (i + 1) * size].to(self.device) for n in self.spec.inputs}
             for i in range(self.num_micro_batches)
         ]
+
+    def _check_shapes(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """ValueError for sequences that belong together and have different lengths."""
+        env = {symbol: batch[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
+        for name, shape in self.spec.input_shapes:
+            wanted, found = tuple(evaluate(size, env) for size in shape), tuple(batch[name].shape)
+            if found != wanted:
+                sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
+                raise ValueError(f"{name} has shape {found}; with {sizes} this program takes {wanted}")
 
     def _denominator(self, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         dtype = self._dtype or torch.float32

@@ -1,6 +1,6 @@
 """ProgramSpec: what every rank needs to run a program, as plain JSON: sub-axes, parameters and how they are sharded,
 stages, what travels between them, and the ledger of collectives. Checkpoints carry it. Sizes may depend on b
-(micro-batch per data-parallel rank) and s (sequence length)."""
+(micro-batch per data-parallel rank), s (sequence length) and t (length of the target sequence)."""
 
 from __future__ import annotations
 
@@ -135,6 +135,7 @@ class ProgramSpec:
     ledger: tuple[LedgerEntry, ...]
     stage_ranks: tuple[int, ...] = ()  # the pipeline rank that holds each stage; several per rank: virtual stages
     version: int = SPEC_VERSION
+    input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; none in older programs
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""

@@ -169,3 +169,156 @@ def make_deepseek() -> nn.Module:
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer))
     return model
+
+
+class Attention(nn.Module):
+    """Attention with projections of its own: over itself, or over another sequence."""
+
+    def __init__(self, dim: int, num_heads: int, causal: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.causal = num_heads, causal
+        # a bias of the keys adds the same to all scores of a query: its gradient is zero but for rounding
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=which != 1) for which in range(4))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        def heads(t: torch.Tensor) -> torch.Tensor:
+            return t.view(t.shape[0], t.shape[1], self.num_heads, -1).transpose(1, 2)
+
+        q, k, v = heads(self.q(x)), heads(self.k(memory)), heads(self.v(memory))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(a.transpose(1, 2).reshape(x.shape))
+
+
+class EncoderLayer(nn.Module):
+    """Pre-norm, bidirectional."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm: causal over itself, then over all of the encoder's output."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention, self.cross = Attention(dim, num_heads, causal=True), Attention(dim, num_heads)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y)
+        x = x + self.cross(self.norm2(x), memory)
+        return x + self.down(F.gelu(self.up(self.norm3(x))))
+
+
+class EncoderDecoder(nn.Module):
+    """Encoder-decoder transformer as one would write it by hand (Vaswani et al., 2017, pre-norm)."""
+
+    def __init__(
+        self, vocab: int = 96, dim: int = 32, num_heads: int = 4, num_layers: int = 2, max_len: int = 64
+    ) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocab, dim), nn.Embedding(max_len, dim)
+        self.encoder = nn.ModuleList(EncoderLayer(dim, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.target_tok, self.target_pos = nn.Embedding(vocab, dim), nn.Embedding(max_len, dim)
+        self.decoder = nn.ModuleList(DecoderLayer(dim, num_heads) for _ in range(num_layers))
+        self.target_norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.tok(source) + self.pos(torch.arange(source.shape[1], device=source.device))
+        for layer in self.encoder:
+            x = layer(x)
+        memory = self.norm(x)
+        y = self.target_tok(target) + self.target_pos(torch.arange(target.shape[1], device=target.device))
+        for layer in self.decoder:
+            y = layer(y, memory)
+        logits: torch.Tensor = self.head(self.target_norm(y))
+        return logits
+
+
+def make_encoder_decoder(seed: int = 0, **kwargs: Any) -> EncoderDecoder:
+    """An EncoderDecoder with random weights; its loss is `gpt_loss`."""
+    torch.manual_seed(seed)
+    return EncoderDecoder(**kwargs)
+
+
+def encoder_decoder_task() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
+    """A factory for the command line."""
+    return make_encoder_decoder(), translation_batch(2, 16, 12), gpt_loss
+
+
+def translation_batch(batch: int, source: int, target: int, seed: int = 1, vocab: int = 96) -> dict[str, torch.Tensor]:
+    """Random source and target tokens and labels."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"source": source, "target": target, "labels": target}
+    return {name: torch.randint(0, vocab, (batch, length), generator=g) for name, length in shapes.items()}
+
+
+class SkipGPT(GPT):
+    """U-Net-like: what layer i gives is added to what goes into layer n - 1 - i, scaled by a parameter."""
+
+    def __init__(self, num_layers: int = 5, **kwargs: Any) -> None:
+        super().__init__(num_layers=num_layers, **kwargs)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.0, num_layers // 2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
+        half, skips = len(self.blocks) // 2, []
+        for index, block in enumerate(self.blocks):
+            if index >= len(self.blocks) - half:
+                x = x + self.scale[len(self.blocks) - 1 - index] * skips.pop()
+            x = block(x)
+            if index < half:
+                skips.append(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def make_skips(seed: int = 0, **kwargs: Any) -> SkipGPT:
+    """A SkipGPT with random weights; its loss is `gpt_loss`."""
+    torch.manual_seed(seed)
+    return SkipGPT(**kwargs)
+
+
+def make_t5(seed: int = 0, **kwargs: Any) -> nn.Module:
+    """A small HF T5: one tied embedding, biases by relative position shared by the layers of a stack."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = dict(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+        relative_attention_num_buckets=8, relative_attention_max_distance=12, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = T5ForConditionalGeneration(T5Config(**{**settings, **kwargs}))
+    return model
+
+
+def make_bart(seed: int = 0, **kwargs: Any) -> nn.Module:
+    """A small HF BART: learned positions, one tied embedding, a bias of the logits that is not trained."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = dict(
+        vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+        decoder_start_token_id=2,
+    )  # fmt: skip
+    model: nn.Module = BartForConditionalGeneration(BartConfig(**{**settings, **kwargs}))
+    model.final_logits_bias.copy_(torch.randn(1, 96))
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):  # its gradient is zero but for rounding
+            parameter.requires_grad_(False)
+    return model

@@ -38,13 +38,14 @@ from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.search.pins import read_pins
 
 SEQ = 16
+TARGET = 12  # tokens of the target of an encoder-decoder
 
 
 @dataclass(frozen=True)
 class Case:
     """One point of the matrix."""
 
-    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied | mistral | qwen2-mixed (windows)
+    family: str = "llama"  # llama | llama-tied | gpt (tied) | gpt-untied | mistral | qwen2-mixed (windows) | ...
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -116,14 +117,21 @@ class Case:
 MOE = {"mixtral": models.make_mixtral, "qwen3-moe": models.make_qwen3_moe, "deepseek": models.make_deepseek}
 
 
+ENCODER_DECODER = {"encdec": models.make_encoder_decoder, "t5": models.make_t5, "bart": models.make_bart}
+
+
 def is_hf(family: str) -> bool:
     """True for Hugging Face models, which bring their loss."""
-    return not family.startswith("gpt")
+    return not family.startswith("gpt") and family not in ("encdec", "skips")
 
 
 def make_model(family: str, dropout: float) -> torch.nn.Module:
     if family in MOE:
         return MOE[family]()
+    if family in ENCODER_DECODER:
+        return ENCODER_DECODER[family]()
+    if family == "skips":
+        return models.make_skips()
     if family in ("mistral", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
@@ -145,6 +153,11 @@ def graph_of(family: str, dropout: float) -> ModelGraph:
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if family in ("llama-padded", "llama-packed"):
         return models.with_documents(batch, packed=family == "llama-packed")
+    if family in ENCODER_DECODER:
+        ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()
+        if is_hf(family):
+            return {"input_ids": ids, "labels": labels}
+        return {"source": ids, "target": ids.flip(1)[:, :TARGET].contiguous(), "labels": labels}
     return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 
@@ -164,7 +177,7 @@ def _compiled(
 ) -> Program:
     config = read_pins({**dict(pins), **({"context_method": dict(methods)} if methods else {})}, world)
     graph = graph_of(family, dropout)
-    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ})
+    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ, "t": TARGET})
     return compile_program(graph, layouts)
 
 
@@ -307,7 +320,8 @@ def load_stage(folder: Path, name: str, text: str) -> torch.nn.Module:
 
 def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, int]]:
     labels = batch["labels"]
-    if is_hf(case.family):  # HF shifts: the first label of a sample is never a target
+    # HF decoders shift: the first label of a sample is never a target
+    if is_hf(case.family) and case.family not in ENCODER_DECODER:
         labels = labels[:, 1:]
     return [{"labels_valid": int((labels != -100).sum())}]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity import SEQ, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
+from parity import SEQ, TARGET, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
 
 from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import PinError
@@ -66,6 +66,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "DeepSeek-V3": {"family": "deepseek"},
     "padding": {"family": "llama-padded"},
     "packed": {"family": "llama-packed"},
+    "encoder-decoder": {"family": "encdec"},
+    "T5": {"family": "t5"},
+    "BART": {"family": "bart"},
+    "skip connections": {"family": "skips"},
 }
 # no plan has two of these
 ONE_OF = (
@@ -90,6 +94,9 @@ TOGETHER = (
     Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, schedule="ZBV", virtual=2, recompute="full"),
     Case("qwen2-mixed", cp=2, dp=2, pp=2, zero=3, num_micro_batches=6, schedule="Interleaved1F1B", virtual=2),
     Case("gpt-untied", pp=2, tp=4, num_micro_batches=6, schedule="InterleavedZeroBubble", virtual=2, dropout=0.25),
+    Case("encdec", dp=2, pp=4, zero=2, num_micro_batches=3, labels="unequal", recompute="full"),
+    Case("t5", dp=2, tp=2, pp=2, zero=3, num_micro_batches=2, labels="unequal", stages=(1, 3)),
+    Case("skips", dp=2, pp=4, zero=1, num_micro_batches=3, labels="unequal", recompute="full"),
 )
 
 
@@ -155,6 +162,7 @@ def refusal(case: Case) -> str:
         memory_margin=0.0,
         mode=Mode.EAGER if case.compile is None else Mode.COMPILED,
         executed=True,
+        target_len=TARGET if graph.has_target else None,
     )
     try:
         search_plan(request)
@@ -213,7 +221,8 @@ def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Resu
             f"{PARAMETER_TOLERANCE:g}, relative). A number: refused when planned, with the",
             "message below. Every degree is 2 (dp 4 with ep 2), 3 micro-batches, stages as planned; a pair runs in the",
             "smallest plan that has both and what they need. Small Llama (also with tied embeddings), GPT (dropout),",
-            "Qwen2 (sliding windows) and mixtures of experts with random weights.",
+            "Qwen2 (sliding windows), mixtures of experts, encoder-decoders (source and target of different lengths)",
+            "and a GPT with skip connections over several layers, with random weights.",
             "",
             *lines,
             "",

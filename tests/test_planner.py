@@ -25,7 +25,7 @@ from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
+from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TensorWork, Workload
 from autoplan.planner import InfeasibleReport, NothingFits, PlanRequest, StoppedError, estimate_config, search_plan
 from autoplan.report.data import certificate
 from autoplan.report.text import proof_text
@@ -104,6 +104,13 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
     parts = draw(st.lists(st.floats(0, 1), min_size=units, max_size=units))
     # a parameter that both ends hold is no larger than what either has
     shared = 4.0 * min(sum(p.num_elements for p in blocks[f"b{u}"].params) for u in (0, units - 1))
+    passing = ()
+    if draw(st.booleans()):
+        made = draw(st.integers(0, units - 2))
+        of = st.lists(st.integers(made, units - 1), max_size=3).map(tuple)
+        last = draw(st.integers(made + 1, units - 1))
+        passing = (SharedValue(made, last, draw(st.floats(0, 4e6)), draw(of), draw(of)),)
+    cuts = draw(st.lists(st.floats(0, 1e6), min_size=units - 1, max_size=units - 1))
     work = Workload(
         model="random",
         axes=(),
@@ -113,7 +120,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         layers=layers,
         is_layer=tuple((layer,) for layer in layers),
         free=(),
-        cut_bytes=tuple(draw(st.lists(st.floats(0, 1e6), min_size=units - 1, max_size=units - 1))),
+        cut_bytes=tuple(c + sum(v.num_bytes for v in passing if v.crosses(u + 1)) for u, c in enumerate(cuts)),
         unit_saved=tuple(saved),
         unit_selective=tuple(saved),
         unit_kept=tuple(kept),
@@ -129,6 +136,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
             {"attention": k + part * (s - k), "mlp": k + other * (s - k), "attention+mlp": k + part * other * (s - k)}
             for s, k, part, other in zip(saved, kept, parts, parts[::-1], strict=True)
         ),
+        shared=passing,
     )
     schedule = draw(st.sampled_from(["1F1B", "GPipe"]))
     config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=m, schedule=schedule)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import SEQ, Case, cluster_of, compiled, global_batch, graph_of, run_simulated
+from parity import SEQ, TARGET, Case, cluster_of, compiled, global_batch, graph_of, run_simulated
 from spmd_types import SpmdTypeError
 
 from autoplan.codegen.check import check_program
@@ -41,6 +41,9 @@ CASES = [
     Case(family="mixtral", tp=2, prices="bandwidth"),
     Case(family="qwen3-moe", tp=4, prices="latency"),
     Case(family="deepseek", tp=2, pp=2, prices="bandwidth"),
+    Case(family="encdec", tp=2, pp=4, prices="bandwidth"),
+    Case(family="encdec", tp=2, prices="latency"),
+    Case(family="skips", tp=2, pp=4, prices="bandwidth"),
 ]
 
 
@@ -76,7 +79,7 @@ def test_a_dropped_conversion_does_not_type_check(what: str) -> None:
 
 def expected(entries: tuple[LedgerEntry, ...], case: Case, per: str) -> Counter[tuple[str, str, int, str]]:
     size = len(next(iter(global_batch(case).values()))) // case.dp // case.num_micro_batches
-    env = {"b": size, "s": SEQ}
+    env = {"b": size, "s": SEQ, "t": TARGET}
     out: Counter[tuple[str, str, int, str]] = Counter()
     for e in entries:
         if e.per == per and e.kind != "send_recv":
@@ -110,7 +113,7 @@ def test_collectives_equal_the_ledger(case: Case) -> None:
 def test_the_ledger_is_what_was_priced(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With arithmetic and memory for free, the ILP's cost of the chosen layout is the cost of the ledger's entries."""
     graph, config = graph_of(case.family, case.dropout), read_pins(case.pins, case.world)
-    cluster, env = cluster_of(case.world, case.prices), {"b": 2, "s": SEQ}
+    cluster, env = cluster_of(case.world, case.prices), {"b": 2, "s": SEQ, "t": TARGET}
     _, layouts, solution = make_plan(graph, cluster, config, env)
     for phase in ("forward_s", "backward_s"):
         monkeypatch.setattr(Costs, phase, lambda self, work: ZERO)

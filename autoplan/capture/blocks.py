@@ -183,6 +183,11 @@ class LayerTracer:
     _called: set[str] = field(default_factory=set)
     _watched: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
+    def reset(self) -> None:
+        """Before the model is traced once more: no layer has been called yet."""
+        self._known.clear()
+        self._called.clear()
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Patch the layers; everything is restored on exit."""

@@ -17,13 +17,25 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts
 from autoplan.capture.huggingface import capture_attention, check_masks, is_hf_model
-from autoplan.capture.inplace import ALLOCATIONS, Assembly, Window, fill, out_of_place, window
+from autoplan.capture.inplace import (
+    ALLOCATIONS,
+    FILLED,
+    Assembly,
+    Constant,
+    Window,
+    fill,
+    out_of_place,
+    place,
+    window,
+)
+from autoplan.capture.lengths import length_symbols, target_inputs
 from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
@@ -102,8 +114,8 @@ def capture(
 
     Args:
         model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta).
-        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's. Only
-            shapes and dtypes matter.
+        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's, or a
+            second sequence with a length of its own (`autoplan.capture.lengths`). Only shapes and dtypes matter.
         loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
 
     Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input
@@ -129,47 +141,57 @@ def _capture(
         stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
         stack.enter_context(capture_experts(model))
         if is_hf_model(model):
-            stack.enter_context(capture_attention(model, "position_ids" in example_inputs))
+            stack.enter_context(
+                capture_attention(model, "position_ids" in example_inputs, "attention_mask" in example_inputs)
+            )
             stack.enter_context(capture_hf_experts(model))
-        program, symbols = _export(wrapper, example_inputs)
+        program, symbols = _export(wrapper, example_inputs, tracer)
     if tracer.unproved and merge:
         return None
     trace = _Translator(program, wrapper, symbols, names).run()
     return assemble(trace, type(model).__name__, *_parameters(model))
 
 
-def _dims(example_inputs: Mapping[str, torch.Tensor]) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
-    """Dynamic dims and stand-in tensors: batch 2 and the given sequence length (made distinct so that no size is
+def _dims(
+    example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str]
+) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
+    """Dynamic dims and stand-in tensors: batch 2 and the given sequence lengths (made distinct so that no size is
     mistaken)."""
-    batch, sequence = torch.export.Dim("b"), torch.export.Dim("s")
+    batch = torch.export.Dim("b")
+    sequences = {symbol: torch.export.Dim(symbol) for symbol in ("s", "t")}
     first = next(iter(example_inputs.values()))
     if first.dim() < 1:
         raise CaptureError("the first example input needs a batch dim")
-    num_tokens = first.shape[1] if first.dim() > 1 else None
-    dims, tensors = [], []
-    stand_in = 2 if num_tokens != 2 else 3
     for name, tensor in example_inputs.items():
         if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
             raise CaptureError(
                 f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}"
             )
+    symbols = length_symbols(example_inputs, targets)
+    sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
+    if "t" in sizes and sizes["t"] == sizes["s"]:
+        sizes["t"] += -1 if sizes["t"] > 2 else 1  # down: positions may be learned
+    stand_in = next(size for size in (2, 3, 4) if size not in sizes.values())
+    dims, tensors = [], []
+    for name, tensor in example_inputs.items():
         mine: dict[int, Any] = {0: batch}
-        if tensor.dim() > 1 and tensor.shape[1] == num_tokens and num_tokens is not None and num_tokens > 1:
-            mine[1] = sequence
+        shape = [stand_in, *tensor.shape[1:]]
+        if name in symbols:
+            mine[1], shape[1] = sequences[symbols[name]], sizes[symbols[name]]
         dims.append(mine)
-        tensors.append(torch.zeros((stand_in, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device))
+        tensors.append(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
     return dims, tensors
 
 
 def _export(
-    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor]
+    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    dims, tensors = _dims(example_inputs)
+    dims, tensors = _dims(example_inputs, target_inputs(wrapper.model))
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
-        program = _export_refining(wrapper, tensors, dims)
+        program = _export_refining(wrapper, tensors, dims, tracer)
     except CaptureError:
         raise
     except Exception as exc:
@@ -187,7 +209,7 @@ def _export(
 
 
 def _export_refining(
-    wrapper: LossModule, tensors: list[torch.Tensor], dims: list[dict[int, Any]]
+    wrapper: LossModule, tensors: list[torch.Tensor], dims: list[dict[int, Any]], tracer: LayerTracer
 ) -> torch.export.ExportedProgram:
     """Export; where the model fixes or bounds a dim (features in dim 1, a table of positions), take what torch
     suggests."""
@@ -206,6 +228,7 @@ def _export_refining(
                     f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to "
                     f"{mine[0]})"
                 ) from exc
+        tracer.reset()
         return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=refined)
 
 
@@ -324,13 +347,18 @@ class _Translator:
                 name = f"buffer:{full}"
                 self.trace.buffers[name] = full
             else:
-                raise CaptureError(
-                    f"the model makes a constant tensor ({target}) in its forward; register it as a buffer"
-                )
+                self.env[node] = self._constant(str(target))
+                continue
             self.env[node] = name
             value = node.meta["val"]
             grad = kind is InputKind.PARAMETER and bool(self.wrapper.get_parameter(target).requires_grad)
             self.trace.values[name] = Value(name, self._shape(value), _dtype(value.dtype), grad)
+
+    def _constant(self, target: str) -> Constant:
+        value = self.program.constants.get(target)
+        if not isinstance(value, torch.Tensor) or value.dim() > 0 or isinstance(value, FakeTensor):
+            raise CaptureError(f"the model makes a constant tensor ({target}) in its forward; register it as a buffer")
+        return Constant(value.item(), _dtype(value.dtype))
 
     def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> None:
         for node in graph.nodes:
@@ -352,15 +380,33 @@ class _Translator:
             self.env[node] = Assembly(node)
         elif target == "aten.slice.Tensor" and self._unfinished(node) is not None:
             self.env[node] = window(self.env[self._first(node)], node, source_of(node))
+        elif target == "aten.select.int" and self._unfinished(node) is not None:
+            self.env[node] = place(self.env[self._first(node)], node, source_of(node))
+        elif target == "aten.lift_fresh_copy.default" and isinstance(self.env.get(self._first(node)), Constant):
+            self.env[node] = self.env[self._first(node)]
+        elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), Window):
+            self._fill(node)
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
             value = self._name_of(cast(fx.Node, node.args[1]))
-            place = self.env[self._first(node)]
-            if self.trace.values[value].shape != self._shape(node.meta["val"]):
+            target_place = self.env[self._first(node)]
+            if target_place.one or self.trace.values[value].shape != self._shape(node.meta["val"]):
                 raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
-            fill(place, value, source_of(node))
-            self.env[node] = place
+            fill(target_place, value, source_of(node))
+            self.env[node] = target_place
         else:
             self._op(target, node)
+
+    def _fill(self, node: fx.Node) -> None:
+        """A number written into a slice."""
+        written, value = self.env[self._first(node)], cast(tuple[Any, ...], node.args)[1]
+        number = self.env.get(value) if isinstance(value, fx.Node) else value
+        scalar = number.value if isinstance(number, Constant) else number
+        if not isinstance(scalar, (bool, int, float)):
+            raise CaptureError(f"{source_of(node)}: a slice can be filled with a fixed number only")
+        like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
+        item = Lowered("full", (), {"scalar": scalar})
+        fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
+        self.env[node] = written
 
     @staticmethod
     def _first(node: fx.Node) -> fx.Node:
@@ -420,7 +466,11 @@ class _Translator:
     def _op(self, target: str, node: fx.Node) -> None:
         where = source_of(node)
         if target not in OPS:
-            target = out_of_place(target, node) or target
+            changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            done = isinstance(changed, Assembly) and changed.complete
+            windows = {n for n, v in self.env.items() if done and isinstance(v, Window) and v.of is changed}
+            whole = {n for n, v in self.env.items() if done and v is changed and n is not node.args[0]}
+            target = out_of_place(target, node, windows | whole) or target
         if target not in OPS:
             if target.split(".")[1].endswith("_"):
                 changed = self.env.get(cast(fx.Node, node.args[0]))
@@ -513,7 +563,16 @@ class _Translator:
 
     def _name_of(self, node: fx.Node) -> str:
         found = self.env.get(node)
+        if isinstance(found, Constant):
+            item = Lowered("full", (), {"scalar": found.value})
+            self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            return cast(str, self.env[node])
         if isinstance(found, Assembly):
+            filler = FILLED.get(str(found.node.target))
+            if not found.name and not found.parts and filler is not None:
+                item = Lowered("full", (), {"scalar": filler})
+                meta = found.node.meta["val"]
+                found.name = self._emit(item, (), [meta], source_of(found.node), _scope_of(found.node))[0]
             if not found.name:
                 pieces = found.pieces()
                 if pieces is None:
@@ -541,7 +600,7 @@ class _Translator:
             return Expr.of(Fraction(int(expr.p), int(expr.q)))
         if expr.is_Symbol:
             if str(expr) not in self.symbols:
-                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence")
+                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence lengths")
             return Expr.symbol(self.symbols[str(expr)])
         if expr.is_Add or expr.is_Mul:
             total = Expr.of(0 if expr.is_Add else 1)

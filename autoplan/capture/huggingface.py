@@ -59,6 +59,16 @@ def _attention(
     if kwargs.get("s_aux") is not None:
         raise CaptureError("attention with sinks (a learned logit per head) is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    bias = kwargs.get("position_bias")
+    if bias is not None and not _adds_zeros(module):
+        if attention_mask is not None or kwargs.get("sliding_window") is not None:
+            raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
+        if dropout:
+            raise CaptureError(
+                f"dropout_p={dropout} inside attention cannot be reproduced across plans; set the model's dropout to 0"
+            )
+        biased = torch.ops.autoplan.biased_attention(query, key, value, bias, bool(causal), scaling)
+        return biased.transpose(1, 2).contiguous(), None
     window = kwargs.get("sliding_window")
     if window is not None:
         if not causal or attention_mask is not None:
@@ -86,7 +96,13 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask_function(packed: list[torch.Tensor]) -> Callable[..., torch.Tensor | None]:
+def _adds_zeros(module: nn.Module) -> bool:
+    """True for attention of T5's kind over the other sequence: the bias by position that it is given is zeros."""
+    learned = getattr(module, "has_relative_attention_bias", True)
+    return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False
+
+
+def _mask_function(packed: list[torch.Tensor], padded: bool) -> Callable[..., torch.Tensor | None]:
     def documents(
         *args: Any,
         config: Any = None,
@@ -102,7 +118,7 @@ def _mask_function(packed: list[torch.Tensor]) -> Callable[..., torch.Tensor | N
         """
         if local_size is not None and local_size != getattr(config, "sliding_window", None):
             raise CaptureError(f"attention in chunks of {local_size} tokens is not supported")
-        if attention_mask is not None:
+        if attention_mask is not None and padded:
             return attention_mask != 0
         return packed[-1] if packed else None
 
@@ -124,10 +140,11 @@ def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
 
 
 @contextmanager
-def capture_attention(model: nn.Module, positions: bool = False) -> Iterator[None]:
+def capture_attention(model: nn.Module, positions: bool = False, padded: bool = False) -> Iterator[None]:
     """Use the captured form of attention inside; the model's own choice is restored.
 
     Args:
+        padded: the batch has a padding mask; without it a mask is one that the model makes of nothing.
         positions: the batch says the positions of its tokens: where they start again, another document begins.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -140,7 +157,7 @@ def capture_attention(model: nn.Module, positions: bool = False) -> Iterator[Non
         return None
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _mask_function(packed))
+    AttentionMaskInterface.register(_NAME, _mask_function(packed, padded))
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = starts
     try:
@@ -151,7 +168,7 @@ def capture_attention(model: nn.Module, positions: bool = False) -> Iterator[Non
 
 
 def default_example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Shapes to capture a causal language model with when the caller gives none: batch 2, up to 2,048 tokens."""
+    """Shapes to capture a language model with when the caller gives none: batch 2, up to 2,048 tokens."""
     limit = getattr(model.config, "max_position_embeddings", None) or 2048
     ids = torch.zeros(2, min(int(limit), 2048), dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}

@@ -7,6 +7,7 @@ else would need to know who else holds the memory, and is refused.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,17 +15,20 @@ from torch import fx
 
 from autoplan.cost_models.errors import CaptureError
 
-ALLOCATIONS = frozenset({"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default"})
+ALLOCATIONS = frozenset(
+    {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
+)
+FILLED = {"aten.new_zeros.default": 0}  # what an allocation holds of which nothing is written
 _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
 
 
 @dataclass(eq=False)
 class Assembly:
-    """A tensor that is being filled slice by slice along one dim: (start, stop) -> value."""
+    """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> stop and value."""
 
     node: fx.Node
     dim: int | None = None
-    parts: dict[tuple[int, int], str] = field(default_factory=dict)
+    parts: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
     name: str = ""  # of the finished value
 
     @property
@@ -34,23 +38,40 @@ class Assembly:
 
     def pieces(self) -> list[str] | None:
         """The values along the dim, in order; None while there is a gap or an overlap."""
-        at, out = 0, []
-        for (start, stop), value in sorted(self.parts.items()):
-            if start != at:
+        at: Any = 0
+        out = []
+        for (start, _), (stop, value) in sorted(self.parts.items(), key=lambda part: part[0]):
+            if not _same(start, at):
                 return None
             at = stop
             out.append(value)
-        return out if self.dim is not None and at == self.node.meta["val"].shape[self.dim] else None
+        return out if self.dim is not None and _same(at, self.node.meta["val"].shape[self.dim]) else None
 
 
 @dataclass(frozen=True)
 class Window:
-    """A slice of an assembly."""
+    """A slice of an assembly; `stop` is a number or the symbolic size of the dim. `one`: a place, without the dim."""
 
     of: Assembly
     dim: int
     start: int
-    stop: int
+    stop: Any
+    one: bool = False
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of one number that the model makes in its forward."""
+
+    value: bool | int | float
+    dtype: str
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal numbers, or one symbolic size; sizes that are not known to be equal are not."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a is b or (not isinstance(a, int) and not isinstance(b, int) and bool(a.node.expr == b.node.expr))
 
 
 def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | Window:
@@ -60,11 +81,21 @@ def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | W
     dim = int(place) % source_rank(source)
     size = source_size(source, dim)
     start, stop = start or 0, size if stop is None or (isinstance(stop, int) and stop >= 2**62) else stop
-    if (start, step) == (0, 1) and (stop is size or stop == size):
+    if (start, step) == (0, 1) and _same(stop, size):
         return source
-    if not all(isinstance(x, int) and x >= 0 for x in (start, stop)) or step != 1 or isinstance(source, Window):
+    to_end = _same(stop, size) or (isinstance(stop, int) and isinstance(size, int) and stop >= size)
+    fixed = isinstance(start, int) and start >= 0 and (to_end or (isinstance(stop, int) and stop >= 0))
+    if not fixed or step != 1 or isinstance(source, Window):
         raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
-    return Window(source, dim, int(start), min(int(stop), int(size)))
+    return Window(source, dim, int(start), size if to_end else int(stop))
+
+
+def place(source: Assembly | Window, node: fx.Node, where: str) -> Window:
+    """What one place along a dim of an assembly is. CaptureError where that is not a fixed one."""
+    dim, index = cast(tuple[int, int], node.args[1:3])
+    if isinstance(source, Window) or not isinstance(index, int) or index < 0:
+        raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
+    return Window(source, dim % source_rank(source), index, index + 1, one=True)
 
 
 def source_rank(source: Assembly | Window) -> int:
@@ -85,7 +116,7 @@ def fill(place: Window, value: str, where: str) -> None:
     if whole.name or whole.dim not in (None, place.dim):
         raise CaptureError(f"{where}: a tensor filled slice by slice must be complete, along one dim, before use")
     whole.dim = place.dim
-    whole.parts[place.start, place.stop] = value
+    whole.parts[place.start, str(place.stop)] = (place.stop, value)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -96,8 +127,11 @@ def _is_view(node: fx.Node) -> bool:
     return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-def out_of_place(target: str, node: fx.Node) -> str | None:
-    """The op without side effect that an in-place op equals here, or None if somebody could see the difference."""
+def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()) -> str | None:
+    """The op without side effect that an in-place op equals here, or None if somebody could see the difference.
+
+    `written`: views that were only written to, before.
+    """
     name, dot, overload = target.removeprefix("aten.").partition(".")
     changed = node.args[0] if node.args else None
     if not name.endswith("_") or not isinstance(changed, fx.Node) or changed.op != "call_function":
@@ -110,6 +144,6 @@ def out_of_place(target: str, node: fx.Node) -> str | None:
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for user in changed.users:
         # the tracer lets later code use the in-place op's result: a later use of the old one means a second holder
-        if user is not node and (order[user] > order[node] or _is_view(user)):
+        if user is not node and (order[user] > order[node] or (_is_view(user) and user not in written)):
             return None
     return f"aten.{name[:-1]}{dot}{overload}"

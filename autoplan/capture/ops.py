@@ -88,6 +88,11 @@ def _document_attention(a: Args) -> Result:
     return Lowered("attention", (a["query"], a["key"], a["value"], a["documents"]), attrs)
 
 
+def _biased_attention(a: Args) -> Result:
+    attrs = {"causal": a["causal"], "scale": a.get("scale")}
+    return Lowered("attention", (a["query"], a["key"], a["value"], a["bias"]), attrs)
+
+
 def _slice(a: Args) -> Result:
     start = a.get("start") or 0
     end = a.get("end")
@@ -207,6 +212,8 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.bitwise_and.Tensor": _binary("bitwise_and"),
     "aten.bitwise_or.Tensor": _binary("bitwise_or"),
     "aten.__and__.Tensor": _binary("bitwise_and"),
+    "aten.min.other": _binary("minimum"),
+    "aten.max.other": _binary("maximum"),
     "aten.rsub.Scalar": lambda a: Lowered("rsub_scalar", (a["self"],), {"scalar": a["other"]}),
     "aten.pow.Tensor_Scalar": lambda a: Lowered("pow_scalar", (a["self"],), {"scalar": a["exponent"]}),
     "aten.gelu.default": lambda a: Lowered("gelu", (a["self"],), {"approximate": a.get("approximate", "none")}),
@@ -256,6 +263,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "autoplan.experts.default": _experts,
     "autoplan.windowed_attention.default": _windowed_attention,
     "autoplan.document_attention.default": _document_attention,
+    "autoplan.biased_attention.default": _biased_attention,
     "aten.cumsum.default": _with("cumsum", "dim"),
     "aten.clamp.default": lambda a: Lowered("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")}),
     "aten.to.dtype": _to,
@@ -271,6 +279,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.arange.default": lambda a: Lowered("arange", (), {"start": 0, "end": a["end"]}),
     "aten.arange.start": lambda a: Lowered("arange", (), {"start": a["start"], "end": a["end"]}),
     "aten.full.default": lambda a: Lowered("full", (), {"scalar": a["fill_value"]}),
+    "aten.full_like.default": lambda a: Lowered("full", (), {"scalar": a["fill_value"]}),
     "aten.zeros.default": lambda a: Lowered("full", (), {"scalar": 0}),
     "aten.ones.default": lambda a: Lowered("full", (), {"scalar": 1}),
     "aten.ones_like.default": lambda a: Lowered("full", (), {"scalar": 1}),

@@ -26,20 +26,24 @@ _log = logging.getLogger(__name__)
 
 
 def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The causal language model of a Hugging Face config.json, on fake tensors of `dtype`.
+    """The causal language model, or encoder-decoder, of a Hugging Face config.json, on fake tensors of `dtype`.
 
     CaptureError names `where` if transformers cannot build it.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise CaptureError(f"{where}: model_type {kind!r} is not an architecture of the installed transformers")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            made = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(dict(config)), dtype=dtype)
+            settings = CONFIG_MAPPING[kind].from_dict(dict(config))
+            auto: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
+            made = auto.from_config(settings, dtype=dtype)
     except Exception as exc:  # whatever a config class or a constructor of transformers raises
-        raise CaptureError(f"{where}: transformers cannot build a causal language model from it: {exc}") from exc
+        raise CaptureError(
+            f"{where}: transformers cannot build a causal language model or encoder-decoder from it: {exc}"
+        ) from exc
     model: nn.Module = made
     return model
 

@@ -1,4 +1,5 @@
-"""Attention over a sliding window and inside documents, as one op each: torch has none to keep whole."""
+"""Attention over a sliding window, inside documents, and with a bias besides being causal, each as one op: torch has no
+operation for them that capture could keep whole."""
 
 from __future__ import annotations
 
@@ -29,5 +30,20 @@ def document_attention_op(
 @document_attention_op.register_fake
 def _(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.custom_op("autoplan::biased_attention", mutates_args=())
+def biased_attention_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    """The marker that capture leaves in the graph. `bias`: added to the scores, broadcastable to them."""
+    raise RuntimeError("autoplan::biased_attention is a capture marker and cannot be run")
+
+
+@biased_attention_op.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float | None
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))

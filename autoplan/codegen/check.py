@@ -58,7 +58,7 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
     axes = [(name, 1 if name in _OUTER else size) for name, size in spec.axes]
     with _fake_group(world), tempfile.TemporaryDirectory() as folder:
         mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
-        env = {"b": batch, "s": sequence}
+        env = {"b": batch, "s": sequence, "t": sequence}
         for stage in spec.stages:
             path = Path(folder) / stage.source
             path.write_text(sources[stage.source])
@@ -70,10 +70,8 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
 
 
 def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor:
-    """Token ids: inputs that carry the batch and, where they do, the sequence."""
-    shape = [env["b"], env["s"]]
-    known = {dim for _, source, dim in spec.sizes_from if source == name}
-    return torch.zeros(shape if 1 in known or not known else shape[:1], dtype=torch.int64)
+    """Token ids of the shape that the program was captured with."""
+    return torch.zeros([evaluate(size, env) for size in dict(spec.input_shapes)[name]], dtype=torch.int64)
 
 
 def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Block, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
-from autoplan.cost_models.symbols import Expr, product
+from autoplan.cost_models.symbols import SYMBOLS, Expr, product
 from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.search.regions import Region, regions, variables_of
 
@@ -397,7 +397,7 @@ def expert_weights(block: Block) -> frozenset[str]:
 def block_source(
     lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool, groups: Iterable[str] = ()
 ) -> tuple[list[str], dict[str, bool]]:
-    """Source lines of a block's class, and which of b, s, device, rng its forward takes.
+    """Source lines of a block's class, and which of b, s, t, device, rng its forward takes.
 
     Args:
         free: a plain module, not a unit of recompute, since nothing in it depends on a parameter.
@@ -417,9 +417,9 @@ def block_source(
         lines.append(_assign(", ".join(statement.targets), text, comment))
     body = _body(lowered, lines, regions(lowered.statements, lowered.outputs, groups))
     joined = "\n".join(line.split("#")[0] for line in body)
-    needs = {name: _mentions(joined, name) for name in ("b", "s", "device", "rng")}
+    needs = {name: _mentions(joined, name) for name in (*SYMBOLS, "device", "rng")}
     extra = [
-        f"{n}: {'int' if n in 'bs' else 'torch.device' if n == 'device' else 'Tensor'}"
+        f"{n}: {'int' if n in SYMBOLS else 'torch.device' if n == 'device' else 'Tensor'}"
         for n, used in needs.items()
         if used
     ]

@@ -15,7 +15,7 @@ from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.schedule import ranks_of_chunks
-from autoplan.cost_models.symbols import Expr
+from autoplan.cost_models.symbols import SYMBOLS, Expr
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.runtime.spec import (
     BufferSpec,
@@ -153,6 +153,11 @@ class _Compiler:
             tied=self._tied(),
             recompute=tuple(sorted(self.layouts.recompute.items())),
             ledger=tuple(ledger),
+            input_shapes=tuple(
+                (n, tuple(terms(s) for s in self.graph.values[n].shape))
+                for n in self.graph.inputs
+                if n != "loss_denominator"
+            ),
             stage_ranks=self._stage_ranks(),
         )
         return Program(program, sources)
@@ -165,7 +170,7 @@ class _Compiler:
         out: dict[str, tuple[str, str, int]] = {}
         for name in self.graph.inputs:
             for i, size in enumerate(self.graph.values[name].shape):
-                for symbol in ("b", "s"):
+                for symbol in SYMBOLS:
                     if size == Expr.symbol(symbol):
                         out.setdefault(symbol, (symbol, name, i))
         return tuple(out[k] for k in sorted(out))
@@ -304,7 +309,7 @@ class _Compiler:
             "Comments give the dtype, the local shape and the type on every sub-axis of what a line makes: R "
             "replicate, I invariant,",
             "S(factor) shard, P pending sum. b is the micro-batch of this data-parallel rank, s the sequence "
-            'length."""',
+            + ('length."""' if not self.graph.has_target else 'length, t that of the target."""'),
             "",
             "from autoplan.runtime.program import *  # noqa: F403",
             "",

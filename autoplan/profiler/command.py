@@ -58,7 +58,7 @@ def profile_command(
         from autoplan.catalog import load_model
 
         graph = load_model(model)
-        tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE})
+        tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE, "t": _COMMAND_SEQUENCE})
         used = [p.dtype for p in graph.params.values()]
         dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
     if alone:

@@ -7,7 +7,7 @@ Schema 1:
      "model": {"name", "num_params", "num_layers"},
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
-     "request": {"seq_len", "global_batch_size", "pins", "precision", "mode", "attention", "launch",
+     "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
                  "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
                  "profile", "constants": null | file},
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule",
@@ -232,6 +232,7 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
         "cluster": cluster(r.cluster),
         "request": {
             "seq_len": r.seq_len,
+            **({} if r.target_len is None else {"target_len": r.target_len}),
             "global_batch_size": r.global_batch_size,
             "pins": pins(r.pins),
             "precision": r.precision,

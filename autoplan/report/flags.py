@@ -20,6 +20,10 @@ ClusterText = Annotated[
     ),
 ]
 SeqLen = Annotated[str, typer.Option("--seq-len", "--seq", help="Tokens per sequence; 8k is 8192.")]
+TargetLen = Annotated[
+    str | None,
+    typer.Option("--target-len", help="Tokens per target sequence of an encoder-decoder; without it as --seq-len."),
+]
 BatchSize = Annotated[str, typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices.")]
 PinTexts = Annotated[
     list[str] | None,

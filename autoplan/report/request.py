@@ -40,6 +40,7 @@ def read_request(
     top: int = 1,
     time_limit: float = 60.0,
     runnable: bool = False,
+    target_len: str | None = None,
 ) -> PlanRequest:
     """Everything is read and checked before the model is loaded, which may take long.
 
@@ -79,4 +80,5 @@ def read_request(
         top=top,
         time_limit_s=time_limit,
         executed=runnable,
+        target_len=None if target_len is None else read_count(target_len, "--target-len"),
     )

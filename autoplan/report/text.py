@@ -90,9 +90,10 @@ def _heading(out: Console, request: PlanRequest) -> None:
     out.print(Text(f"autoplan {__version__} - {model}", style="bold"), soft_wrap=True)
     paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
     batch = r.seq_len * r.global_batch_size
+    target = f" (target {r.target_len:,})" if r.target_len is not None else ""
     paragraph(
         out,
-        f"{r.seq_len:,} tokens x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
+        f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
         f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + _pins(r.pins) if r.pins else ''}",
         5,
         first=2,
@@ -437,6 +438,8 @@ def _settings(request: PlanRequest) -> list[str]:
         words += ["--profile", request.profile.name]
     if request.constants_file is not None:
         words += ["--constants", request.constants_file]
+    if request.target_len is not None:
+        words += ["--target-len", str(request.target_len)]
     return words
 
 

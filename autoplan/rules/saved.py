@@ -173,6 +173,12 @@ def _written_out_extra(f: OpFacts) -> tuple[int, ...]:
     return (q.num_elements * width, repeated, scores)
 
 
+def _learned_mask_extra(f: OpFacts) -> tuple[int, ...]:
+    """The same, where a gradient goes to the mask: besides, which scores the runtime took out of it for causality."""
+    q, k = f.inputs[:2]
+    return (*_written_out_extra(f), *((q.shape[2] * k.shape[2],) if f.attrs.get("causal") else ()))
+
+
 def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
     """Queries in blocks of the window, keys and values in blocks of two, as sequences of their own, and what attention
     keeps of those (`autoplan.runtime.attention._windowed`)."""
@@ -191,6 +197,13 @@ def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
     out = replace(ins[0], shape=(*ins[0].shape[:3], v.shape[3]))
     of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False})
     return (*(t.num_bytes for t in (*ins, out)), *_own_mask_extra(of_blocks))
+
+
+def _learned_mask_workspace(f: OpFacts) -> tuple[int, int]:
+    """Scores with and without the mask; their gradient before and after the softmax."""
+    scores = _written_out_extra(f)[2]
+    forward, backward = _attention_workspace(f)
+    return (forward + 2 * scores, backward + 2 * scores)
 
 
 def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
@@ -250,7 +263,10 @@ def _attention_workspace(f: OpFacts) -> tuple[int, ...]:
     # FlashAttention-2: the gradient of the queries is summed in float32; grouped heads get their own key and value
     # gradients first
     repeated = (k.num_bytes + v.num_bytes) * (q.shape[1] // k.shape[1]) if q.shape[1] != k.shape[1] else 0
-    return (0, rows + q.num_elements * 4 + repeated)
+    # a mask that is learned: its gradient before it is summed over what it is broadcast to
+    learned = len(f.inputs) > 3 and f.inputs[3].requires_grad
+    scores = q.num_elements // q.shape[-1] * k.shape[2] * DTYPE_BYTES[q.dtype] if learned else 0
+    return (0, rows + q.num_elements * 4 + repeated + scores)
 
 
 # int64 numbers that one block of the mask needs at a time (runtime/dropout.py)
@@ -341,6 +357,7 @@ RULES: dict[str, SavedRule] = {
     ),
     "attention_windowed": _rule("", Form.NEW, extra=_windowed_extra, workspace=_attention_workspace),
     "attention_written_out": _rule("x2<0,1,2", Form.NEW, extra=_written_out_extra, workspace=_attention_workspace),
+    "attention_learned_mask": _rule("x2<0,1,2", Form.NEW, extra=_learned_mask_extra, workspace=_learned_mask_workspace),
     "dropout": _rule(form=Form.NEW, extra=_dropout_extra, workspace=_dropout_workspace),
     "softmax": _rule("y0<0", form=Form.NEW),
     "log_softmax": _rule("y0<0", form=Form.NEW),
@@ -372,6 +389,8 @@ def rule_name(f: OpFacts) -> str:
             return "attention_windowed"
         if f.device_type == "cpu" and f.inputs[0].shape[-1] != f.inputs[2].shape[-1]:
             return "attention_written_out"
+        if f.device_type == "cpu" and len(f.inputs) > 3 and f.inputs[3].requires_grad:
+            return "attention_learned_mask"
         own = f.attrs.get("causal") or f.attrs.get("documents")
         if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or own):
             return "attention_own_mask"

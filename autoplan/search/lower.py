@@ -100,7 +100,7 @@ class _Names:
 
 # what the text of a block itself uses
 _RESERVED = (
-    "b s device rng self torch nn F I P R Tensor Block Stage parameter typed attention dropout cross_entropy_sum "
+    "b s t device rng self torch nn F I P R Tensor Block Stage parameter typed attention dropout cross_entropy_sum "
     "experts context_part context_length slice_ all_gather all_reduce all_to_all reduce_scatter to_partial "
     "to_replicate vary vocab_parallel_embedding vocab_parallel_cross_entropy_sum"
 ).split()

@@ -8,10 +8,12 @@ from typing import Any
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.schedule import SCHEDULES as SCHEDULE_RULES
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
 from autoplan.search.pins import (
     check_recompute,
+    check_split,
     check_stages,
     check_values,
     divisors,
@@ -20,6 +22,7 @@ from autoplan.search.pins import (
     is_count,
     pipeline_units,
     schedule_of,
+    several_cross,
 )
 from autoplan.search.refusals import refusal
 
@@ -79,8 +82,10 @@ def space(
         batch_obstacle(graph),
         expert_counts(graph),
         _contexts(graph, cluster, seq_len) if "cp" not in pins and pins.get("ep", 1) == 1 else (1,),
-        SCHEDULES,
+        _schedules(graph, executed),
     )
+    if executed:
+        check_split(graph, schedule_of(pins)[0])
     stages = pins.get("stages")
     if stages is not None:
         virtual_stages = schedule_of(pins)[1]
@@ -89,6 +94,13 @@ def space(
     if not found.candidates:
         raise refusal(graph.name, limits, pins, found.illegal)
     return found
+
+
+def _schedules(graph: ModelGraph, executed: bool) -> tuple[tuple[str, int], ...]:
+    """Those looked at beside 1F1B; a split backward runs only where one tensor goes from stage to stage."""
+    if not executed or not several_cross(graph):
+        return SCHEDULES
+    return tuple(s for s in SCHEDULES if not SCHEDULE_RULES[s[0]].split_backward)
 
 
 def _contexts(graph: ModelGraph, cluster: Cluster, seq_len: int) -> tuple[int, ...]:

@@ -124,6 +124,10 @@ class Cutter:
             state = state + gathered
         self._state = state
         self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
+        if pricer.workload.shared:
+            self._held = self._held + np.array(
+                [[memory.held_once(a, b) if a < b else 0.0 for b in range(n + 1)] for a in range(n + 1)]
+            )
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, SharedValue, Workload
 from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.activations import OFFLOAD, Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.context_parallel import context_comms
@@ -28,6 +28,7 @@ from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, Op, coll
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
 from autoplan.search.regions import logits
+from autoplan.search.shared_values import shared_values
 from autoplan.search.works import Works
 
 __all__ = ["ExpertDegrees", "workload"]
@@ -69,6 +70,9 @@ def workload(
     free_calls = graph.free_calls()
     free_names = [c.name for c in graph.calls if c.name in free_calls]
     memory = [_unit_memory([calls[n] for n in unit], held, blocks, layers) for unit in units]
+    shared = shared_values(graph, units, lowered, held, works, frozenset(layers))
+    if shared:
+        memory = [_without(m, u, shared) for u, m in enumerate(memory)]
     per_call = {n: sum(_model_flops(blk, node, works) for node in blk.nodes) for n, blk in graph.blocks.items()}
     return Workload(
         model=graph.name,
@@ -105,6 +109,7 @@ def workload(
             _unit_choices([calls[n] for n in unit if n in layers], held, m.saved)
             for m, unit in zip(memory, units, strict=True)
         ),
+        shared=shared,
     )
 
 
@@ -160,6 +165,13 @@ def _unit_choices(layers: Sequence[Call], held: Mapping[str, Activations], saved
     names = [held[c.block].choice_bytes.keys() for c in layers]
     common = [n for n in names[0] if all(n in other for other in names)] if names else []
     return {n: saved - sum(held[c.block].saved_bytes - held[c.block].choice_bytes[n] for c in layers) for n in common}
+
+
+def _without(memory: _UnitMemory, unit: int, shared: Sequence[SharedValue]) -> _UnitMemory:
+    """A unit's memory without what is held once by all units of a stage together."""
+    saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
+    again = sum(v.num_bytes * v.kept_again.count(unit) for v in shared)
+    return replace(memory, saved=memory.saved - saved, kept=memory.kept - again)
 
 
 def _without_other_experts(held: Activations, lowered: LoweredBlock, block: BlockWork, works: Works) -> Activations:
