@@ -13,7 +13,17 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
-from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
+from autoplan.search.folding import inner_degree
+from autoplan.search.pins import (
+    ZERO_STAGES,
+    around,
+    check_degrees,
+    check_dispatch,
+    check_recompute,
+    divisors,
+    is_count,
+    pipeline_units,
+)
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
 
@@ -43,7 +53,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_config(r, config)
     experts = None
     if _experts(r.graph):
-        experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp, request.options.dispatcher)
+        experts = ExpertDegrees(config.ep, inner_degree(config), request.options.dispatcher, request.executed)
     points, ends = Points(r), ends_apart(r.graph, config)
     point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends)
     if point is None:
@@ -145,6 +155,8 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
         raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
     _check_experts(request.graph, c)
+    if request.executed:
+        check_dispatch(request.graph, c)
     _check_recompute(request.graph, c)
 
 

@@ -14,7 +14,9 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.planner import Certificate, Planned
+from autoplan.search.folding import inner_degree, spreads
 from autoplan.search.intra import IntraSolution, solve
+from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import (
     check_context,
     check_degrees,
@@ -58,7 +60,8 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        spread = "".join(f" {name}={n}" for name, n in (("cp", c.cp), ("ep", c.ep)) if n > 1)
+        folded = (("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", spreads(c) and c.tp > 1, inner_degree(c)))
+        spread = "".join(f" {name}={n}" for name, shown, n in folded if shown)
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
@@ -108,7 +111,10 @@ def make_plan(
     check_context(graph, config)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
-    solution = solve(build_problem(graph, settings))
+    problem = build_problem(graph, settings)
+    if axes and spreads(config):
+        problem = with_own_tokens(problem, graph, config.state_slack)
+    solution = solve(problem)
     certificate = {
         "status": solution.status,
         "gap": solution.gap,

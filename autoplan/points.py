@@ -23,6 +23,7 @@ from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import is_count, make_mesh
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate
@@ -85,6 +86,7 @@ class IntraPoint:
 
 
 _Key = tuple[int, int, int, ExpertDegrees | None, bool]
+_LayoutKey = tuple[int, int, int, bool]  # whether for experts that tokens travel to, from each rank its own
 
 
 class Points:
@@ -103,6 +105,7 @@ class Points:
         self.capacity_bytes = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, IntraPoint | None] = {}
+        self._layouts: dict[_LayoutKey, IntraSolution | InfeasibleError] = {}
         self._stopped: dict[_Key, float] = {}  # the limit that did not do
 
     def get(
@@ -136,9 +139,42 @@ class Points:
     def _solve(
         self, tp: int, size: int, cp: int, experts: ExpertDegrees | None, limit_s: float, ends: bool
     ) -> IntraPoint:
-        r, start = self.request, time.perf_counter()
+        r = self.request
         _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
         env = {"b": size, "s": r.seq_len // cp}
+        own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
+        solution = self._layout((tp, size, cp, own), axes, env, limit_s)
+        solved = time.perf_counter()
+        works = Works(
+            r.graph,
+            axes,
+            env,
+            context=cp,
+            precision=self.precision,
+            device_type=r.cluster.device_type,
+            kernels=Kernels(
+                r.mode,
+                r.options.attention_in(r.mode),
+                float8=self.precision.matmul is not None,
+                fused_loss=r.options.fused_loss,
+                context=cp,
+            ),
+        )
+        work = workload(r.graph, solution.selection, works, experts, ends)
+        point = IntraPoint(axes, solution, work, op_times(work, self.costs))
+        self.gap = max(self.gap, solution.gap)
+        self.all_proved = self.all_proved and solution.status == "optimal"
+        self.phases["workloads"] += time.perf_counter() - solved
+        return point
+
+    def _layout(self, key: _LayoutKey, axes: tuple[Axis, ...], env: Mapping[str, int], limit_s: float) -> IntraSolution:
+        """The layout of one key, solved when first asked for: all degrees of experts that do not change it share it."""
+        known = self._layouts.get(key)
+        if isinstance(known, InfeasibleError):
+            raise known
+        if known is not None:
+            return known
+        r, start, (tp, size, cp, own) = self.request, time.perf_counter(), key
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
         settings = IntraSettings(
@@ -159,38 +195,22 @@ class Points:
             problem = with_whole_tokens(problem, r.graph)
         built = time.perf_counter()
         try:
-            solution = solve(problem, limit_s)
+            if own:
+                problem = with_own_tokens(problem, r.graph, slack)
+            self._layouts[key] = solution = solve(problem, limit_s)
+        except InfeasibleError as exc:
+            self._layouts[key] = exc
+            raise
         finally:
-            solved = time.perf_counter()
             self.phases["intra-op build"] += built - start
-            self.phases["intra-op solve"] += solved - built
-        works = Works(
-            r.graph,
-            axes,
-            env,
-            context=cp,
-            precision=self.precision,
-            device_type=r.cluster.device_type,
-            kernels=Kernels(
-                r.mode,
-                r.options.attention_in(r.mode),
-                float8=self.precision.matmul is not None,
-                fused_loss=r.options.fused_loss,
-                context=cp,
-            ),
-        )
-        work = workload(r.graph, solution.selection, works, experts, ends)
-        point = IntraPoint(axes, solution, work, op_times(work, settings.costs))
-        self.gap = max(self.gap, solution.gap)
-        self.all_proved = self.all_proved and solution.status == "optimal"
-        self.phases["workloads"] += time.perf_counter() - solved
-        return point
+            self.phases["intra-op solve"] += time.perf_counter() - built
+        return solution
 
     def of(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> IntraPoint | None:
         """The layout of a candidate; None where there is none. Raises: StoppedError."""
         spread = None
-        if candidate.ep > 1:
-            spread = ExpertDegrees(candidate.ep, candidate.tp, self.request.options.dispatcher)
+        if candidate.ep > 1 or candidate.etp != candidate.tp:
+            spread = ExpertDegrees(candidate.ep, candidate.etp, self.request.options.dispatcher, self.request.executed)
         return self.get(candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s)
 
     def pricer(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
@@ -226,6 +246,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         tp=c.tp,
         pp=c.pp,
         ep=c.ep,
+        etp=None if c.etp == c.tp else c.etp,
         cp=c.cp,
         zero_stage=c.zero_stage,
         micro_batch_size=c.micro_batch_size,

@@ -58,6 +58,7 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    etp: int | None = None  # None: as tp
 
     @property
     def world(self) -> int:
@@ -80,6 +81,8 @@ class Case:
             pins["ep"] = self.ep
         if self.cp > 1:
             pins["cp"] = self.cp
+        if self.etp is not None:
+            pins["etp"] = self.etp
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
         return pins
@@ -96,6 +99,7 @@ class Case:
         ]
         parts += [self.schedule] * (self.schedule != "1F1B")
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        parts += [f"etp{self.etp}"] * (self.etp is not None)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])

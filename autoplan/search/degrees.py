@@ -22,8 +22,9 @@ class Candidate:
     zero_stage: int
     micro_batch_size: int
     num_micro_batches: int
-    ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
+    ep: int = 1  # over how many ranks experts are spread, tokens travelling to them; folded from dp, cp and tp
     cp: int = 1  # over how many ranks every sequence is cut
+    etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Limits:
         heads: (where, number of attention heads) of every attention.
         num_units: layers that a pipeline may be cut between.
         obstacle: why the batch cannot be split, or None.
-        experts: number of experts of every mixture.
+        experts: number of experts of every mixture; inner: their inner sizes.
         contexts: values of cp that are looked at.
     """
 
@@ -62,6 +63,7 @@ class Limits:
     obstacle: str | None
     experts: tuple[int, ...] = ()
     contexts: tuple[int, ...] = (1,)
+    inner: tuple[int, ...] = ()
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
@@ -94,10 +96,13 @@ def _candidates_at(
             if rule is not None:
                 illegal[rule] += 1
                 continue
-            legal = dispatch_degrees(dp, tp, limits.experts) if cp == 1 else [1]
-            spread = [ep for ep in legal if pins.get("ep", ep) == ep]
+            spread = [
+                (ep, etp)
+                for ep, etp in _spread(dp, tp, cp, limits, pins)
+                if pins.get("ep", ep) == ep and pins.get("etp", etp) == etp
+            ]
             if not spread:
-                illegal["another ep is pinned"] += 1
+                illegal["another ep or etp is pinned"] += 1
                 continue
             for size in divisors(limits.batch // dp):
                 num = limits.batch // dp // size
@@ -107,8 +112,20 @@ def _candidates_at(
                     illegal["the batch cannot be split"] += 1
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
-                found += [Candidate(pp, dp, tp, zero, size, num, ep, cp) for zero in stages for ep in spread]
+                found += [Candidate(pp, dp, tp, zero, size, num, ep, cp, etp) for zero in stages for ep, etp in spread]
     return limited
+
+
+def _spread(dp: int, tp: int, cp: int, limits: Limits, pins: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(ep, etp): experts where tp has them; tokens travelling to whole ones, or to some that tp splits. That every rank
+    has all experts, whole, beside tp is legal and not looked at."""
+    found = [(1, tp)]
+    if tp > 1 and limits.experts and pins.get("ep") == 1 and pins.get("etp") == 1:
+        found.append((1, 1))
+    for etp in (1, tp) if tp > 1 else (1,):
+        if all(size % etp == 0 for size in limits.inner):
+            found += [(ep, etp) for ep in dispatch_degrees(dp, tp, limits.experts, cp, etp) if ep > 1]
+    return found
 
 
 def _degrees(pins: Mapping[str, Any], name: str, limit: int) -> list[int]:

@@ -45,11 +45,16 @@ Collectives = tuple[str | None, str | None]  # forward, backward
 
 @dataclass(frozen=True)
 class ExpertDegrees:
-    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp."""
+    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp.
+
+    `executed`: the layout was solved for it and is run as it is (`own_tokens`), so that nothing is rerouted; rows
+    travel over etp as they do over ep.
+    """
 
     ep: int = 1
     etp: int = 1
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    executed: bool = False
 
     def dispatches(self, tp: int) -> bool:
         """False if experts are where tensor parallelism has the rest of the layer: then its layout holds for them."""
@@ -203,8 +208,9 @@ def dispatch_comms(block: Block, node: Node, works: Works, degrees: ExpertDegree
             for what, kind, num_bytes in zip((gather, scatter), kinds, (there, size), strict=True):
                 out.append(CommWork(what, kind, num_bytes, "ep", phase, top_k=top_k))
         if degrees.etp > 1:
-            out.append(CommWork(gather, "all_gather", size * degrees.etp, "etp", phase))
-            out.append(CommWork(scatter, "reduce_scatter", size * degrees.etp, "etp", phase))
+            kinds = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter")
+            for what, kind in zip((gather, scatter), kinds, strict=True):
+                out.append(CommWork(what, kind, size * degrees.etp, "etp", phase))
     return out
 
 

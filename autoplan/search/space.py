@@ -19,6 +19,7 @@ from autoplan.search.pins import (
     divisors,
     expert_counts,
     head_counts,
+    inner_sizes,
     is_count,
     pipeline_units,
 )
@@ -26,7 +27,19 @@ from autoplan.search.refusals import refusal
 
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
-SEARCHED = ("pp", "dp", "tp", "ep", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
+SEARCHED = (
+    "pp",
+    "dp",
+    "tp",
+    "ep",
+    "etp",
+    "cp",
+    "zero_stage",
+    "micro_batch_size",
+    "num_micro_batches",
+    "stages",
+    "recompute",
+)
 KNOWN_PINS = (*SEARCHED, "schedule", "state_slack")
 LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
@@ -68,7 +81,8 @@ def space(
         len(pipeline_units(graph)),
         batch_obstacle(graph),
         expert_counts(graph),
-        _contexts(graph, cluster, seq_len) if "cp" not in pins and pins.get("ep", 1) == 1 else (1,),
+        _contexts(graph, cluster, seq_len) if "cp" not in pins else (1,),
+        inner_sizes(graph),
     )
     stages = pins.get("stages")
     if stages is not None:

@@ -203,8 +203,9 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     ops: list[OpWork] = []
     comms: list[CommWork] = []
     position: dict[int, int] = {}  # statement -> op
-    instead = rerouted(lowered) if experts is not None else {}
-    router = only_for_experts(lowered) if experts is not None else set()
+    elsewhere = experts is not None and not experts.executed  # than where the layout has them
+    instead = rerouted(lowered) if elsewhere else {}
+    router = only_for_experts(lowered) if elsewhere else set()
     narrow = dict.fromkeys(logits(lowered.statements), "") if works.kernels.fused_loss else {}
     for k, statement in enumerate(lowered.statements):
         if isinstance(statement, Convert):
