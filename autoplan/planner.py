@@ -5,8 +5,9 @@
 
 One integer program over degrees, cuts and layouts:
 
-    minimise over (pp, dp, cp, tp, ep, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp, layouts x
-             step(pp, dp, cp, tp, ep, zero, b, u, r, x)          the event simulation of `price`
+    minimise over (pp, dp, cp, tp, ep, etp, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp,
+    layouts x
+             step(pp, dp, cp, tp, ep, etp, zero, b, u, r, x)          the event simulation of `price`
     subject to   memory_s(...) <= capacity                for every stage s
                  x legal on tp                            (autoplan.search.problem)
 
@@ -74,7 +75,10 @@ _RESTRICTIONS = (
     "layouts weigh what happens once per step as without a pipeline",
     "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
 )
-_EXPERTS = "ep within dp and where tp = 1: else the weights of experts are sharded by tp only"
+_EXPERTS = (
+    "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
+    "whole (etp = 1), or split over all of tp where there are too few"
+)
 
 
 class Status(StrEnum):
@@ -168,7 +172,7 @@ class _Search:
         with self._phase("space"):
             checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
         if r.executed:
-            check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1), ep=r.pins.get("ep", 1)))
+            check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1)))
         try:
             for candidate in checked.candidates:
                 if self.cutters and self._out_of_time():  # what was not looked at is open

@@ -29,7 +29,7 @@ from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate
 from autoplan.search.stages import Cutter
 from autoplan.search.whole_tokens import with_whole_tokens
-from autoplan.search.workload import ExpertDegrees, workload
+from autoplan.search.workload import ExpertDegrees, Lowered, lower_all, workload
 from autoplan.search.works import Works
 
 ILP_LIMIT_S = 120.0  # of one integer program of layouts
@@ -106,6 +106,7 @@ class Points:
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, IntraPoint | None] = {}
         self._layouts: dict[_LayoutKey, IntraSolution | InfeasibleError] = {}
+        self._lowered: dict[_LayoutKey, Lowered] = {}
         self._stopped: dict[_Key, float] = {}  # the limit that did not do
 
     def get(
@@ -143,9 +144,22 @@ class Points:
         _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
         env = {"b": size, "s": r.seq_len // cp}
         own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
-        solution = self._layout((tp, size, cp, own), axes, env, limit_s)
+        key = (tp, size, cp, own)
+        solution = self._layout(key, axes, env, limit_s)
         solved = time.perf_counter()
-        works = Works(
+        shared = self._lowered.get(key)
+        if shared is None:
+            shared = self._lowered[key] = lower_all(r.graph, solution.selection, self._works(axes, env, cp))
+        work = workload(r.graph, solution.selection, shared.works, experts, ends, shared)
+        point = IntraPoint(axes, solution, work, op_times(work, self.costs))
+        self.gap = max(self.gap, solution.gap)
+        self.all_proved = self.all_proved and solution.status == "optimal"
+        self.phases["workloads"] += time.perf_counter() - solved
+        return point
+
+    def _works(self, axes: tuple[Axis, ...], env: Mapping[str, int], cp: int) -> Works:
+        r = self.request
+        return Works(
             r.graph,
             axes,
             env,
@@ -160,12 +174,6 @@ class Points:
                 context=cp,
             ),
         )
-        work = workload(r.graph, solution.selection, works, experts, ends)
-        point = IntraPoint(axes, solution, work, op_times(work, self.costs))
-        self.gap = max(self.gap, solution.gap)
-        self.all_proved = self.all_proved and solution.status == "optimal"
-        self.phases["workloads"] += time.perf_counter() - solved
-        return point
 
     def _layout(self, key: _LayoutKey, axes: tuple[Axis, ...], env: Mapping[str, int], limit_s: float) -> IntraSolution:
         """The layout of one key, solved when first asked for: all degrees of experts that do not change it share it."""

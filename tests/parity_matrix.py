@@ -37,6 +37,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2, "num_micro_batches": 2},
     "ep": {"dp": 2, "ep": 2},
+    "ep over tp": {"tp": 2, "ep": 2, "etp": 1},
+    "ep over cp": {"cp": 2, "ep": 2},
+    "etp": {"dp": 2, "ep": 2, "tp": 2, "etp": 2},
     "cp": {"cp": 2},
     "ZeRO 1": {"zero": 1},
     "ZeRO 2": {"zero": 2},
@@ -55,7 +58,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
 }
-ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"),)  # no plan has two of these
+ONE_OF = (("ZeRO 1", "ZeRO 2", "ZeRO 3"), ("ep over tp", "etp"))  # no plan has two of these
 
 TOGETHER = (
     Case("llama", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", schedule="GPipe"),
@@ -64,6 +67,9 @@ TOGETHER = (
     Case("gpt-untied", dp=2, cp=2, pp=2, zero=1, num_micro_batches=2),
     Case("deepseek", dp=4, ep=2, pp=2, zero=1, num_micro_batches=3, recompute="full", labels="unequal"),
     Case("mixtral", dp=2, tp=2, pp=2, zero=3, num_micro_batches=3, labels="unequal"),
+    Case("qwen3-moe", dp=2, cp=2, tp=2, ep=4, etp=1, zero=3, num_micro_batches=3, labels="unequal", recompute="full"),
+    Case("mixtral", dp=2, cp=2, tp=2, ep=2, etp=2, zero=1, num_micro_batches=2),
+    Case("deepseek", dp=2, tp=2, pp=2, ep=4, etp=1, zero=2, num_micro_batches=3, labels="unequal"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,14 +118,19 @@ def _candidates_at(
 
 
 def _spread(dp: int, tp: int, cp: int, limits: Limits, pins: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(ep, etp): experts where tp has them; tokens travelling to whole ones, or to some that tp splits. That every rank
-    has all experts, whole, beside tp is legal and not looked at."""
+    """(ep, etp): experts where tp has them; tokens travelling to whole ones, or to some that tp splits.
+
+    Two more are legal and looked at if pinned: all experts whole on every rank beside tp, and experts that tp splits
+    although there are enough to give ep x tp ranks whole ones.
+    """
     found = [(1, tp)]
     if tp > 1 and limits.experts and pins.get("ep") == 1 and pins.get("etp") == 1:
         found.append((1, 1))
-    for etp in (1, tp) if tp > 1 else (1,):
-        if all(size % etp == 0 for size in limits.inner):
-            found += [(ep, etp) for ep in dispatch_degrees(dp, tp, limits.experts, cp, etp) if ep > 1]
+    found += [(ep, 1) for ep in dispatch_degrees(dp, tp, limits.experts, cp) if ep > 1]
+    if tp > 1 and all(size % tp == 0 for size in limits.inner):
+        few = math.gcd(*limits.experts)
+        several = (ep for ep in dispatch_degrees(dp, tp, limits.experts, cp, tp) if ep > 1)
+        found += [(ep, tp) for ep in several if few % (ep * tp) or "etp" in pins]
     return found
 
 

@@ -29,23 +29,20 @@ from autoplan.search.problem import COPIES, Selection, copy_work
 from autoplan.search.regions import logits
 from autoplan.search.works import Works
 
-__all__ = ["ExpertDegrees", "workload"]
+__all__ = ["ExpertDegrees", "Lowered", "lower_all", "workload"]
 
 
-def workload(
-    graph: ModelGraph, selection: Selection, works: Works, experts: ExpertDegrees | None = None, ends: bool = False
-) -> Workload:
-    """The workload of one rank and micro-batch under `selection`.
+@dataclass(frozen=True)
+class Lowered:
+    """What all workloads of one layout share: the statements of every block, and what they keep."""
 
-    Args:
-        works: sizes on the sub-axes that the selection was solved for.
-        experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
-        ends: embedding and head are units of their own (see `pipeline_units`).
+    works: Works
+    blocks: Mapping[str, LoweredBlock]
+    held: Mapping[str, Activations]
 
-    Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
-    """
-    if experts is not None and not experts.dispatches(math.prod(a.size for a in works.axes)):
-        experts = None
+
+def lower_all(graph: ModelGraph, selection: Selection, works: Works) -> Lowered:
+    """Every block under a selection, which was solved for the sub-axes of `works`."""
     lowered = {n: BlockLowering(graph, b, selection, works.axes).run() for n, b in graph.blocks.items()}
     held = {
         n: activations(
@@ -59,6 +56,31 @@ def workload(
         )
         for n, low in lowered.items()
     }
+    return Lowered(works, lowered, held)
+
+
+def workload(
+    graph: ModelGraph,
+    selection: Selection,
+    works: Works,
+    experts: ExpertDegrees | None = None,
+    ends: bool = False,
+    shared: Lowered | None = None,
+) -> Workload:
+    """The workload of one rank and micro-batch under `selection`.
+
+    Args:
+        works: sizes on the sub-axes that the selection was solved for.
+        shared: what `lower_all` made of these, if there is one already.
+        experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
+        ends: embedding and head are units of their own (see `pipeline_units`).
+
+    Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
+    """
+    if experts is not None and not experts.dispatches(math.prod(a.size for a in works.axes)):
+        experts = None
+    shared = lower_all(graph, selection, works) if shared is None else shared
+    lowered, held = shared.blocks, shared.held
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
     if experts is not None:
         held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
