@@ -121,8 +121,8 @@ def _dispatched(
         rows = _sorted_rows(rows, here, num_local, gate_up, down, act, gated)
     if ranks > 1:
         rows = _Exchange.apply(rows, come, sent, group)  # type: ignore[no-untyped-call]
-    share = weights.flatten().index_select(0, chosen).unsqueeze(1)
-    return torch.zeros_like(hidden).index_add(0, token, (rows * share).to(hidden.dtype))
+    back = rows.index_select(0, chosen.argsort()).view(*index.shape, -1)  # not index_add, which would keep its rows
+    return (back * weights.unsqueeze(-1)).to(hidden.dtype).sum(1)
 
 
 def _sorted_rows(

@@ -14,6 +14,7 @@ import parity
 import pytest
 import spmd_types
 import torch
+from harness import pool
 from parity import Case, Trained, compiled, trained, worst
 
 from autoplan.capture.export import capture
@@ -23,17 +24,20 @@ from autoplan.cost_models.blocks import mesh_groups
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError, LayoutError, PinError
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import Axis, Mesh
+from autoplan.cost_models.symbols import Expr
 from autoplan.plan import make_plan, searched_plan
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest
 from autoplan.runtime.experts import experts
 from autoplan.runtime.spec import evaluate
+from autoplan.search.expert_parallel import ExpertDegrees, travelled_bytes
 from autoplan.search.folding import canonical, folded_mesh, folds
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import make_mesh, read_pins
 from autoplan.search.problem import IntraSettings, build_problem
+from autoplan.search.works import Works
 
 SEQ = 16
 
@@ -204,3 +208,54 @@ def test_gradients_of_spread_experts_are_not_summed_over_tp(monkeypatch: pytest.
     got = trained(case, "float64", 1, "sgd")
     error, name = worst(got.gradients, want.gradients)
     assert error > 1e-3 and ".experts." in name
+
+
+def kept_job(rank: int, world: int, inner: bool) -> int:
+    """Bytes that autograd keeps of experts to which tokens travel, inputs and weights not counted; all ranks alike."""
+    from autoplan.runtime.mesh import AxisMesh, use_mesh
+
+    tokens, h, f, num = 8, 6, 5, 4
+    axes = [("edp", 1), ("ep", world // 2 if inner else world), ("etp", 2 if inner else 1)]
+    mesh = AxisMesh(axes, device_type="cpu")
+    ep = mesh.size("ep")
+    shapes = ((tokens, h), (tokens, 2), (num // ep, 2 * f, h), (num // ep, h, f))
+    x, weights, first, down = (torch.ones(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    index = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]] * 2)
+    given = {t.untyped_storage().data_ptr() for t in (x, weights, first, down)}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        alive.append(t)  # so that no place is used twice
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with use_mesh(mesh), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        experts(
+            x, index, weights, first, down, activation="silu", gated=True, dispatch="ep", inner="etp" if inner else None
+        )
+    return sum(n for p, n in kept.items() if p not in given)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "inner"), [(2, False), (4, True), (4, False)])
+def test_what_travelling_rows_keep_is_what_runs(world: int, inner: bool) -> None:
+    """Evenly spread tokens: what the table says of experts (rows' places and first product), and the rows beside."""
+    ep, etp = (world // 2, 2) if inner else (world, 1)
+    block = Block(
+        "layer",
+        (),
+        (),
+        (),
+        (),
+        (Node("out", "experts", ("x", "index", "weights", "up", "down"), ("out",), {"top_k": 2, "num_experts": 4}),),
+        {
+            "x": Value("x", (Expr.of(8), Expr.of(6)), "float64", True),
+            "weights": Value("weights", (Expr.of(8), Expr.of(2)), "float64", True),
+        },
+    )
+    works = Works(graph(), (), {"b": 1, "s": SEQ})
+    beside = travelled_bytes(block, block.nodes[0], works, ExpertDegrees(ep, etp, executed=True))
+    rows = 8 * 2
+    table = etp * rows * (8 + 2 * 5 * 8)  # of all parts' rows the place and the first product
+    assert pool(world).run(kept_job, inner) == [table + beside] * world

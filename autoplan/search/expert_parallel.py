@@ -36,6 +36,7 @@ from autoplan.cost_models.collectives import distinct_units
 from autoplan.cost_models.config import Dispatcher
 from autoplan.cost_models.graph import Block, Node
 from autoplan.cost_models.layout import ConversionKind, Layout, R
+from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import CommWork, OpWork, TensorWork
 from autoplan.search.lower import Convert, LoweredBlock, Op, Statement
 from autoplan.search.works import Works
@@ -220,6 +221,21 @@ def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
         sorting = 4.0 if degrees.ep > 1 and num_local > 1 else 0.0
         return 2.0 * (1.0 + 1.0 / top_k) + sorting
     return 2.0 * (1.0 + distinct_units(degrees.ep, top_k) / top_k)
+
+
+def travelled_bytes(block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> int:
+    """What the runtime keeps beside what experts keep on the ranks of their tokens, for tokens that spread evenly.
+
+    Rows as they arrived, at each of etp parts of an expert all of them, with a weight of 1; rows as they came back, and
+    two indices that say which token they are of (runtime/experts.py).
+    """
+    if degrees.ep * degrees.etp == 1:
+        return 0
+    hidden = block.values[node.tensor_inputs[0]]
+    row = works.number(hidden.shape[-1]) * works.width(hidden)
+    arrived = degrees.etp * (row + works.width(hidden))
+    returned = row + 2 * DTYPE_BYTES["int64"]
+    return round(_rows(block, node, works) * (arrived + returned))
 
 
 def local_products(work: OpWork, block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> OpWork:

@@ -20,6 +20,7 @@ from autoplan.search.expert_parallel import (
     only_for_experts,
     rerouted,
     rerouted_comms,
+    travelled_bytes,
 )
 from autoplan.search.fusion import fused_works, joined_ops
 from autoplan.search.handwritten import LOSSES
@@ -84,6 +85,8 @@ def workload(
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
     if experts is not None:
         held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
+        if experts.executed:
+            held = {n: _with_travelled_rows(held[n], low, works, experts) for n, low in lowered.items()}
     calls = {c.name: c for c in graph.calls}
     units = pipeline_units(graph, ends)
     layers = set(layer_calls(graph))
@@ -178,6 +181,18 @@ def _without_other_experts(held: Activations, lowered: LoweredBlock, block: Bloc
         held,
         transient_bytes=max(0, held.transient_bytes - away),
         recompute_transient_bytes=max(0, held.recompute_transient_bytes - away),
+    )
+
+
+def _with_travelled_rows(held: Activations, lowered: LoweredBlock, works: Works, experts: ExpertDegrees) -> Activations:
+    """Rows that came from other ranks, and what experts elsewhere made of ours, are kept as well."""
+    block = lowered.block
+    size = sum(travelled_bytes(block, node, works, experts) for node in block.nodes if node.op == "experts")
+    return replace(
+        held,
+        saved_bytes=held.saved_bytes + size,
+        selective_bytes=held.selective_bytes + size,
+        recompute_transient_bytes=held.recompute_transient_bytes + size,
     )
 
 
