@@ -60,8 +60,9 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        folded = (("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", spreads(c) and c.tp > 1, inner_degree(c)))
-        spread = "".join(f" {name}={n}" for name, shown, n in folded if shown)
+        more = [("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", spreads(c) and c.tp > 1, inner_degree(c))]
+        more.append(("virtual_stages", c.virtual_stages > 1, c.virtual_stages))
+        spread = "".join(f" {name}={n}" for name, shown, n in more if shown)
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
@@ -149,7 +150,16 @@ def _plan(
     """What was decided, as a record and as codegen takes it."""
     mesh, axes = make_mesh(graph, config)
     recompute = _recompute(graph, config)
-    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute)
+    layouts = Layouts(
+        mesh,
+        axes,
+        solution.selection,
+        stages,
+        config.zero_stage,
+        config.schedule,
+        recompute,
+        config.virtual_stages,
+    )
     plan = Plan(
         model=graph.name,
         graph_hash=graph.content_hash,

@@ -42,6 +42,8 @@ from autoplan.points import (
     check_task,
     least_memory_first,
 )
+from autoplan.search.chunks import ChunkCutter
+from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
 from autoplan.search.pins import check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space, space
@@ -69,7 +71,6 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
     "all devices are used, in micro-batches of one size",
     "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
-    "no virtual stages",
     "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
     "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
@@ -78,6 +79,10 @@ _RESTRICTIONS = (
 _EXPERTS = (
     "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
     "whole (etp = 1), or split over all of tp where there are too few"
+)
+_SCHEDULES = (
+    "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
+    f"{MAX_ACTIONS:,} actions, the most even cut by time, and layers computed again taken in turn from a rank's stages"
 )
 
 
@@ -160,7 +165,7 @@ class _Search:
         self.quick = QuickMemory(request, self.points.capacity_bytes)
         self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.cutters: dict[Candidate, Cutter] = {}
+        self.cutters: dict[Candidate, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
         self.shortages: list[tuple[Shortage, Candidate]] = []
         self.status = Status.COMPLETE
@@ -264,8 +269,7 @@ class _Search:
                 return
             heapq.heappop(heap)
             if refined:
-                actions = 2 * candidate.pp * candidate.num_micro_batches
-                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
+                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
@@ -301,8 +305,7 @@ class _Search:
             if candidate not in self.cutters:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
             if candidate in self.cutters and self._refine(candidate) < math.inf:
-                actions = 2 * candidate.pp * candidate.num_micro_batches
-                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // actions))
+                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
             if self.best:
                 return
 
@@ -367,8 +370,8 @@ class _Search:
             out.append(least if several else "cp = 1")
         if "recompute" not in r.pins:
             out.append("recompute: none or full, the first layers of a stage")
-        if "schedule" not in r.pins:
-            out.append("schedule 1F1B")
+        if "schedule" not in r.pins and "virtual_stages" not in r.pins:
+            out.append(_SCHEDULES)
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
         out.append(f"{r.memory_margin:.0%} of the memory left free")
         if r.executed:

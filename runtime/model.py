@@ -16,7 +16,7 @@ from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.optim import check_elementwise
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
-from autoplan.runtime.pipeline import PipelineRunner
+from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.zero import apply_zero
@@ -42,6 +42,7 @@ class ParallelModel:
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
+        stages: this rank's modules by stage, in model order; with virtual stages several.
         optimizer: the optimizer over this rank's shards, or None. data_rank, data_world: which part of the global batch
             is ours.
     """
@@ -68,20 +69,23 @@ class ParallelModel:
         self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
-        self.stage_index = self._coordinate("pp")
+        self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
-        self.stage = self._build(parameters, buffers)
+        self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         self._owners = self._find_owners()
-        self._sync = apply_zero(
-            self.stage,
-            self.mesh.submesh(self._replicas),
-            spec.zero_stage,
-            schedule=spec.schedule,
-            apart=self._dispatched(),
-            apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
-        )
+        self._syncs = {
+            index: apply_zero(
+                stage,
+                self.mesh.submesh(self._replicas),
+                spec.zero_stage,
+                schedule=spec.schedule,
+                apart=self._dispatched(self._specs[index]),
+                apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
+            )
+            for index, stage in self.stages.items()
+        }
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -91,8 +95,9 @@ class ParallelModel:
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
     @property
-    def _stage_spec(self) -> StageSpec:
-        return self.spec.stages[self.stage_index]
+    def stage(self) -> nn.Module:
+        """The module of this rank's first stage in model order: without virtual stages its only one."""
+        return next(iter(self.stages.values()))
 
     @property
     def _replicas(self) -> str:
@@ -102,8 +107,9 @@ class ParallelModel:
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
 
-    def _build(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> nn.Module:
-        mine = self._stage_spec
+    def _build(
+        self, mine: StageSpec, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> nn.Module:
         path = self.folder / mine.source
         if not path.exists() or path.read_text() != self.source[mine.source]:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,22 +121,22 @@ class ParallelModel:
         stage: nn.Module = module.Stage()
         materialise(stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype)
         if self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1:
-            self._share_tied(stage)
+            self._share_tied(stage, mine)
         return stage
 
-    def _dispatched(self) -> list[nn.Parameter]:
+    def _dispatched(self, mine: StageSpec) -> list[nn.Parameter]:
         """Parameters of experts that tokens travel to: sharded over `ep`, replicated over `edp`."""
         return [
-            self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
-            for p in self._stage_spec.params
+            self.stages[mine.index].get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+            for p in mine.params
             if any(s.axis == "ep" for s in p.shards)
         ]
 
-    def _share_tied(self, stage: nn.Module) -> None:
+    def _share_tied(self, stage: nn.Module, spec: StageSpec) -> None:
         """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
-        specs = {(p.block, p.attr): p for p in self._stage_spec.params}
+        specs = {(p.block, p.attr): p for p in spec.params}
         for tied in self.spec.tied:
-            mine = [(block, attr) for index, block, attr in tied.places if index == self.stage_index]
+            mine = [(block, attr) for index, block, attr in tied.places if index == spec.index]
             for block, attr in mine[1:]:
                 if specs[block, attr].used_as == specs[mine[0]].used_as:
                     first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])
@@ -142,12 +148,13 @@ class ParallelModel:
         """Every parameter of this rank once, with the block that holds it: ZeRO exchanges parameters, never modules."""
         seen: set[int] = set()
         out: list[tuple[ParamSpec, nn.Module]] = []
-        for p in self._stage_spec.params:
-            block = self.stage.get_submodule(f"blocks.{p.block}")
-            parameter = block.get_parameter(p.attr)
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                out.append((p, block))
+        for index, mine in self._specs.items():
+            for p in mine.params:
+                block = self.stages[index].get_submodule(f"blocks.{p.block}")
+                parameter = block.get_parameter(p.attr)
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    out.append((p, block))
         return out
 
     def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
@@ -166,28 +173,33 @@ class ParallelModel:
             if parameter.requires_grad:
                 yield parameter
 
-    def _make_tied_groups(self) -> list[tuple[list[tuple[str, str]], dist.ProcessGroup | None]]:
-        """For each tied parameter: this rank's copies, and the ranks of the other stages that hold one."""
-        out: list[tuple[list[tuple[str, str]], dist.ProcessGroup | None]] = []
+    def _make_tied_groups(self) -> list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]]:
+        """For each tied parameter: this rank's copies, and the other ranks of the pipeline that hold one."""
+        out: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
         ranks = torch.arange(self.mesh.world_size).reshape(self.mesh.size("pp"), -1)
         for tied in self.spec.tied:
-            stages = sorted({stage for stage, _, _ in tied.places})
-            mine = [(block, attr) for stage, block, attr in tied.places if stage == self.stage_index]
+            homes = sorted({self._rank_of(stage) for stage, _, _ in tied.places})
+            mine = [place for place in tied.places if place[0] in self.stages]
             group: dist.ProcessGroup | None = None
-            if len(stages) > 1:
+            if len(homes) > 1:
                 for column in range(ranks.shape[1]):  # every rank makes every group, in the same order
-                    members = [int(ranks[s, column]) for s in stages]
+                    members = [int(ranks[home, column]) for home in homes]
                     made = dist.new_group(members)
                     if dist.get_rank() in members:
                         group = made
             out.append((mine, group))
         return out
 
+    def _rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that holds a stage."""
+        return self.spec.stage_ranks[stage] if self.spec.stage_ranks else stage
+
     def _sum_tied(self) -> None:
         for mine, group in self._tied_groups:
             if not mine:
                 continue
-            copies = {id(p): p for p in (self.stage.get_submodule(f"blocks.{b}").get_parameter(a) for b, a in mine)}
+            places = (self.stages[i].get_submodule(f"blocks.{b}").get_parameter(a) for i, b, a in mine)
+            copies = {id(p): p for p in places}
             gradients = [local_of(p.grad) for p in copies.values() if p.grad is not None]
             if not gradients:
                 continue
@@ -287,14 +299,21 @@ class ParallelModel:
             env["s"] //= self.mesh.size("cp")
         shape = tuple(env[k] for k in sorted(env))
         if self._runner is None or self._runner_shape != shape:
-            mine = self._stage_spec
+            parts = [
+                PipelineStagePart(
+                    index,
+                    self.stages[index],
+                    self._syncs[index],
+                    tuple(self._carried(c, env) for c in mine.carried_in),
+                    tuple(self._carried(c, env) for c in mine.carried_out),
+                )
+                for index, mine in self._specs.items()
+            ]
             self._runner = PipelineRunner(
-                self.stage,
-                self._sync,
+                parts,
                 self.mesh.device_mesh["pp"],
+                num_stages=len(self.spec.stages),
                 device=self.device,
-                carried_in=[self._carried(c, env) for c in mine.carried_in],
-                carried_out=[self._carried(c, env) for c in mine.carried_out],
                 schedule=self.spec.schedule,
             )
             self._runner_shape = shape
@@ -366,7 +385,7 @@ class ParallelModel:
                 dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
                 tensor = (
                     mine[name].contiguous()
-                    if index == self.stage_index
+                    if index in self.stages
                     else torch.empty(shape, dtype=dtype, device=self.device)
                 )
                 dist.broadcast(tensor, source, group=self.mesh.group("pp"))
@@ -374,7 +393,7 @@ class ParallelModel:
         return out
 
     def _rank_of_stage(self, index: int) -> int:
-        return dist.get_global_rank(self.mesh.group("pp"), index)
+        return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
@@ -407,4 +426,5 @@ class ParallelModel:
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
         micro_batches = f"{self.num_micro_batches} micro-batches"
-        return f"ParallelModel({self.spec.model}, {degrees}, stage {self.stage_index}, {micro_batches})"
+        held = f"stage {', '.join(map(str, self.stages))}"
+        return f"ParallelModel({self.spec.model}, {degrees}, {held}, {micro_batches})"

@@ -58,6 +58,7 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    virtual: int = 1  # stages per rank of the pipeline
     etp: int | None = None  # None: as tp
 
     @property
@@ -85,6 +86,8 @@ class Case:
             pins["etp"] = self.etp
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
+        if self.virtual > 1:
+            pins["virtual_stages"] = self.virtual
         return pins
 
     def __str__(self) -> str:
@@ -97,7 +100,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
-        parts += [self.schedule] * (self.schedule != "1F1B")
+        parts += [self.schedule] * (self.schedule != "1F1B") + [f"v{self.virtual}"] * (self.virtual > 1)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         parts += [f"etp{self.etp}"] * (self.etp is not None)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")

@@ -22,25 +22,25 @@ from autoplan.search.pins import (
     inner_sizes,
     is_count,
     pipeline_units,
+    schedule_of,
 )
 from autoplan.search.refusals import refusal
 
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
 SEARCHED = (
-    "pp",
-    "dp",
-    "tp",
-    "ep",
-    "etp",
-    "cp",
-    "zero_stage",
-    "micro_batch_size",
-    "num_micro_batches",
-    "stages",
-    "recompute",
+    "pp", "dp", "tp", "ep", "etp", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
+    "schedule", "virtual_stages",
+)  # fmt: skip
+KNOWN_PINS = (*SEARCHED, "state_slack")
+# Looked at beside 1F1B: GPipe is never shorter than that, and ZBV holds what DualPipeV holds twice.
+SCHEDULES = (
+    *(("Interleaved1F1B", v) for v in (2, 4, 8)),
+    ("ZB-H1", 1),
+    ("InterleavedZeroBubble", 2),
+    ("ZBV", 2),
+    ("DualPipeV", 2),
 )
-KNOWN_PINS = (*SEARCHED, "schedule", "state_slack")
 LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
@@ -82,11 +82,13 @@ def space(
         batch_obstacle(graph),
         expert_counts(graph),
         _contexts(graph, cluster, seq_len) if "cp" not in pins else (1,),
+        SCHEDULES,
         inner_sizes(graph),
     )
     stages = pins.get("stages")
     if stages is not None:
-        check_stages(stages, pins.get("pp", len(stages)), 1, limits.num_units)
+        virtual_stages = schedule_of(pins)[1]
+        check_stages(stages, pins.get("pp", max(1, len(stages) // virtual_stages)), virtual_stages, limits.num_units)
     found = candidates(limits, pins)
     if not found.candidates:
         raise refusal(graph.name, limits, pins, found.illegal)
