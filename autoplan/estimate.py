@@ -15,12 +15,14 @@ from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
+from autoplan.search.folding import inner_degree
 from autoplan.search.pins import (
     ZERO_STAGES,
     around,
     check_choice,
     check_context,
     check_degrees,
+    check_dispatch,
     check_recompute,
     check_schedule,
     divisors,
@@ -58,7 +60,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_config(r, config)
     experts = None
     if _experts(r.graph):
-        experts = ExpertDegrees(config.ep, config.tp if config.etp is None else config.etp, request.options.dispatcher)
+        experts = ExpertDegrees(config.ep, inner_degree(config), request.options.dispatcher, request.executed)
     points, ends = Points(r), ends_apart(r.graph, config)
     if config.cp > 1 and config.context_method is None and r.executed:
         return _cheapest(points, config, experts, ends)
@@ -189,6 +191,8 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
     if c.cp > 1 and request.graph.has_target:
         check_context(request.graph, c)
     _check_experts(request.graph, c)
+    if request.executed:
+        check_dispatch(request.graph, c)
     _check_recompute(request.graph, c)
 
 

@@ -15,7 +15,9 @@ from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.planner import Certificate, Planned
 from autoplan.search.context_pins import chosen_methods
+from autoplan.search.folding import inner_degree, spreads
 from autoplan.search.intra import IntraSolution, solve
+from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import (
     check_context,
     check_degrees,
@@ -60,8 +62,9 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        more = (("cp", c.cp), ("ep", c.ep), ("virtual_stages", c.virtual_stages))
-        spread = "".join(f" {name}={n}" for name, n in more if n > 1)
+        more = [("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", spreads(c) and c.tp > 1, inner_degree(c))]
+        more.append(("virtual_stages", c.virtual_stages > 1, c.virtual_stages))
+        spread = "".join(f" {name}={n}" for name, shown, n in more if shown)
         given = c.context_method
         if given is not None:
             methods = sorted(set(given.values())) if isinstance(given, Mapping) else [given]
@@ -118,7 +121,10 @@ def make_plan(
     check_split(graph, config.schedule)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
-    solution = solve(build_problem(graph, settings))
+    problem = build_problem(graph, settings)
+    if axes and spreads(config):
+        problem = with_own_tokens(problem, graph, config.state_slack)
+    solution = solve(problem)
     certificate = {
         "status": solution.status,
         "gap": solution.gap,

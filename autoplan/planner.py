@@ -5,8 +5,9 @@
 
 One integer program over degrees, cuts and layouts:
 
-    minimise over (pp, dp, cp, tp, ep, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp, layouts x
-             step(pp, dp, cp, tp, ep, zero, b, u, r, x)          the event simulation of `price`
+    minimise over (pp, dp, cp, tp, ep, etp, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp,
+    layouts x
+             step(pp, dp, cp, tp, ep, etp, zero, b, u, r, x)          the event simulation of `price`
     subject to   memory_s(...) <= capacity                for every stage s
                  x legal on tp                            (autoplan.search.problem)
 
@@ -82,11 +83,14 @@ _LADDER = (
     "recompute: of every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
     "full), cheapest bytes of a stage first, first layers first"
 )
+_EXPERTS = (
+    "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
+    "whole (etp = 1), or split over all of tp where there are too few"
+)
 _SCHEDULES = (
     "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
     f"{MAX_ACTIONS:,} actions, the most even cut by time, and layers computed again taken in turn from a rank's stages"
 )
-_EXPERTS = "ep within dp and where tp = 1: else the weights of experts are sharded by tp only"
 
 
 class Status(StrEnum):

@@ -29,12 +29,13 @@ from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate
 from autoplan.search.stages import Cutter
 from autoplan.search.whole_tokens import with_whole_tokens
-from autoplan.search.workload import ExpertDegrees, workload
+from autoplan.search.workload import ExpertDegrees, Lowered, lower_all, workload
 from autoplan.search.works import Works
 
 ILP_LIMIT_S = 120.0  # of one integer program of layouts
@@ -97,7 +98,7 @@ class IntraPoint:
 
 
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
-_Cut = tuple[int, int, int]  # tp, micro-batch size, cp
+_Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp; for experts that tokens travel to, from each rank its own
 
 
 class Points:
@@ -118,8 +119,9 @@ class Points:
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, IntraPoint] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
+        self._lowered: dict[tuple[_Cut, Chosen], Lowered] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that did not do
-        self._worth: dict[_Cut, list[Chosen]] = {}
+        self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[Candidate, Cutter] = {}
 
     def get(
@@ -139,13 +141,14 @@ class Points:
 
         Raises: StoppedError if that is not decided within `limit_s`.
         """
-        layout = self._layout((tp, size, cp), limit_s)
+        own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
+        layout = self._layout((tp, size, cp, own), limit_s)
         if layout is None:
             return None
         key = (tp, size, cp, experts, ends, methods)
         if key not in self._found:
             start = time.perf_counter()
-            self._found[key] = self._work(*layout, size, cp, experts, ends, methods)
+            self._found[key] = self._work(*layout, (tp, size, cp, own), experts, ends, methods)
             self.phases["workloads"] += time.perf_counter() - start
         return self._found[key]
 
@@ -164,7 +167,7 @@ class Points:
             raise
         return self._layouts[key]
 
-    def _solve(self, tp: int, size: int, cp: int, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
+    def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
         r, start = self.request, time.perf_counter()
         _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
@@ -187,6 +190,8 @@ class Points:
             problem = with_whole_tokens(problem, r.graph)
         built = time.perf_counter()
         try:
+            if own:
+                problem = with_own_tokens(problem, r.graph, slack)
             solution = solve(problem, limit_s)
         finally:
             solved = time.perf_counter()
@@ -200,14 +205,21 @@ class Points:
         self,
         axes: tuple[Axis, ...],
         solution: IntraSolution,
-        size: int,
-        cp: int,
+        cut: _Cut,
         experts: ExpertDegrees | None,
         ends: bool,
         methods: Chosen,
     ) -> IntraPoint:
-        r = self.request
-        works = Works(
+        made = self._lowered.get((cut, methods))  # all degrees of experts share it
+        if made is None:
+            works = self._works(axes, cut, methods)
+            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, works)
+        work = workload(self.request.graph, solution.selection, made.works, experts, ends, made)
+        return IntraPoint(axes, solution, work, op_times(work, self.costs))
+
+    def _works(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> Works:
+        r, (_, size, cp, _) = self.request, cut
+        return Works(
             r.graph,
             axes,
             r.env(size, cp),
@@ -223,8 +235,6 @@ class Points:
             ),
             methods={block: read_method(name, cp) for block, name in methods},
         )
-        work = workload(r.graph, solution.selection, works, experts, ends)
-        return IntraPoint(axes, solution, work, op_times(work, self.costs))
 
     # -- methods of context parallelism -----------------------------------------------------------------------------
 
@@ -236,9 +246,12 @@ class Points:
         memory. Raises: StoppedError.
         """
         c = candidate
-        if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp), limit_s) is None:
+        if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp, False), limit_s) is None:
             return [c]
-        return [replace(c, methods=chosen) for chosen in self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)]
+        found = self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)
+        if c.ep > 1 or c.etp != c.tp:  # the sub-axes of a product are no ranks of experts
+            found = [chosen for chosen in found if not any(read_method(name, c.cp).is_product for _, name in chosen)]
+        return [replace(c, methods=chosen) for chosen in found]
 
     def decided(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Candidate:
         """With methods; of those that were not looked at one by one, the ones that keep least. Raises: StoppedError."""
@@ -255,13 +268,15 @@ class Points:
                 return []
             return [frozen({block: method.name for block, method in chosen.items()})]
         if key not in self._worth:
-            if self._layout(key, limit_s) is None:
+            if self._layout((*key, False), limit_s) is None:
                 return []
             legal = legal_methods(self.request.graph, cp, tp)
             self._worth[key] = combinations(worth_looking_at(legal, functools.partial(self._figures, key)))
         return self._worth[key]
 
-    def _figures(self, key: _Cut, method: ContextMethod, blocks: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    def _figures(
+        self, key: tuple[int, int, int], method: ContextMethod, blocks: Sequence[str]
+    ) -> dict[str, tuple[float, ...]]:
         """Of these blocks under one method: seconds of both passes with what they send, bytes of every kind."""
         tp, size, cp = key
         point = self.get(tp, size, cp, methods=tuple((block, method.name) for block in sorted(blocks)))
@@ -279,8 +294,8 @@ class Points:
         """The layout of a candidate; None where there is none. Raises: StoppedError."""
         candidate = self.decided(candidate, limit_s)
         spread = None
-        if candidate.ep > 1:
-            spread = ExpertDegrees(candidate.ep, candidate.tp, self.request.options.dispatcher)
+        if candidate.ep > 1 or candidate.etp != candidate.tp:
+            spread = ExpertDegrees(candidate.ep, candidate.etp, self.request.options.dispatcher, self.request.executed)
         return self.get(
             candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
         )
@@ -344,6 +359,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         tp=c.tp,
         pp=c.pp,
         ep=c.ep,
+        etp=None if c.etp == c.tp else c.etp,
         cp=c.cp,
         zero_stage=c.zero_stage,
         micro_batch_size=c.micro_batch_size,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
@@ -110,24 +110,29 @@ class _Table:
             seconds: float = getattr(q, which)
             return seconds
 
-        units = [[blocks[name] for name in unit] for unit in workload.units]
-        layers = [
-            [b for b, layer in zip(u, marked, strict=True) if layer]
-            for u, marked in zip(units, workload.is_layer, strict=True)
-        ]
-        self.forward = [sum(mid(b.forward_s) for b in u) for u in units]
-        self.backward = [sum(mid(b.backward_s) for b in u) for u in units]
-        self.weight = [sum(mid(b.weight + b.accumulate) for b in u) for u in units]
-        self.again = [sum(mid(b.again_s) for b in u) for u in layers]
-        self.selective = [sum(mid(b.selective) for b in u) for u in units]
-        self._layers, self._mid = layers, mid
+        marked = list(zip(workload.units, workload.is_layer, strict=True))
+
+        def per_unit(of: Callable[[BlockCost], Quantity], again: bool = False) -> list[float]:
+            """Of every unit, the sum over its blocks, or over those that are layers; equal units are added up once."""
+            each = {name: mid(of(block)) for name, block in blocks.items()}
+            known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not again)
+                     for u, ls in set(marked)}  # fmt: skip
+            return [known[pair] for pair in marked]
+
+        self.forward = per_unit(lambda b: b.forward_s)
+        self.backward = per_unit(lambda b: b.backward_s)
+        self.weight = per_unit(lambda b: b.weight + b.accumulate)
+        self.again = per_unit(lambda b: b.again_s, again=True)
+        self.selective = per_unit(lambda b: b.selective)
+        self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
+        self._mid = mid
         self._repeated: dict[tuple[int, str], float] = {}
-        self.gather = [sum(mid(b.gather) for b in u) for u in units]
-        self.reduce = [sum(mid(b.reduce) for b in u) for u in units]
-        self.first = [sum(mid(b.zero_first) for b in u) for u in units]
-        self.last = [sum(mid(b.zero_last) for b in u) for u in units]
-        self.per_step = [sum(mid(b.per_step) for b in u) for u in units]
-        self.optimizer = [sum(mid(b.optimizer) for b in u) for u in units]
+        self.gather = per_unit(lambda b: b.gather)
+        self.reduce = per_unit(lambda b: b.reduce)
+        self.first = per_unit(lambda b: b.zero_first)
+        self.last = per_unit(lambda b: b.zero_last)
+        self.per_step = per_unit(lambda b: b.per_step)
+        self.optimizer = per_unit(lambda b: b.optimizer)
 
     def repeated(self, unit: int, how: str) -> float:
         """What a choice of recompute adds to the backward of a unit."""

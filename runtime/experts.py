@@ -26,6 +26,7 @@ def experts(
     gated: bool,
     axes: Axes | None = None,
     dispatch: str | None = None,
+    inner: str | None = None,
 ) -> torch.Tensor:
     """The chosen experts of every token, weighted and summed: dropless, no token is left out and none is padded.
 
@@ -47,6 +48,8 @@ def experts(
         dispatch: the axis that shards the experts and whose ranks have tokens of their own: rows travel to the ranks of
             their experts and back. Not together with ``axes``. The gradients of ``gate_up`` and ``down`` are then those
             of the tokens of all its ranks.
+        inner: the axis that splits the inner size of these experts, whose ranks have tokens of their own, too: what
+            arrives at one of them goes to all, and what they make of it is summed. Only with ``dispatch``.
 
     Returns:
         [t, h], in the dtype of ``hidden``.
@@ -73,8 +76,14 @@ def experts(
         raise ValueError(f"experts: torch.nn.functional has no activation {activation!r}")
     if dispatch is not None and axes is not None:
         raise ValueError(f"experts: sharded over {axes!r} and dispatched over {dispatch!r}; one of both")
-    if dispatch is not None and current_mesh().size(dispatch) > 1:
-        return _dispatched(hidden, index, weights, gate_up, down, act, gated, dispatch)
+    if inner is not None and dispatch is None:
+        raise ValueError(f"experts: split over {inner!r}, but no token travels to them")
+    apart = tuple(a for a in (dispatch, inner) if a is not None and current_mesh().size(a) > 1)
+    if apart and spmd_types.is_type_checking():
+        typed: torch.Tensor = _TypesOfDispatched.apply(hidden, index, weights, gate_up, down, current_mesh(), apart)  # type: ignore[no-untyped-call]
+        return typed
+    if apart and dispatch is not None:
+        return _dispatched(hidden, index, weights, gate_up, down, act, gated, dispatch, inner)
     mesh = None if axes is None else current_mesh()
     out: torch.Tensor = _Experts.apply(hidden, index, weights, gate_up, down, act, gated, mesh, axes)  # type: ignore[no-untyped-call]
     return out
@@ -89,26 +98,69 @@ def _dispatched(
     act: Callable[[torch.Tensor], torch.Tensor],
     gated: bool,
     axis: str,
+    inner: str | None,
 ) -> torch.Tensor:
     """A token once per expert that it chose, sorted by expert, to the rank that has it; results the same way back."""
     mesh = current_mesh()
     group, ranks, num_local = mesh.group(axis), mesh.size(axis), gate_up.shape[0]
     flat = index.flatten()
     chosen = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=ranks * num_local)
-    if counts.numel() > ranks * num_local:
+    here = torch.bincount(flat, minlength=ranks * num_local)
+    if here.numel() > ranks * num_local:
         raise ValueError(f"experts: an index is beyond the {ranks * num_local} experts of {ranks} ranks")
-    equal = [num_local] * ranks
-    here = _exchange(counts, equal, equal, group)  # rows for each of my experts, from every rank
-    sent, come = counts.view(ranks, -1).sum(1).tolist(), here.view(ranks, -1).sum(1).tolist()
     token = chosen // index.shape[1]
-    arrived = _Exchange.apply(hidden.index_select(0, token), sent, come, group)  # type: ignore[no-untyped-call]
-    local = torch.arange(num_local, device=index.device).repeat(ranks).repeat_interleave(here)
-    ones = torch.ones(local.shape[0], 1, dtype=hidden.dtype, device=hidden.device)
-    mine = _Experts.apply(arrived, local.unsqueeze(1), ones, gate_up, down, act, gated, None, None)  # type: ignore[no-untyped-call]
-    rows = _Exchange.apply(mine, come, sent, group)  # type: ignore[no-untyped-call]
-    share = weights.flatten().index_select(0, chosen).unsqueeze(1)
-    return torch.zeros_like(hidden).index_add(0, token, (rows * share).to(hidden.dtype))
+    rows, sent = hidden.index_select(0, token), here.view(ranks, -1).sum(1).tolist()
+    come: list[int] = []
+    if ranks > 1:
+        here = _exchange(here, [num_local] * ranks, [num_local] * ranks, group)  # for each of my experts, by rank
+        come = here.view(ranks, -1).sum(1).tolist()
+        rows = _Exchange.apply(rows, sent, come, group)  # type: ignore[no-untyped-call]
+    if inner is not None:
+        rows = _of_all_parts(rows, here, num_local, gate_up, down, act, gated, inner)
+    else:
+        rows = _sorted_rows(rows, here, num_local, gate_up, down, act, gated)
+    if ranks > 1:
+        rows = _Exchange.apply(rows, come, sent, group)  # type: ignore[no-untyped-call]
+    back = rows.index_select(0, chosen.argsort()).view(*index.shape, -1)  # not index_add, which would keep its rows
+    return (back * weights.unsqueeze(-1)).to(hidden.dtype).sum(1)
+
+
+def _sorted_rows(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    num_local: int,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+    gated: bool,
+) -> torch.Tensor:
+    """Rows through their experts; `counts` says how many are of the first, the second, ... of each source in turn."""
+    sources = counts.numel() // num_local
+    local = torch.arange(num_local, device=counts.device).repeat(sources).repeat_interleave(counts)
+    ones = torch.ones(local.shape[0], 1, dtype=rows.dtype, device=rows.device)
+    out: torch.Tensor = _Experts.apply(rows, local.unsqueeze(1), ones, gate_up, down, act, gated, None, None)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _of_all_parts(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    num_local: int,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+    gated: bool,
+    axis: str,
+) -> torch.Tensor:
+    """Rows through experts of which each rank of an axis has a part: to all of them, and the sum of what comes back."""
+    group, ways = current_mesh().group(axis), current_mesh().size(axis)
+    each = [counts.numel()] * ways
+    theirs = _exchange(counts.repeat(ways), each, each, group)
+    sent, come = [rows.shape[0]] * ways, theirs.view(ways, -1).sum(1).tolist()
+    every = _Exchange.apply(rows.repeat(ways, 1), sent, come, group)  # type: ignore[no-untyped-call]
+    made = _sorted_rows(every, theirs, num_local, gate_up, down, act, gated)
+    parts: torch.Tensor = _Exchange.apply(made, come, sent, group)  # type: ignore[no-untyped-call]
+    return parts.view(ways, *rows.shape).sum(0)
 
 
 def _exchange(rows: torch.Tensor, sent: list[int], come: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -229,3 +281,46 @@ def _activated(first: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor],
         return act(first)
     gate, up = first.chunk(2, -1)
     return act(gate) * up
+
+
+class _TypesOfDispatched(torch.autograd.Function):
+    """What `_dispatched` is to the type checker, where no row travels: a fake group answers whatever was in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        mesh: AxisMesh,
+        apart: tuple[str, ...],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weights, gate_up, down)
+        return torch.zeros_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weights, gate_up, down = map(torch.zeros_like, ctx.saved_tensors)
+        return hidden, None, weights, gate_up, down, None, None
+
+    @staticmethod
+    def spmd_typecheck(
+        *,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        mesh: AxisMesh,
+        apart: tuple[str, ...],
+    ) -> Any:
+        for key in (key for axis in apart for key in mesh.type_axes(axis)):
+            for name, x in (("tokens", hidden), ("indices", index), ("routing weights", weights)):
+                if spmd_types.get_local_type(x).get(key) is not V:
+                    raise spmd_types.SpmdTypeError(
+                        f"experts: {name} are not V on {key}, over which experts are spread; ranks there would each "
+                        "send the same rows"
+                    )
+        return rules.einsum("th,tk,tk,exh,ehf->th", hidden, as_constant_beside(index, hidden), weights, gate_up, down)

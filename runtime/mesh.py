@@ -103,6 +103,10 @@ class AxisMesh:
         """Atomic members of each flattened group."""
         return {name: members for name, members in self._members.items() if name not in self._sizes}
 
+    def has(self, name: str) -> bool:
+        """True if ``name`` is an atomic sub-axis or a group."""
+        return name in self._members
+
     @property
     def world_size(self) -> int:
         """Number of ranks of the whole mesh."""

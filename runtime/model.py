@@ -88,7 +88,7 @@ class ParallelModel:
                 spec.zero_stage,
                 schedule=spec.schedule,
                 apart=self._dispatched(self._specs[index]),
-                apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
+                apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
             )
             for index, stage in self.stages.items()
         }
@@ -306,7 +306,7 @@ class ParallelModel:
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
-        if "cp" in self.mesh.axes or "cp" in self.mesh.groups:
+        if self.mesh.has("cp"):
             if env["s"] % (2 * self.mesh.size("cp")):
                 raise ValueError(
                     f"a sequence of {env['s']} cannot be cut over cp={self.mesh.size('cp')}; it must be a multiple of "
@@ -346,9 +346,10 @@ class ParallelModel:
         for tied in self.spec.tied:
             if tied.name == p.name and tied.places[0][1:] != (p.block, p.attr):
                 return False
-        sharded = {s.axis for s in p.shards}
+        sharded = {atom for s in p.shards for atom in self.mesh.atoms(s.axis)}
         if self.spec.zero_stage > 0:
-            sharded.update(self.mesh.atoms(self._replicas))
+            apart = any(s.axis == "ep" for s in p.shards)
+            sharded.update(self.mesh.atoms("edp" if apart else self._replicas))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:

@@ -228,10 +228,12 @@ def apply_zero(
     if mesh.ndim != 1:
         raise ValueError(f"ZeRO needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
     blocks = _blocks_of(stage)
-    if mesh.size() == 1:
+    if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
+        apart, apart_mesh = (), None  # the same replicas: FSDP wants one mesh for them
+    several = bool(apart) and apart_mesh is not None and apart_mesh.size() > 1
+    if mesh.size() == 1 and not several:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
-        several = apart_mesh is not None and apart_mesh.size() > 1
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
         return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group)
 

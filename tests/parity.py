@@ -62,6 +62,7 @@ class Case:
     virtual: int = 1  # stages per rank of the pipeline
     context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
     compile: str | None = None  # backend of torch.compile
+    etp: int | None = None  # None: as tp
 
     @property
     def world(self) -> int:
@@ -87,6 +88,8 @@ class Case:
         if self.context_method is not None:
             given = self.context_method
             pins["context_method"] = given if isinstance(given, str) else dict(given)
+        if self.etp is not None:
+            pins["etp"] = self.etp
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
         if self.virtual > 1:
@@ -109,6 +112,7 @@ class Case:
         if self.context_method is not None:
             given = self.context_method
             parts += [given if isinstance(given, str) else "-".join(f"{b}-{m}" for b, m in given)]
+        parts += [f"etp{self.etp}"] * (self.etp is not None)
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])

@@ -38,6 +38,9 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2, "num_micro_batches": 2},
     "ep": {"dp": 2, "ep": 2},
+    "ep over tp": {"tp": 2, "ep": 2, "etp": 1},
+    "ep over cp": {"cp": 2, "ep": 2},
+    "etp": {"dp": 2, "ep": 2, "tp": 2, "etp": 2},
     "cp": {"cp": 2, "context_method": "gather"},
     "ring": {"cp": 2, "context_method": "ring"},
     "Ulysses": {"cp": 2, "context_method": "ulysses"},
@@ -77,6 +80,7 @@ ONE_OF = (
     ("GPipe", "interleaved", "ZB-H1", "ZBV"),
     ("cp", "ring", "Ulysses", "Ulysses x ring"),
     ("recompute", "regions", "offload"),
+    ("ep over tp", "etp"),
 )
 
 TOGETHER = (
@@ -97,6 +101,9 @@ TOGETHER = (
     Case("encdec", dp=2, pp=4, zero=2, num_micro_batches=3, labels="unequal", recompute="full"),
     Case("t5", dp=2, tp=2, pp=2, zero=3, num_micro_batches=2, labels="unequal", stages=(1, 3)),
     Case("skips", dp=2, pp=4, zero=1, num_micro_batches=3, labels="unequal", recompute="full"),
+    Case("qwen3-moe", dp=2, cp=2, tp=2, ep=4, etp=1, zero=3, num_micro_batches=3, labels="unequal", recompute="full"),
+    Case("mixtral", dp=2, cp=2, tp=2, ep=2, etp=2, zero=1, num_micro_batches=2),
+    Case("deepseek", dp=2, tp=2, pp=2, ep=4, etp=1, zero=2, num_micro_batches=3, labels="unequal"),
 )
 
 

@@ -107,7 +107,6 @@ def test_dropout_needs_the_whole_sequence() -> None:
         ("llama", 4, SEQ, {"cp": 8}, r"pin cp=8 does not divide the 4 devices; nearest legal: 4$"),
         ("llama", 4, SEQ, {"cp": 0}, r"pin cp=0: must be a whole number of at least 1"),
         ("gpt-dropout", 4, SEQ, {"cp": 2}, r"pin cp=2: dropout at .* for a part of the sequence; nearest legal: cp=1$"),
-        ("mixtral", 4, SEQ, {"cp": 2, "ep": 2}, r"pin ep=2 with cp=2: tokens travel to experts only where cp=1"),
         ("llama", 4, SEQ, {"context_method": "ring"}, r"pin context_method='ring' needs a pin of cp; .* legal: cp=2$"),
         ("llama", 4, SEQ, {"cp": 2, "context_method": "rings"}, r"'rings' is not known; use gather, ring, uly"),
         ("llama", 4, SEQ, {"cp": 4, "context_method": "ulysses2xring4"},

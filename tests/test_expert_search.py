@@ -17,6 +17,7 @@ from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.context import read_method
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.estimate import estimate_config
@@ -47,22 +48,39 @@ def request(devices: int, pins: Mapping[str, Any], kind: str = "mixtral", **sett
 
 
 def enumerated(
-    r: PlanRequest, devices: int, eps: Sequence[int] = (1,), cps: Sequence[int] = (1,)
-) -> list[tuple[float, float, int]]:
-    """Step time, peak memory and cp of every plan without a pipeline and recompute, fastest first."""
+    r: PlanRequest,
+    devices: int,
+    eps: Sequence[int] = (1,),
+    cps: Sequence[int] = (1,),
+    nums: Sequence[int] = (1, 2, 4, 8),
+) -> list[tuple[float, float, tuple[int, int, int, int]]]:
+    """Step time, peak memory and (tp, cp, ep, etp) of every plan without a pipeline and recompute, fastest first."""
     out = []
-    for tp, ep, cp, zero, num in itertools.product((1, 2, 4), eps, cps, range(4), (1, 2, 4, 8)):
+    for tp, ep, cp, zero, num in itertools.product((1, 2, 4), eps, cps, range(4), nums):
         dp, left = divmod(devices, tp * cp)
-        if left or dp % ep or (ep > 1 and tp > 1) or 8 % (dp * num) or (dp * cp == 1 and zero):
+        if left or 8 % (dp * num) or (dp * cp == 1 and zero):
             continue
-        config = ParallelConfig(
-            dp=dp, tp=tp, ep=ep, cp=cp, zero_stage=zero, micro_batch_size=8 // dp // num, num_micro_batches=num
-        )
-        for chosen in combinations(legal_methods(r.graph, cp, tp)) if cp > 1 else [None]:
-            given = replace(config, context_method=None if chosen is None else dict(chosen))
-            estimate = estimate_config(r, given).estimate
-            out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, cp))
+        for etp in {1, tp} if ep > 1 else {tp}:
+            enough = etp > 1 and ep > 1 and 4 % (ep * etp) == 0  # whole ones of the 4 experts for as many ranks
+            if devices % (ep * etp) or r.pins.get("etp", etp) != etp or (enough and "etp" not in r.pins):
+                continue
+            size = 8 // dp // num
+            config = ParallelConfig(
+                dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, zero_stage=zero, micro_batch_size=size, num_micro_batches=num
+            )
+            for chosen in combinations(legal_methods(r.graph, cp, tp)) if cp > 1 else [None]:
+                if ep > 1 and any(read_method(name, cp).is_product for _, name in chosen or ()):
+                    continue  # their sub-axes are no ranks of experts
+                given = replace(config, context_method=None if chosen is None else dict(chosen))
+                estimate = estimate_config(r, given).estimate
+                out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, (tp, cp, ep, etp)))
     return sorted(out)
+
+
+def degrees_of(r: PlanRequest, devices: int) -> set[tuple[int, int, int, int]]:
+    """(tp, cp, ep, etp) of all candidates."""
+    found = space(r.graph, cluster(devices), 8, r.pins, seq_len=SEQ)
+    return {(c.tp, c.cp, c.ep, c.etp) for c in found.candidates}
 
 
 @pytest.mark.parametrize("latency_s", [1e-7, 1e-4])
@@ -71,6 +89,9 @@ def test_the_search_is_exhaustive_enumeration(devices: int, latency_s: float) ->
     """With all of the memory, and with as little as leaves one plan: the fastest is found, and proved."""
     r = request(devices, {"pp": 1, "recompute": "none"}, latency_s=latency_s)
     plans = enumerated(r, devices, eps=(1, 2, 4))
+    degrees = {degrees for *_, degrees in plans}
+    assert degrees == degrees_of(r, devices)
+    assert {(2, 1, 2, 1)} <= degrees if devices == 2 else {(2, 1, 2, 1), (2, 1, 4, 1), (4, 1, 4, 1)} <= degrees
     for memory in (1 << 30, int(min(held for _, held, _ in plans)) + 1):
         result: SearchResult = search_plan(request(devices, r.pins, latency_s=latency_s, memory_bytes=memory))
         best = next(step for step, held, _ in plans if held <= memory)
@@ -92,9 +113,19 @@ def test_spreading_experts_saves_their_copies() -> None:
 
 
 def test_pinned_programs_dispatch_and_type_check() -> None:
-    for pins, text in (({"ep": 2}, "dispatch='ep'"), ({"tp": 2}, "axes='tp'"), ({"ep": 1, "tp": 1}, "gated=True)")):
-        plan, program = plan_program(graph(), cluster(2), pins, 8, SEQ)
-        assert all(getattr(plan.config, name) == value for name, value in pins.items())
+    for devices, pins, text in (
+        (2, {"ep": 2, "tp": 1}, "dispatch='ep')"),
+        (2, {"tp": 2, "ep": 1}, "axes='tp')"),
+        (2, {"ep": 1, "tp": 1}, "gated=True)"),
+        (2, {"ep": 2, "tp": 2}, "dispatch='ep')"),
+        (4, {"ep": 2, "tp": 2, "etp": 2}, "dispatch='ep', inner='etp')"),
+        (4, {"ep": 4, "tp": 4, "etp": 1}, "dispatch='ep')"),
+        (4, {"ep": 2, "tp": 4, "etp": 1}, "dispatch='ep')"),
+        (4, {"ep": 4, "cp": 2, "tp": 2, "etp": 1}, "dispatch='ep')"),
+    ):
+        plan, program = plan_program(graph(), cluster(devices), pins, 8, SEQ)
+        wanted = {"etp": 1, **pins} if pins.get("ep") == pins.get("tp") == devices else pins
+        assert all((getattr(plan.config, name) or plan.config.tp) == value for name, value in wanted.items())
         assert all(text in source for source in program.sources.values()), pins
         check_program(program.spec, program.sources, sequence=SEQ)
     assert " ep=2 " in str(plan_program(graph(), cluster(2), {"ep": 2}, 8, SEQ)[0])
@@ -105,7 +136,16 @@ def test_pinned_programs_dispatch_and_type_check() -> None:
     [
         ({"ep": 3}, r"pin ep=3 does not divide the 4 experts; nearest legal: 2 or 4$"),
         ({"ep": 8}, r"pin ep=8 does not divide the 4 experts; nearest legal: 4$"),
-        ({"ep": 2, "tp": 2}, r"pin ep=2 with tp=2: tokens travel to experts only where tp=1; nearest legal: 1$"),
+        (
+            {"ep": 4, "tp": 2, "etp": 2},
+            r"pin ep=4 with etp=2, tp=2: ep is made of .* this is not; nearest legal: 2$",
+        ),
+        ({"etp": 3}, r"pin etp=3: experts are whole .* over all of tp; nearest legal: 2 or 4$"),
+        (
+            {"tp": 4, "etp": 2},
+            r"pin etp=2 with tp=4: experts are whole \(1\) or split over all of tp; nearest .* 1 or 4$",
+        ),
+        ({"etp": 0}, r"pin etp=0: must be a whole number of at least 1; nearest legal: 1$"),
         ({"ep": 0}, r"pin ep=0: must be a whole number of at least 1; nearest legal: 1$"),
     ],
 )
@@ -120,6 +160,30 @@ def test_a_dense_model_has_nothing_to_spread() -> None:
         search_plan(r)
 
 
+def test_split_experts_are_searched_where_they_are_few_or_pinned() -> None:
+    """4 experts on 8 devices: 4 x 2 ranks have halves. Where 2 x 2 could have whole ones, only a pin splits them."""
+    found = space(graph(), cluster(8), 8, {"tp": 2}, seq_len=SEQ).candidates
+    assert {(c.ep, c.etp) for c in found if c.pp == 1} == {(1, 2), (2, 1), (4, 1), (4, 2)}
+    r = request(4, {"pp": 1, "recompute": "none", "etp": 2, "num_micro_batches": 1})
+    plans = enumerated(r, 4, eps=(1, 2, 4), nums=(1,))
+    assert {(2, 1, 1, 2), (2, 1, 2, 2)} == {degrees for *_, degrees in plans} == degrees_of(r, 4)
+    assert search_plan(r).plans[0].estimate.step_time_s.mid == pytest.approx(plans[0][0], rel=1e-9)
+
+
+def test_search_with_experts_and_cut_sequences_is_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cp, tp, ep and etp together, on 4 devices."""
+    monkeypatch.setattr("autoplan.search.space.LEAST_PART", 4)
+    pins = {"pp": 1, "recompute": "none", "num_micro_batches": 1}
+    r = request(4, pins)
+    plans = enumerated(r, 4, eps=(1, 2, 4), cps=(1, 2, 4), nums=(1,))
+    assert degrees_of(r, 4) == {degrees for *_, degrees in plans}
+    assert {(2, 2, 4, 1), (1, 4, 4, 1), (1, 2, 4, 1)} <= degrees_of(r, 4)
+    for memory in (1 << 30, int(min(held for _, held, _ in plans)) + 1):
+        result = search_plan(request(4, pins, memory_bytes=memory))
+        best = next(step for step, held, _ in plans if held <= memory)
+        assert result.plans[0].estimate.step_time_s.mid == pytest.approx(best, rel=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["llama", "windows"])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +193,7 @@ def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, m
     pins = {"pp": 1, "recompute": "none"}
     r = request(devices, pins, kind)
     plans = enumerated(r, devices, cps=(1, 2, 4))
-    assert {c.cp for c in space(r.graph, r.cluster, 8, pins, seq_len=SEQ).candidates} == {cp for *_, cp in plans}
+    assert degrees_of(r, devices) == {degrees for *_, degrees in plans}
     needs = sorted(held for _, held, _ in plans)
     for memory in (1 << 30, int(needs[len(needs) // 2]) + 1, int(needs[0]) + 1):
         result = search_plan(request(devices, pins, kind, memory_bytes=memory))

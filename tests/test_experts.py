@@ -348,3 +348,11 @@ def test_hugging_face_experts_of_another_form_are_refused(flag: str, value: bool
     with pytest.raises(CaptureError, match=f"MixtralExperts: .*{message}"):
         capture(model, models.token_batch(2, 16))
     assert model.config._experts_implementation != "autoplan_capture"
+
+
+def test_the_loss_of_routers_is_refused_and_not_left_out() -> None:
+    model = models.make_mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
+    with pytest.raises(CaptureError, match=r"output_router_logits=True: .*router_aux_loss_coef=0\.1.*every layer"):
+        capture(model, models.token_batch(2, 16))
+    model.config.output_router_logits = False
+    assert capture(model, models.token_batch(2, 16)).blocks

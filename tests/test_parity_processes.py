@@ -45,6 +45,13 @@ CASES = [
     Case("deepseek", dp=4, ep=2, zero=3, num_micro_batches=3, labels="unequal", recompute="full"),
     Case("mixtral", dp=4, ep=4, zero=2),
     Case("deepseek", dp=2, ep=2, pp=2, zero=1, num_micro_batches=3),
+    Case("mixtral", tp=2, ep=2, etp=1, num_micro_batches=2, labels="unequal", prices="latency"),
+    Case("qwen3-moe", dp=2, tp=2, ep=4, etp=1, zero=3, num_micro_batches=3, recompute="full"),
+    Case("mixtral", tp=4, ep=2, etp=1, zero=3, labels="unequal"),  # replicas of experts inside tp
+    Case("mixtral", dp=2, tp=2, ep=1, etp=1, zero=2),
+    Case("deepseek", dp=2, tp=2, ep=2, etp=2, zero=1, num_micro_batches=3, labels="unequal"),
+    Case("qwen3-moe", cp=2, dp=2, ep=2, zero=3, num_micro_batches=2, labels="unequal"),
+    Case("mixtral", cp=2, tp=2, ep=4, etp=1, zero=1, labels="unequal", recompute="full"),
     Case("llama", cp=2, zero=0, num_micro_batches=2, labels="unequal"),
     Case("gpt", cp=2, zero=3, recompute="full"),
     Case("llama-tied", cp=2, tp=2, zero=1, labels="unequal"),
@@ -114,25 +121,38 @@ def test_ledger_over_processes(case: Case) -> None:
     assert all(kind == "all_reduce" for kind, *_ in rest)
 
 
-def test_ledger_of_travelling_tokens() -> None:
-    """Experts: how many rows go where, and rows there and back in both passes. What a rank sends first and what comes
-    back to it is a row per token and choice; what others choose of its experts is as many on average."""
-    case = Case("mixtral", dp=2, ep=2, num_micro_batches=2)
+LEDGER_CASES = [
+    Case("mixtral", dp=2, ep=2, num_micro_batches=2),
+    Case("mixtral", tp=2, ep=2, etp=1, num_micro_batches=2),
+    Case("mixtral", cp=2, tp=2, ep=4, etp=1, num_micro_batches=2),
+    Case("mixtral", dp=2, tp=2, ep=2, etp=2, num_micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("case", LEDGER_CASES, ids=str)
+def test_ledger_of_travelling_tokens(case: Case) -> None:
+    """Experts: how many rows go where, and rows there and back in both passes, where they are split to all parts, too.
+    What a rank sends first and what comes back to it is a row per token and choice; what others choose of its experts
+    is as many on average. Of what tp does beside, no gradient of an expert is reduced."""
     got = trained(case, "float32", 1, "sgd")
     spec = compiled(case).spec
-    size = next(iter(global_batch(case).values())).shape[0] // case.dp // case.num_micro_batches
-    entries = [e for e in spec.ledger if e.axis == "ep"]
-    assert Counter(e.what.split()[-1] for e in entries) == {"dispatch": 6, "combine": 6, "counts": 3}  # 3 layers
+    env = {"b": 12 // case.dp // case.num_micro_batches, "s": 16 // case.cp}
+    entries = [e for e in spec.ledger if e.kind == "all_to_all" and " " in e.what]
+    whats = {"counts": 3, "dispatch": 6, "combine": 6}  # of 3 layers
+    split = {"counts": 6, "gather": 6, "scatter": 6} if case.etp == 2 else {}
+    assert Counter(e.what.split()[-1] for e in entries) == {**whats, **split}
+    axes = {axis for axis, size in spec.axes if size > 1}
+    assert {e.axis for e in entries} <= axes | set(dict(spec.groups))
     rows = [r for r in got.ledger if r[0] == "all_to_all"]
-    assert {axis for _, axis, _, _ in rows} == {"ep"}
-    assert Counter(phase for *_, phase in rows) == {
-        phase: case.num_micro_batches * sum(e.phase == phase for e in entries) for phase in ("forward", "backward")
-    }
+    every = [(e.axis, e.phase) for e in spec.ledger if e.kind == "all_to_all"]
+    assert Counter((axis, phase) for _, axis, _, phase in rows) == Counter(every * case.num_micro_batches)
     exact: Counter[tuple[str, str, int, str]] = Counter()
+    sent_first = {("counts", "forward"), ("dispatch", "forward"), ("combine", "backward")}
     for e in entries:
-        if (e.what.split()[-1], e.phase) not in (("combine", "forward"), ("dispatch", "backward")):
-            exact[e.kind, e.axis, evaluate(e.bytes, {"b": size, "s": 16}), e.phase] += case.num_micro_batches
+        if (e.what.split()[-1], e.phase) in sent_first:
+            exact[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += case.num_micro_batches
     assert not exact - Counter(rows)
+    assert not any(e.per == "step" and "experts" in e.what and "gate_up" in e.what for e in spec.ledger)
 
 
 @pytest.mark.parametrize("scale", [1.0 + 1e-6])

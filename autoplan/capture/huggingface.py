@@ -43,6 +43,20 @@ def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
         )
 
 
+def refuse_router_loss(model: nn.Module) -> None:
+    """A loss of the routers is a product of means over the tokens of all layers, which the capture does not carry: the
+    routers of layers that are captured once are not run. CaptureError says what to set, instead of leaving it out.
+    """
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "output_router_logits", False):
+        raise CaptureError(
+            f"{type(model).__name__} has output_router_logits=True: its auxiliary loss (router_aux_loss_coef="
+            f"{getattr(config, 'router_aux_loss_coef', None)}) needs the router logits of every layer at the end of "
+            "the model, and layers hand over only what the next one takes; set "
+            "model.config.output_router_logits=False and train without it"
+        )
+
+
 def _attention(
     module: nn.Module,
     query: torch.Tensor,

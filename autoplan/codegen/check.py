@@ -10,6 +10,7 @@ A dropped or doubled conversion makes types disagree and is reported with the em
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,6 @@ from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate
 
 _TYPES = {"R": R, "I": I, "P": P, "S": V}
-_OUTER = ("pp", "dp", "edp", "ep", "cp", "cpr", "cpu")
 
 
 @contextmanager
@@ -50,12 +50,11 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
         spmd_types.SpmdTypeError: naming the emitted line, the operand types and what would fix it.
         RuntimeError: a default process group exists already.
     """
-    world = 1
-    for name, size in spec.axes:
-        world *= 1 if name in _OUTER else size
+    tensor = _tensor_axes(spec)
+    axes = [(name, size if name in tensor else 1) for name, size in spec.axes]
+    world = math.prod(size for _, size in axes)
     if world == 1:
         return
-    axes = [(name, 1 if name in _OUTER else size) for name, size in spec.axes]
     with _fake_group(world), tempfile.TemporaryDirectory() as folder:
         mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
         env = {"b": batch, "s": sequence, "t": sequence}
@@ -67,6 +66,11 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
                 _check_stage(module.Stage(), spec, stage, mesh, env)
             finally:
                 sys.modules.pop(f"autoplan_check_{stage.index}", None)
+
+
+def _tensor_axes(spec: ProgramSpec) -> tuple[str, ...]:
+    """The sub-axes of tensor parallelism: on these values have types."""
+    return dict(spec.groups).get("tp", ("tp",))
 
 
 def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor:
@@ -93,20 +97,20 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
     inputs = {name: _input(name, spec, env) for name in spec.inputs}
     inputs |= {"loss_denominator": torch.ones(()), "rng": torch.zeros(3, dtype=torch.int64)}
     carried = [_carried(c, env) for c in this.carried_in]
-    names = [name for name, _ in spec.axes if name not in _OUTER and mesh.size(name) > 1]
+    names = [name for name in _tensor_axes(spec) if mesh.size(name) > 1]
     with use_mesh(mesh), typecheck():
         for p in this.params:
             parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
-            typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as if a in names})
+            typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as})
         for b in this.buffers:
             typed(getattr(buffer_owner(stage, b), b.attr), R)
         for x in inputs.values():
             typed(x, R)
         for c, x in zip(this.carried_in, carried, strict=True):
-            typed(x, R, **{a: _TYPES[t] for a, t in c.types if a in names})
+            typed(x, R, **{a: _TYPES[t] for a, t in c.types})
         out = stage(*carried, **inputs)
         outs = list(out) if isinstance(out, tuple) else [out]
-        wanted: list[dict[str, Any]] = [{a: _TYPES[t] for a, t in c.types if a in names} for c in this.carried_out]
+        wanted: list[dict[str, Any]] = [{a: _TYPES[t] for a, t in c.types} for c in this.carried_out]
         for x, types in zip(outs, wanted or [dict.fromkeys(names, I)], strict=True):
             typed(x, **types)
         if not this.carried_out:

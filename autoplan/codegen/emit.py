@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from autoplan.cost_models.context import ContextMethod
-from autoplan.cost_models.errors import RuleError
-from autoplan.cost_models.graph import Block, Value
+from autoplan.cost_models.errors import LayoutError, RuleError
+from autoplan.cost_models.graph import Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
 from autoplan.cost_models.symbols import SYMBOLS, Expr, product
 from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
+from autoplan.search.own_tokens import expert_weights, inner_place
 from autoplan.search.regions import Region, regions, variables_of
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
@@ -31,6 +32,7 @@ class Context:
     axes: tuple[Axis, ...]
     groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
     dispatch: Axis | None = None  # over which experts are spread and tokens travel to them
+    inner: Axis | None = None  # over which each of these experts is split
     context: Axis | None = None  # over which sequences are cut
     method: ContextMethod | None = None  # how attention of this block sees all of them
 
@@ -266,7 +268,14 @@ def _experts(t: _OpText) -> str:
     axes = t.special("expert_parallel")
     here = f", axes={axes}" if axes else ""
     if t.ctx.dispatch is not None:
+        if not all(kind.is_shard and kind.dim == 0 for kind in t.op.strategy.inputs[0]):
+            raise LayoutError(
+                f"{t.op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
+                "autoplan.search.own_tokens"
+            )
         here += f", dispatch={t.ctx.dispatch.name!r}"
+        if t.ctx.inner is not None:
+            here += f", inner={t.ctx.inner.name!r}"
     return f"experts({', '.join(t.a)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{here})"
 
 
@@ -387,11 +396,6 @@ def convert_text(c: Convert, ctx: Context) -> str:
     if opened:
         text += f".reshape({shape_text([product(dim) for dim in after])})"
     return text
-
-
-def expert_weights(block: Block) -> frozenset[str]:
-    """Values of a block that hold the weights of experts, expert by expert."""
-    return frozenset(name for node in block.nodes if node.op == "experts" for name in node.tensor_inputs[3:5])
 
 
 def block_source(
@@ -521,18 +525,21 @@ def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
         lines[0] = "    def __init__(self) -> None:"
     for param in lowered.params:
         sizes = local_shape(param.value, param.stored, ctx.factors, ctx.axes)
-        used = ""
+        made, used = describe(param.value, param.stored, ctx), ""
         if ctx.dispatch is not None and param.value.name in expert_weights(lowered.block):
             sizes = [sizes[0].scale(Fraction(1, ctx.dispatch.size)), *sizes[1:]]
-            used = f" {ctx.dispatch.name}:S(experts)"
+            made, used = describe(param.value, (), replace(ctx, axes=())), f" {ctx.dispatch.name}:S(experts)"
+            if ctx.inner is not None:
+                dim, position = inner_place(lowered.block, param.value.name)
+                sizes[dim] = sizes[dim].scale(Fraction(1, ctx.inner.size))
+                used += f" {ctx.inner.name}:S({(param.value.dims or ())[dim][position]})"
+        elif param.used != param.stored:
+            used = f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         shape = shape_text(sizes)
         comma = "," if len(param.value.shape) == 1 else ""
-        if param.used != param.stored:
-            used += f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         lines.append(
             f"        self.{param.attr} = parameter(({shape}{comma}), torch.{param.value.dtype}, "
-            f"{param.value.requires_grad})"
-            f"  # {describe(param.value, param.stored, ctx)}{used}"
+            f"{param.value.requires_grad})  # {made}{used}"
         )
     for attr, value in lowered.buffers:
         shape = shape_text(local_shape(value, (), ctx.factors, ()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from autoplan.codegen.emit import Context, block_source, expert_weights
+from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.sends import attention_sends
 from autoplan.cost_models.config import groups_of
 from autoplan.cost_models.context import ContextMethod
@@ -28,7 +27,9 @@ from autoplan.runtime.spec import (
     Terms,
     TiedSpec,
 )
+from autoplan.search.folding import canonical
 from autoplan.search.lower import BlockLowering, LoweredBlock, Op, collectives, identifier, local_bytes, local_shape
+from autoplan.search.own_tokens import expert_weights, inner_place
 from autoplan.search.problem import Selection
 
 
@@ -73,14 +74,19 @@ def terms(size: Expr) -> Terms:
     return tuple((c.numerator, c.denominator, m) for m, c in size.terms)
 
 
+def _axis(mesh: Mesh, name: str) -> Axis | None:
+    """An axis or a product of axes of the mesh; None if it has none of that name."""
+    known = name in mesh.groups or any(a.name == name for a in mesh.axes)
+    return Axis(name, mesh.size(name)) if known else None
+
+
 class _Compiler:
     def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
         self.graph, self.layouts = graph, layouts
         groups = {members: name for name, members in layouts.mesh.groups.items()}
-        self.dispatch = next((a for a in layouts.mesh.axes if a.name == "ep"), None)
-        cut = [a.size for a in layouts.mesh.axes if a.name in layouts.mesh.groups.get("cp", ("cp",))]
-        self.context = Axis("cp", math.prod(cut)) if cut else None
-        self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch, self.context)
+        groups[tuple(a.name for a in layouts.axes)] = "tp"  # also where experts cut them further
+        self.dispatch, self.inner, self.context = (_axis(layouts.mesh, name) for name in ("ep", "etp", "cp"))
+        self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch, self.inner, self.context)
         self.lowered: dict[str, LoweredBlock] = {
             name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
             for name, block in graph.blocks.items()
@@ -192,7 +198,6 @@ class _Compiler:
         for call in [*self._free_calls(index), *(self.calls[n] for n in self.layouts.stages[index])]:
             lowered = self.lowered[call.block]
             block = identifier(call.name)
-            travelled_to = expert_weights(lowered.block) if self.dispatch is not None else frozenset[str]()
             for p in lowered.params:
                 full = self.graph.params[call.params[p.value.name]]
                 shape = tuple(tuple(self._number(self.graph.factors[f]) for f in dim) for dim in p.value.dims or ())
@@ -201,10 +206,10 @@ class _Compiler:
                     for a, t in zip(self.layouts.axes, p.stored, strict=True)
                     if t.is_shard
                 )
-                if self.dispatch is not None and p.value.name in travelled_to:
-                    shards = (ShardSpec(self.dispatch.name, 0, 0), *shards)
                 pending = tuple(a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u)
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
+                if p.value.name in self._travelled_to(lowered):
+                    shards, pending, used = self._spread(lowered, p.value.name), (), self._used_by_own()
                 params.append(
                     ParamSpec(
                         block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used
@@ -222,6 +227,23 @@ class _Compiler:
             tuple(self._carried_spec(v) for v in (self._carried(index - 1) if index else [])),
             tuple(self._carried_spec(v) for v in (self._carried(index) if index < last else [])),
         )
+
+    def _travelled_to(self, lowered: LoweredBlock) -> frozenset[str]:
+        """Weights of experts that tokens travel to."""
+        return expert_weights(lowered.block) if self.dispatch is not None else frozenset()
+
+    def _spread(self, lowered: LoweredBlock, name: str) -> tuple[ShardSpec, ...]:
+        """Over what the weights of such experts are spread. Their gradients are summed over `edp` (runtime.zero)."""
+        spread = [ShardSpec("ep", 0, 0)]
+        if self.inner is not None:
+            spread.append(ShardSpec("etp", *inner_place(lowered.block, name)))
+        return tuple(spread)
+
+    def _used_by_own(self) -> tuple[tuple[str, str], ...]:
+        """Types of their weights on the atoms of tp: each rank has others, or a copy for its own tokens."""
+        mesh = self.layouts.mesh
+        apart = {atom for axis in (self.dispatch, self.inner) if axis is not None for atom in mesh.atoms(axis.name)}
+        return tuple((atom, "S" if atom in apart else "R") for atom in mesh.atoms("tp"))
 
     @staticmethod
     def _number(size: Expr) -> int:
@@ -241,7 +263,9 @@ class _Compiler:
         for name in self.layouts.stages[index]:
             lowered = self.lowered[self.calls[name].block]
             for c in collectives(lowered, self.graph.factors, self.layouts.axes):
-                axis = c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes]
+                if c.per == "step" and c.what in self._travelled_to(lowered):
+                    continue  # reduced over their own replicas, with those of data parallelism
+                axis = canonical(self.layouts.mesh, c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
             out += self._dispatches(index, name)
             out += self._contexts(index, name)
@@ -275,25 +299,44 @@ class _Compiler:
                 ids = op.inputs[3]
                 size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
                 sent.append((ids.name, "all_gather", "cp", size.scale(Fraction(self.context.size)), "forward"))
-            for name, kind, axis, size, phase in sent:
+            for name, kind, over, size, phase in sent:
+                axis = canonical(self.layouts.mesh, over)
                 out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))
         return out
 
     def _dispatches(self, index: int, call: str) -> list[LedgerEntry]:
-        """Tokens to their experts and back: a row per token and chosen expert; before it, how many go where."""
+        """Tokens to their experts and back: a row per token and chosen expert; before it, how many go where. Where
+        experts are split, what arrived goes to all parts, and what they make of it comes back."""
         if self.dispatch is None:
             return []
-        out, block = [], self.lowered[self.calls[call].block].block
-        for node in (n for n in block.nodes if n.op == "experts"):
-            hidden = block.values[node.tensor_inputs[0]]
-            rows = hidden.num_elements.scale(Fraction(int(node.attrs["top_k"]) * DTYPE_BYTES[hidden.dtype]))
-            counts = Expr.of(int(node.attrs["num_experts"]) * DTYPE_BYTES["int64"])
-            sizes = [("counts", counts, "forward")]
-            sizes += [(what, rows, phase) for phase in ("forward", "backward") for what in ("dispatch", "combine")]
-            for what, size, phase in sizes:
-                entry = (f"{node.name} {what}", "all_to_all", self.dispatch.name, terms(size), phase, "micro_batch")
-                out.append(LedgerEntry(index, call, *entry))
+        out, lowered = [], self.lowered[self.calls[call].block]
+        spread = canonical(self.layouts.mesh, "ep") if self.dispatch.size > 1 else None
+        inner = canonical(self.layouts.mesh, "etp") if self.inner is not None else None
+        for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "experts"):
+            node, hidden = op.node, op.inputs[0]
+            size = local_bytes(hidden, op.strategy.inputs[0], self.graph.factors, self.layouts.axes)
+            rows, counts = (
+                size * int(node.attrs["top_k"]),
+                Expr.of(int(node.attrs["num_experts"]) * DTYPE_BYTES["int64"]),
+            )
+            for axis, ways, there, back in (
+                (spread, 1, "dispatch", "combine"),
+                (inner, self._ways, "gather", "scatter"),
+            ):
+                if axis is None:
+                    continue
+                sizes = [("counts", counts, "forward")]
+                sizes += [(what, rows, phase) for phase in ("forward", "backward") for what in (there, back)]
+                for what, each, phase in sizes:
+                    name = f"{node.name} {what}"
+                    out.append(
+                        LedgerEntry(index, call, name, "all_to_all", axis, terms(each * ways), phase, "micro_batch")
+                    )
         return out
+
+    @property
+    def _ways(self) -> int:
+        return 1 if self.inner is None else self.inner.size
 
     def _source(self, index: int, spec: StageSpec) -> str:
         free = self._free_calls(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +26,12 @@ class Candidate:
     zero_stage: int
     micro_batch_size: int
     num_micro_batches: int
-    ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
+    ep: int = 1  # over how many ranks experts are spread, tokens travelling to them; folded from dp, cp and tp
     cp: int = 1  # over how many ranks every sequence is cut
     schedule: str = "1F1B"
     virtual_stages: int = 1  # stages per rank of the pipeline
     methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
+    etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
 
     @property
     def num_actions(self) -> int:
@@ -61,7 +63,7 @@ class Limits:
         heads: (where, number of attention heads) of every attention.
         num_units: layers that a pipeline may be cut between.
         obstacle: why the batch cannot be split, or None.
-        experts: number of experts of every mixture.
+        experts: number of experts of every mixture; inner: their inner sizes.
         contexts: values of cp that are looked at.
         schedules: (name, stages per rank) that are looked at beside 1F1B.
     """
@@ -75,6 +77,7 @@ class Limits:
     experts: tuple[int, ...] = ()
     contexts: tuple[int, ...] = (1,)
     schedules: tuple[tuple[str, int], ...] = ()
+    inner: tuple[int, ...] = ()
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
@@ -107,10 +110,13 @@ def _candidates_at(
             if rule is not None:
                 illegal[rule] += 1
                 continue
-            legal = dispatch_degrees(dp, tp, limits.experts) if cp == 1 else [1]
-            spread = [ep for ep in legal if pins.get("ep", ep) == ep]
+            spread = [
+                (ep, etp)
+                for ep, etp in _spread(dp, tp, cp, limits, pins)
+                if pins.get("ep", ep) == ep and pins.get("etp", etp) == etp
+            ]
             if not spread:
-                illegal["another ep is pinned"] += 1
+                illegal["another ep or etp is pinned"] += 1
                 continue
             for size in divisors(limits.batch // dp):
                 num = limits.batch // dp // size
@@ -120,8 +126,8 @@ def _candidates_at(
                     illegal["the batch cannot be split"] += 1
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
-                for zero, ep in itertools.product(stages, spread):
-                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp)
+                for zero, (ep, etp) in itertools.product(stages, spread):
+                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp)
                     found += _schedules(plain, pins, limits, illegal)
     return limited
 
@@ -154,6 +160,23 @@ def _not_scheduled(c: Candidate, stages: Sequence[int] | None, limits: Limits) -
     if not takes(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages):
         return "the schedule does not take that many micro-batches"
     return None
+
+
+def _spread(dp: int, tp: int, cp: int, limits: Limits, pins: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(ep, etp): experts where tp has them; tokens travelling to whole ones, or to some that tp splits.
+
+    Two more are legal and looked at if pinned: all experts whole on every rank beside tp, and experts that tp splits
+    although there are enough to give ep x tp ranks whole ones.
+    """
+    found = [(1, tp)]
+    if tp > 1 and limits.experts and pins.get("ep") == 1 and pins.get("etp") == 1:
+        found.append((1, 1))
+    found += [(ep, 1) for ep in dispatch_degrees(dp, tp, limits.experts, cp) if ep > 1]
+    if tp > 1 and all(size % tp == 0 for size in limits.inner):
+        few = math.gcd(*limits.experts)
+        several = (ep for ep in dispatch_degrees(dp, tp, limits.experts, cp, tp) if ep > 1)
+        found += [(ep, tp) for ep in several if few % (ep * tp) or "etp" in pins]
+    return found
 
 
 def _degrees(pins: Mapping[str, Any], name: str, limit: int) -> list[int]:

@@ -36,6 +36,7 @@ from autoplan.cost_models.collectives import distinct_units
 from autoplan.cost_models.config import Dispatcher
 from autoplan.cost_models.graph import Block, Node
 from autoplan.cost_models.layout import ConversionKind, Layout, R
+from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import CommWork, OpWork, TensorWork
 from autoplan.search.lower import Convert, LoweredBlock, Op, Statement
 from autoplan.search.works import Works
@@ -45,11 +46,16 @@ Collectives = tuple[str | None, str | None]  # forward, backward
 
 @dataclass(frozen=True)
 class ExpertDegrees:
-    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp."""
+    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp.
+
+    `executed`: the layout was solved for it and is run as it is (`own_tokens`), so that nothing is rerouted; rows
+    travel over etp as they do over ep.
+    """
 
     ep: int = 1
     etp: int = 1
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    executed: bool = False
 
     def dispatches(self, tp: int) -> bool:
         """False if experts are where tensor parallelism has the rest of the layer: then its layout holds for them."""
@@ -203,8 +209,9 @@ def dispatch_comms(block: Block, node: Node, works: Works, degrees: ExpertDegree
             for what, kind, num_bytes in zip((gather, scatter), kinds, (there, size), strict=True):
                 out.append(CommWork(what, kind, num_bytes, "ep", phase, top_k=top_k))
         if degrees.etp > 1:
-            out.append(CommWork(gather, "all_gather", size * degrees.etp, "etp", phase))
-            out.append(CommWork(scatter, "reduce_scatter", size * degrees.etp, "etp", phase))
+            kinds = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter")
+            for what, kind in zip((gather, scatter), kinds, strict=True):
+                out.append(CommWork(what, kind, size * degrees.etp, "etp", phase))
     return out
 
 
@@ -214,6 +221,21 @@ def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
         sorting = 4.0 if degrees.ep > 1 and num_local > 1 else 0.0
         return 2.0 * (1.0 + 1.0 / top_k) + sorting
     return 2.0 * (1.0 + distinct_units(degrees.ep, top_k) / top_k)
+
+
+def travelled_bytes(block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> int:
+    """What the runtime keeps beside what experts keep on the ranks of their tokens, for tokens that spread evenly.
+
+    Rows as they arrived, at each of etp parts of an expert all of them, with a weight of 1; rows as they came back, and
+    two indices that say which token they are of (runtime/experts.py).
+    """
+    if degrees.ep * degrees.etp == 1:
+        return 0
+    hidden = block.values[node.tensor_inputs[0]]
+    row = works.number(hidden.shape[-1]) * works.width(hidden)
+    arrived = degrees.etp * (row + works.width(hidden))
+    returned = row + 2 * DTYPE_BYTES["int64"]
+    return round(_rows(block, node, works) * (arrived + returned))
 
 
 def local_products(work: OpWork, block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> OpWork:

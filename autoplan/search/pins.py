@@ -20,8 +20,9 @@ from autoplan.cost_models.schedule import actions
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.context_pins import chosen_methods, product_degree
+from autoplan.search.folding import folded_mesh, folds, inner_degree, spreads
 
-_DEGREES = ("tp", "pp", "dp", "ep", "cp")
+_DEGREES = ("tp", "pp", "dp", "ep", "etp", "cp")
 KNOWN = (
     *_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "virtual_stages", "state_slack",
     "context_method",
@@ -29,7 +30,7 @@ KNOWN = (
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-_COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches", "virtual_stages")
+_COUNTS = ("tp", "pp", "dp", "ep", "etp", "cp", "micro_batch_size", "num_micro_batches", "virtual_stages")
 _MAX_LISTED = 8  # names in a message
 
 
@@ -171,6 +172,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
             pp=pp,
             ep=pins.get("ep", 1),
             cp=cp,
+            etp=pins.get("etp"),
             zero_stage=pins.get("zero_stage", 1),
             num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
             schedule=schedule,
@@ -272,32 +274,44 @@ def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
     return tuple(int(n.attrs["num_experts"]) for b in graph.blocks.values() for n in b.nodes if n.op == "experts")
 
 
-def dispatch_degrees(dp: int, tp: int, counts: Sequence[int]) -> list[int]:
-    """Degrees of expert parallelism in which tokens travel: within dp, whole experts; tp splits them where they are."""
-    return divisors(math.gcd(dp, *counts)) if counts and tp == 1 else [1]
+def inner_sizes(graph: ModelGraph) -> tuple[int, ...]:
+    """Inner size of the experts of every experts op."""
+    nodes = [n for b in graph.blocks.values() for n in b.nodes if n.op == "experts"]
+    return tuple(int(n.attrs["intermediate_size"]) for n in nodes)
+
+
+def dispatch_degrees(dp: int, tp: int, counts: Sequence[int], cp: int = 1, etp: int = 1) -> list[int]:
+    """Degrees of expert parallelism in which tokens travel: whole parts of the experts, folded from dp x cp x tp."""
+    return [ep for ep in divisors(math.gcd(*counts)) if folds(dp, cp, tp, ep, etp)] if counts else [1]
 
 
 def check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
     """What the runtime cannot spread. PinError names the rule and the nearest legal value."""
-    if c.ep == 1:
+    if not spreads(c):
         return
-    counts = expert_counts(graph)
-    legal = dispatch_degrees(c.dp, c.tp, counts)
+    counts, etp = expert_counts(graph), inner_degree(c)
+    if not counts:
+        name, value = ("ep", c.ep) if c.ep > 1 else ("etp", c.etp)
+        raise PinError(f"pin {name}={value}: {graph.name} has no experts; nearest legal: 1")
+    if etp not in (1, c.tp):
+        near = around(etp, (1, c.tp))
+        raise PinError(f"pin etp={etp}: experts are whole, or split over all of tp={c.tp}; nearest legal: {near}")
+    inner = math.gcd(*inner_sizes(graph))
+    if inner % etp:
+        raise PinError(f"pin etp={etp} does not divide the experts' inner size of {inner}; nearest legal: 1")
+    legal = dispatch_degrees(c.dp, c.tp, counts, c.cp, etp)
     if c.ep not in legal:
-        why = (
-            f"{graph.name} has no experts" if not counts
-            else "tokens travel to experts only where tp=1" if c.tp > 1
-            else f"it must divide dp={c.dp} and the {math.gcd(*counts)} experts"
-        )  # fmt: skip
-        raise PinError(f"pin ep={c.ep}: {why}; nearest legal: {around(c.ep, legal)}")
+        ranks = f"dp x cp x tp = {c.dp * c.cp * c.tp}" + (f" with etp={etp}" if etp > 1 else "")
+        whole = math.gcd(*counts)
+        why = f"it does not divide the {whole} experts" if whole % c.ep else f"it does not fold into {ranks}"
+        hint = ", or etp=1" if etp > 1 and folds(c.dp, c.cp, c.tp, c.ep, 1) else ""
+        raise PinError(f"pin ep={c.ep}: {why}; nearest legal: {around(c.ep, legal)}{hint}")
 
 
 def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     """What cannot be cut along the sequence by the runtime. PinError names the operation, and what to do."""
     if c.cp == 1:
         return
-    if c.ep > 1:
-        raise PinError(f"pin cp={c.cp} with ep={c.ep}: tokens travel to experts only where cp=1; nearest legal: cp=1")
     found = context_obstacle(graph)
     if found is not None:
         raise PinError(f"pin cp={c.cp}: {found}; nearest legal: cp=1")
@@ -419,26 +433,32 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
-    """pp, dp and tp major to minor over ranks; dp as replicas of experts and ep where tokens travel to experts, tp as
-    two sub-axes where there are fewer key-value heads than tp, cp as groups and neighbours in them where Ulysses is one
-    of two methods."""
+    """pp, dp, cp and tp major to minor over ranks, and the sub-axes that layouts are chosen on: tp, as two where there
+    are fewer key-value heads than tp. Where experts are spread also what they are spread over (`folding`); cp as groups
+    and neighbours in them where Ulysses is one of two methods."""
+    kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
+    major = math.gcd(config.tp, kv)
+    tensor: tuple[Axis, ...] = (Axis("tp", config.tp),)
+    if config.tp > 1 and 1 < major < config.tp:
+        tensor = Axis("tp0", major), Axis("tp1", config.tp // major)
+    chosen = tensor if config.tp > 1 else ()
+    neighbours = product_degree(config)
+    if expert_counts(graph) and spreads(config):
+        if neighbours > 1:
+            raise PinError(
+                f"context_method: the two parts of a product (ulysses{neighbours}) are no ranks of experts, which are "
+                f"spread over ep={config.ep}; nearest legal: ring, gather or ulysses"
+            )
+        return folded_mesh(config, tensor), chosen
     axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
     groups: dict[str, tuple[str, ...]] = {}
-    if config.ep > 1:  # neighbours among the data-parallel ranks
-        axes[1:] = [Axis("edp", config.dp // config.ep), Axis("ep", config.ep)]
-        groups["dp"] = ("edp", "ep")
     if config.cp > 1:
-        neighbours = product_degree(config)
         cut = [Axis("cp", config.cp)]
         if neighbours > 1:
             cut = [Axis("cpr", config.cp // neighbours), Axis("cpu", neighbours)]
             groups["cp"] = ("cpr", "cpu")
         axes += cut
         groups["replicas"] = tuple(a.name for a in axes[1:])
-    kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
-    major = math.gcd(config.tp, kv)
-    if config.tp > 1 and 1 < major < config.tp:
-        split = (Axis("tp0", major), Axis("tp1", config.tp // major))
-        return Mesh((*axes, *split), {**groups, "tp": ("tp0", "tp1")}), split
-    tensor = (Axis("tp", config.tp),)
-    return Mesh((*axes, *tensor), groups), tensor if config.tp > 1 else ()
+    if len(tensor) > 1:
+        groups["tp"] = ("tp0", "tp1")
+    return Mesh((*axes, *tensor), groups), chosen

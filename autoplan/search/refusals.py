@@ -13,7 +13,7 @@ from autoplan.search.degrees import Candidate, Limits, candidates
 from autoplan.search.pins import around, check_chunks, check_schedule, divisors, schedule_of
 
 # Which pin is blamed first where several exclude each other.
-_BLAMED = ("dp", "ep", "cp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
+_BLAMED = ("dp", "ep", "etp", "cp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
 
 
 def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mapping[str, int]) -> PinError:
@@ -106,10 +106,12 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
             return f"pin ep={value}: the model has no experts"
         if any(count % value for count in limits.experts):
             return f"pin ep={value} does not divide the {math.gcd(*limits.experts)} experts"
-        if pins.get("cp", 1) > 1:
-            return f"pin ep={value} with cp={pins['cp']}: tokens travel to experts only where cp=1"
-        if pins.get("tp", 1) > 1:
-            return f"pin ep={value} with tp={pins['tp']}: tokens travel to experts only where tp=1"
+        others = {k: pins[k] for k in ("etp", "dp", "cp", "tp", "pp") if k in pins}
+        if others:
+            beside = ", ".join(f"{k}={v}" for k, v in others.items())
+            return f"pin ep={value} with {beside}: ep is made of the ranks of dp, cp and tp beside etp, and this is not"
+    if name == "etp":
+        return _inner_reason(limits, pins)
     if name == "stages" and devices % len(value):
         return f"pin stages={list(value)} has {len(value)} stages, which do not divide the {devices} devices"
     if name != "stages" and devices % value:
@@ -133,6 +135,16 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
         return _batch_reason(name, limits, pins)
     given = ", ".join(f"{k}={pins[k]}" for k in _BLAMED if pins.get(k) is not None)
     return f"pins {given} leave no legal plan on {devices} devices with a global batch of {limits.batch}"
+
+
+def _inner_reason(limits: Limits, pins: Mapping[str, Any]) -> str:
+    value = pins["etp"]
+    if not limits.experts:
+        return f"pin etp={value}: the model has no experts"
+    if any(size % value for size in limits.inner):
+        return f"pin etp={value} does not divide the experts' inner size of {math.gcd(*limits.inner)}"
+    others = ", ".join(f"{k}={pins[k]}" for k in ("ep", "dp", "cp", "tp", "pp") if k in pins)
+    return f"pin etp={value}{f' with {others}' if others else ''}: experts are whole (1) or split over all of tp"
 
 
 def _batch_reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from autoplan.search.pins import (
     divisors,
     expert_counts,
     head_counts,
+    inner_sizes,
     is_count,
     pipeline_units,
     schedule_of,
@@ -29,7 +30,7 @@ from autoplan.search.refusals import refusal
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
 SEARCHED = (
-    "pp", "dp", "tp", "ep", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
+    "pp", "dp", "tp", "ep", "etp", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
     "schedule", "virtual_stages",
 )  # fmt: skip
 KNOWN_PINS = (*SEARCHED, "state_slack", "context_method")
@@ -81,8 +82,9 @@ def space(
         len(pipeline_units(graph)),
         batch_obstacle(graph),
         expert_counts(graph),
-        _contexts(graph, cluster, seq_len) if "cp" not in pins and pins.get("ep", 1) == 1 else (1,),
+        _contexts(graph, cluster, seq_len) if "cp" not in pins else (1,),
         _schedules(graph, executed),
+        inner_sizes(graph),
     )
     if executed:
         check_split(graph, schedule_of(pins)[0])

@@ -21,6 +21,7 @@ from autoplan.search.expert_parallel import (
     only_for_experts,
     rerouted,
     rerouted_comms,
+    travelled_bytes,
 )
 from autoplan.search.fusion import fused_works, joined_ops
 from autoplan.search.handwritten import LOSSES
@@ -31,23 +32,20 @@ from autoplan.search.regions import logits
 from autoplan.search.shared_values import shared_values
 from autoplan.search.works import Works
 
-__all__ = ["ExpertDegrees", "workload"]
+__all__ = ["ExpertDegrees", "Lowered", "lower_all", "workload"]
 
 
-def workload(
-    graph: ModelGraph, selection: Selection, works: Works, experts: ExpertDegrees | None = None, ends: bool = False
-) -> Workload:
-    """The workload of one rank and micro-batch under `selection`.
+@dataclass(frozen=True)
+class Lowered:
+    """What all workloads of one layout share: the statements of every block, and what they keep."""
 
-    Args:
-        works: sizes on the sub-axes that the selection was solved for.
-        experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
-        ends: embedding and head are units of their own (see `pipeline_units`).
+    works: Works
+    blocks: Mapping[str, LoweredBlock]
+    held: Mapping[str, Activations]
 
-    Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
-    """
-    if experts is not None and not experts.dispatches(math.prod(a.size for a in works.axes)):
-        experts = None
+
+def lower_all(graph: ModelGraph, selection: Selection, works: Works) -> Lowered:
+    """Every block under a selection, which was solved for the sub-axes of `works`."""
     lowered = {n: BlockLowering(graph, b, selection, works.axes).run() for n, b in graph.blocks.items()}
     held = {
         n: activations(
@@ -61,9 +59,36 @@ def workload(
         )
         for n, low in lowered.items()
     }
+    return Lowered(works, lowered, held)
+
+
+def workload(
+    graph: ModelGraph,
+    selection: Selection,
+    works: Works,
+    experts: ExpertDegrees | None = None,
+    ends: bool = False,
+    made: Lowered | None = None,
+) -> Workload:
+    """The workload of one rank and micro-batch under `selection`.
+
+    Args:
+        works: sizes on the sub-axes that the selection was solved for.
+        made: what `lower_all` made of these, if there is one already.
+        experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
+        ends: embedding and head are units of their own (see `pipeline_units`).
+
+    Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
+    """
+    if experts is not None and not experts.dispatches(math.prod(a.size for a in works.axes)):
+        experts = None
+    made = lower_all(graph, selection, works) if made is None else made
+    lowered, held = made.blocks, made.held
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
     if experts is not None:
         held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
+        if experts.executed:
+            held = {n: _with_travelled_rows(held[n], low, works, experts) for n, low in lowered.items()}
     calls = {c.name: c for c in graph.calls}
     units = pipeline_units(graph, ends)
     layers = set(layer_calls(graph))
@@ -190,6 +215,18 @@ def _without_other_experts(held: Activations, lowered: LoweredBlock, block: Bloc
     )
 
 
+def _with_travelled_rows(held: Activations, lowered: LoweredBlock, works: Works, experts: ExpertDegrees) -> Activations:
+    """Rows that came from other ranks, and what experts elsewhere made of ours, are kept as well."""
+    block = lowered.block
+    size = sum(travelled_bytes(block, node, works, experts) for node in block.nodes if node.op == "experts")
+    return replace(
+        held,
+        saved_bytes=held.saved_bytes + size,
+        selective_bytes=held.selective_bytes + size,
+        recompute_transient_bytes=held.recompute_transient_bytes + size,
+    )
+
+
 def _tied(
     graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], works: Works
 ) -> tuple[tuple[int, int, float], ...]:
@@ -234,8 +271,9 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     ops: list[OpWork] = []
     comms: list[CommWork] = []
     position: dict[int, int] = {}  # statement -> op
-    instead = rerouted(lowered) if experts is not None else {}
-    router = only_for_experts(lowered) if experts is not None else set()
+    elsewhere = experts is not None and not experts.executed  # than where the layout has them
+    instead = rerouted(lowered) if elsewhere else {}
+    router = only_for_experts(lowered) if elsewhere else set()
     narrow = dict.fromkeys(logits(lowered.statements), "") if works.kernels.fused_loss else {}
     for k, statement in enumerate(lowered.statements):
         if isinstance(statement, Convert):

@@ -1,0 +1,112 @@
+"""The device grid of one pipeline stage, divided twice: dp x cp x tp for all, replicas x ep x etp for experts.
+
+Ranks are numbered pp, dp, cp, tp, major to minor; experts divide the ranks of a stage again as edp, ep, etp (Liu et
+al., MoE Parallel Folding, arXiv 2504.14960), so that ep takes neighbours: first what etp leaves of tp, then cp, then
+dp. Both divisions are products of the same sub-axes, which exist where every size of the one divides, or is a multiple
+of, what the other leaves at that place:
+
+    dp=4 cp=1 tp=2, ep=4 etp=1:   edp 2 | dp1 2 | tp 2     dp = edp x dp1, ep = dp1 x tp
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.layout import Axis, Mesh
+
+_Cut = tuple[str, str, int]  # dense axis, axis of experts, size of what they share
+
+
+def inner_degree(config: ParallelConfig) -> int:
+    """Over how many ranks each expert is split: etp, or as tp."""
+    return config.tp if config.etp is None else config.etp
+
+
+def spreads(config: ParallelConfig) -> bool:
+    """False if experts are where tensor parallelism has them; else they are laid out over ep x etp."""
+    return config.ep > 1 or inner_degree(config) != config.tp
+
+
+def folds(dp: int, cp: int, tp: int, ep: int, etp: int) -> bool:
+    """True if experts over ep x etp can be made of the sub-axes of dp, cp and tp."""
+    ranks = dp * cp * tp
+    if ranks % (ep * etp):
+        return False
+    dense = [("dp", dp), ("cp", cp), ("tp", tp)]
+    return _cuts(dense, [("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp)]) is not None
+
+
+def _cuts(left: Sequence[tuple[str, int]], right: Sequence[tuple[str, int]]) -> list[_Cut] | None:
+    """Common sub-axes of two products of equal size, major to minor; None if there are none."""
+    a, b = ([(name, size) for name, size in side if size > 1] for side in (left, right))
+    out: list[_Cut] = []
+    while a and b:
+        (name_a, size_a), (name_b, size_b) = a.pop(), b.pop()
+        common = min(size_a, size_b)
+        if math.gcd(size_a, size_b) != common:
+            return None
+        out.append((name_a, name_b, common))
+        a += [(name_a, size_a // common)] * (size_a > common)
+        b += [(name_b, size_b // common)] * (size_b > common)
+    return out[::-1]
+
+
+def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
+    """Sub-axes and groups where experts are spread: `ep` and `edp` (their replicas), `etp` if that is not 1.
+
+    Args:
+        config: degrees for which `folds`.
+        tensor: the sub-axes of tp that layouts are chosen on, major to minor.
+    """
+    c, etp = config, inner_degree(config)
+    left = [("dp", c.dp), ("cp", c.cp), *((a.name, a.size) for a in tensor)]
+    right = [("edp", c.dp * c.cp * c.tp // (c.ep * etp)), ("ep", c.ep), ("etp", etp)]
+    cuts = _cuts(left, right)
+    if cuts is None:
+        raise ValueError(f"ep={c.ep} x etp={etp} do not fold into dp={c.dp} x cp={c.cp} x tp={c.tp}")
+    names = _names(cuts)
+    axes, groups = [Axis("pp", c.pp)], {}
+    present = {a for a, _, _ in cuts} | {b for _, b, _ in cuts}
+    axes += [Axis(n, 1) for n, _ in (*left, *right) if n not in present and n not in ("cp", "etp")]
+    axes += [Axis(name, size) for name, (_, _, size) in zip(names, cuts, strict=True)]
+    known = {a.name for a in axes}
+
+    def group(name: str, members: tuple[str, ...]) -> None:
+        if name not in known and members:
+            groups[name] = members
+
+    def atoms(*of: str) -> tuple[str, ...]:
+        return tuple(n for n, cut in zip(names, cuts, strict=True) if cut[0] in of or cut[1] in of)
+
+    for name in ("dp", "cp", *(a.name for a in tensor)):
+        group(name, atoms(name))
+    group("tp", atoms(*(a.name for a in tensor)))
+    if c.cp > 1:
+        group("replicas", atoms("dp", "cp"))
+    for name in ("ep", "edp", "etp"):
+        group(name, atoms(name))
+    return Mesh(tuple(axes), groups)
+
+
+def _names(cuts: Sequence[_Cut]) -> list[str]:
+    """A sub-axis that is a whole axis has its name, where it is two the dense one's; but `ep`, and `edp` beside it,
+    within dp alone."""
+    dense, expert = [a for a, _, _ in cuts], [b for _, b, _ in cuts]
+    out, seen = [], dict.fromkeys(dense, 0)
+    for a, b, _ in cuts:
+        whole = expert.count(b) == 1
+        if a == "dp" and whole and (b == "ep" or (b == "edp" and dense.count(a) > 1)):
+            out.append(b)
+        else:
+            out.append(a if dense.count(a) == 1 else f"{a}{seen[a]}")
+        seen[a] += 1
+    return out
+
+
+def canonical(mesh: Mesh, name: str) -> str:
+    """The first axis or group of the mesh that spans the same ranks: under which the runtime records collectives."""
+    sizes = {a.name: a.size for a in mesh.axes}
+    wanted = [a for a in mesh.atoms(name) if sizes[a] > 1]
+    return next(n for n in (*sizes, *mesh.groups) if [a for a in mesh.atoms(n) if sizes[a] > 1] == wanted)
