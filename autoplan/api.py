@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.capture.cache import cached
+from autoplan.capture.cast import computing_in
 from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.codegen.program import Program, compile_program, write_text
 from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import executed_precision
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
@@ -48,6 +50,7 @@ def parallelize(
     seed: int = 0,
     timeout_s: float | None = None,
     check: bool = False,
+    precision: str = "native",
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
@@ -71,6 +74,9 @@ def parallelize(
             folder.
         seed: of dropout.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
+        precision: 'native' computes in the dtypes of the model; 'bf16' and 'fp16' keep parameters, gradients and the
+            optimizer in float32 and compute in 16 bits ('bf16-grad16': gradients are summed in 16 bits, too), fp16 with
+            a dynamic loss scale (`pm.loss_scaler`); 'fp32' keeps and computes everything in float32.
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
@@ -90,6 +96,7 @@ def parallelize(
         )
     pins = dict(pins or {})
     check_pins(pins)
+    compute = executed_precision(precision).compute
     if example_inputs is None:
         if not is_hf_model(model):
             raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
@@ -103,7 +110,8 @@ def parallelize(
     device = _start(cluster, timeout_s)
     if measured:
         cluster = _with_memory(cluster, device)
-    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn))
+    dtype = None if compute is None else getattr(torch, compute)
+    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype))
     shape = next(iter(example_inputs.values())).shape
     seq_len = shape[1] if len(shape) > 1 else 1
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
@@ -113,7 +121,7 @@ def parallelize(
     def chain() -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known)
+        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, precision)
         if check:
             _type_check(program)
         return plan, program
@@ -151,21 +159,25 @@ def plan_program(
     global_batch_size: int,
     seq_len: int,
     profile: Profile | None = None,
+    precision: str = "native",
 ) -> tuple[Plan, Program]:
-    """Search and compile in this process: the whole chain behind a captured graph; no process group needed."""
+    """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
+
+    `precision`: the graph was captured in the dtype that it computes in.
+    """
     request = PlanRequest(
         graph,
         cluster,
         seq_len,
         global_batch_size,
         pins,
-        precision="native",
+        precision=precision,
         profile=profile,
         executed=True,
     )
     found = search_plan(request)
     evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
-    plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence)
+    plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence, precision)
     return plan, compile_program(graph, layouts)
 
 
@@ -176,10 +188,16 @@ def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int
     return int(ranks * max(1, example_batch // parts) * parts)
 
 
-def _capture(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None) -> ModelGraph:
-    if loss_fn is not None:
-        return capture(model, example_inputs, loss_fn)
-    return cached(model, example_inputs, lambda: capture(model, example_inputs))
+def _capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    loss_fn: LossFn | None,
+    dtype: torch.dtype | None = None,
+) -> ModelGraph:
+    with computing_in(model, dtype):
+        if loss_fn is not None:
+            return capture(model, example_inputs, loss_fn)
+        return cached(model, example_inputs, lambda: capture(model, example_inputs))
 
 
 def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.codegen.program import Layouts
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, executed_precision
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
@@ -48,6 +48,7 @@ class Plan:
     certificate: Mapping[str, Any]
     estimate: Estimate | None = None  # None: the degrees were given, not searched
     version: int = PLAN_VERSION
+    precision: str = "native"
 
     def to_json(self) -> str:
         """Text form; the events of the estimate's timeline are left out."""
@@ -62,6 +63,7 @@ class Plan:
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
             f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
+            f"{'' if self.precision == 'native' else f' precision={self.precision}'}"
         ]
         if self.estimate is not None:
             step, peak = self.estimate.step_time_s, self.estimate.peak_memory_bytes
@@ -94,12 +96,13 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def make_plan(
-    graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int]
+    graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int], precision: str = "native"
 ) -> tuple[Plan, Layouts, IntraSolution]:
     """Decide everything the degrees leave open: sub-axes, stages, and the layout inside by the intra-op ILP.
 
     Args:
         env: `b` (micro-batch per data-parallel rank) and `s` the layout is priced for.
+        precision: what is computed in which dtype; `graph` was captured in it.
 
     Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
@@ -107,7 +110,9 @@ def make_plan(
     check_dispatch(graph, config)
     check_context(graph, config)
     _, axes = make_mesh(graph, config)
-    settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
+    settings = IntraSettings(
+        axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
+    )
     solution = solve(build_problem(graph, settings))
     certificate = {
         "status": solution.status,
@@ -120,15 +125,17 @@ def make_plan(
         "prices": f"{cluster.device.source} device and link figures",
     }
     stages = split_stages(graph, config, env)
-    return *_plan(graph, config, cluster.num_devices, solution, stages, certificate), solution
+    return *_plan(graph, config, cluster.num_devices, solution, stages, certificate, precision=precision), solution
 
 
-def searched_plan(graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str) -> tuple[Plan, Layouts]:
+def searched_plan(
+    graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str, precision: str = "native"
+) -> tuple[Plan, Layouts]:
     """The plan and layouts of what the planner found. `evidence`: what the prices rest on."""
     config, units = planned.config, pipeline_units(graph)
     stages = stage_calls(units, config.stages or (len(units),))
     proof = {**asdict(certificate), "prices": evidence}
-    return _plan(graph, config, config.num_devices, planned.point.solution, stages, proof, planned.estimate)
+    return _plan(graph, config, config.num_devices, planned.point.solution, stages, proof, planned.estimate, precision)
 
 
 def _plan(
@@ -139,11 +146,12 @@ def _plan(
     stages: tuple[tuple[str, ...], ...],
     certificate: dict[str, Any],
     estimate: Estimate | None = None,
+    precision: str = "native",
 ) -> tuple[Plan, Layouts]:
     """What was decided, as a record and as codegen takes it."""
     mesh, axes = make_mesh(graph, config)
     recompute = _recompute(graph, config)
-    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute)
+    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute, precision)
     plan = Plan(
         model=graph.name,
         graph_hash=graph.content_hash,
@@ -157,6 +165,7 @@ def _plan(
         intra_bound_s=solution.bound_s,
         certificate=certificate,
         estimate=estimate,
+        precision=precision,
     )
     return plan, layouts
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.units import DTYPE_BYTES
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 RECOMPUTE = ("none", "selective", "full")
@@ -103,6 +104,9 @@ class RunOptions:
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
 
 
+_SHORT = {None: "native", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bytes per parameter and what is computed in which dtype.
@@ -117,6 +121,18 @@ class Precision:
     grad_bytes: float | None = None
     state_bytes: float | None = None
     matmul: str | None = None
+
+    @property
+    def gradients(self) -> str | None:
+        """The dtype in which gradients are summed over micro-batches and ranks; None: that of the parameter."""
+        if self.grad_bytes is None or self.compute is None:
+            return None
+        return self.compute if self.grad_bytes == DTYPE_BYTES[self.compute] else "float32"
+
+    @property
+    def compute_name(self) -> str:
+        """The name of the precision that computes everything in `compute`."""
+        return _SHORT[self.compute]
 
 
 # Mixed precision as Megatron-LM and torchtitan run it: gradients accumulate in fp32; AdamW holds two fp32 moments and a
@@ -148,6 +164,18 @@ def precision_of(name: str) -> Precision:
         known = ", ".join(PRECISIONS)
         raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
     return replace(base, name=name, grad_bytes=2.0) if narrow else base
+
+
+def executed_precision(name: str) -> Precision:
+    """The precision of a name, of those that the runtime computes in. PinError for products in 8 and 4 bits."""
+    found = precision_of(name)
+    if found.matmul is not None:
+        known = ", ".join(n for n, p in PRECISIONS.items() if p.matmul is None)
+        raise PinError(
+            f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
+            f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.optim import check_elementwise
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner
+from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
-from autoplan.runtime.zero import apply_zero
+from autoplan.runtime.zero import GradientSync, apply_zero
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -42,8 +44,9 @@ class ParallelModel:
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
-        optimizer: the optimizer over this rank's shards, or None. data_rank, data_world: which part of the global batch
-            is ours.
+        optimizer: the optimizer over this rank's shards, or None. loss_scaler: of a program in float16, else None.
+            precision: the dtypes of a program in mixed precision, else None. data_rank, data_world: which part of the
+            global batch is ours.
     """
 
     def __init__(
@@ -70,18 +73,23 @@ class ParallelModel:
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self.stage_index = self._coordinate("pp")
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
+        self.precision = MixedPrecision.of(spec)
+        if self.precision is not None and dtype is not None:
+            raise ValueError(
+                f"dtype={dtype}: this program computes in {spec.compute_dtype} whatever its parameters are"
+            )
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stage = self._build(parameters, buffers)
         self._owners = self._find_owners()
-        self._sync = apply_zero(
-            self.stage,
-            self.mesh.submesh(self._replicas),
-            spec.zero_stage,
-            schedule=spec.schedule,
-            apart=self._dispatched(),
-            apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
-        )
+        self._sync, self._copies = self._synchronised()
+        self.loss_scaler: LossScaler | None = None
+        if self.precision is not None and self.precision.scales_loss:
+            self.loss_scaler = scaler = LossScaler()
+            if (
+                self.stage_index == len(spec.stages) - 1
+            ):  # after the hooks of fully_shard, which then see the loss itself
+                self.stage.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -89,6 +97,40 @@ class ParallelModel:
         if optimizer is not None:
             self.optimizer = optimizer(list(self.parameters()))
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+
+    def _synchronised(self) -> tuple[GradientSync, Copies | None]:
+        """ZeRO, and the 16-bit copies of the parameters that it does not gather."""
+        precision = self.precision
+        copies = self._make_copies() if self._plain_parameters else None
+        # 16-bit sums are reduced as such, where they are: in the copies
+        swapped = (
+            copies.in_place() if copies is not None and precision and precision.gradients != MASTER else nullcontext()
+        )
+        with swapped:
+            sync = apply_zero(
+                self.stage,
+                self.mesh.submesh(self._replicas),
+                self.spec.zero_stage,
+                schedule=self.spec.schedule,
+                apart=self._dispatched(),
+                apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
+                policies=precision.policies(self._stage_spec.params) if precision and copies is None else None,
+            )
+        return (
+            sync,
+            copies if copies is not None else self._make_copies(),
+        )  # of what fully_shard leaves alone: experts without replicas
+
+    def _make_copies(self) -> Copies | None:
+        if self.precision is None:
+            return None
+        uses = [(p, self.stage.get_submodule(f"blocks.{p.block}")) for p in self._stage_spec.params]
+        return Copies(uses, self.precision)
+
+    @property
+    def _plain_parameters(self) -> bool:
+        """True if no parameter is sharded by ZeRO."""
+        return self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1
 
     @property
     def _stage_spec(self) -> StageSpec:
@@ -113,8 +155,11 @@ class ParallelModel:
             temporary.replace(path)
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
         stage: nn.Module = module.Stage()
-        materialise(stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype)
-        if self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1:
+        stored = self.precision.stored if self.precision is not None else None
+        materialise(
+            stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype, stored
+        )
+        if self._plain_parameters:
             self._share_tied(stage)
         return stage
 
@@ -228,9 +273,12 @@ class ParallelModel:
             for i, part in enumerate(parts):
                 part["loss_denominator"] = denominator
                 part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
-            losses = self._runner_for(parts[0]).run(parts)
-            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh)
+            losses = self._run(parts)
+            sent = self.precision.gradients if self.precision is not None else None
+            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent)
             self._sum_tied()
+            if self.loss_scaler is not None:
+                self.loss_scaler.unscale_(self.parameters(), self.device, self.mesh.world_size)
         self._num_steps += 1
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
         total = total.to(torch.float64).detach().clone()
@@ -238,6 +286,16 @@ class ParallelModel:
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         return total.to(denominator.dtype)
+
+    def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward, with the copies in place where there are any."""
+        if self._copies is None:
+            return self._runner_for(parts[0]).run(parts)
+        self._copies.drop_gradients()
+        with self._copies.in_place():
+            losses = self._runner_for(parts[0]).run(parts)
+        self._copies.collect()
+        return losses
 
     def _micro_batches(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         missing = [n for n in self.spec.inputs if n not in batch]
@@ -317,7 +375,9 @@ class ParallelModel:
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:
-        """L2 norm of the whole gradient, each logical element once, on every rank."""
+        """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
+        if self.loss_scaler is not None and self.loss_scaler.skipped:
+            return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for p, parameter in self._places():
             if parameter.grad is not None and self._counts_here(p):
@@ -361,8 +421,7 @@ class ParallelModel:
                 dist.broadcast(present, source, group=self.mesh.group("pp"))
                 if not int(present):
                     continue
-                dtype = self._dtype or next(p.dtype for p in stage.params if p.name == name)
-                dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+                dtype = self._stored_dtype(next(p for p in stage.params if p.name == name))
                 tensor = (
                     mine[name].contiguous()
                     if index == self.stage_index
@@ -371,6 +430,12 @@ class ParallelModel:
                 dist.broadcast(tensor, source, group=self.mesh.group("pp"))
                 out[name] = tensor
         return out
+
+    def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
+        if self.precision is not None:
+            return self.precision.stored(p)
+        dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
+        return dtype
 
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), index)

@@ -119,7 +119,7 @@ class TiedSpec:
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """Everything a rank needs beside the emitted modules."""
+    """Everything a rank needs beside the emitted modules (mixed precision: `autoplan.runtime.precision`)."""
 
     model: str
     axes: tuple[tuple[str, int], ...]  # sub-axes, major to minor over ranks
@@ -134,6 +134,8 @@ class ProgramSpec:
     recompute: tuple[tuple[str, str], ...]  # call, none | full
     ledger: tuple[LedgerEntry, ...]
     version: int = SPEC_VERSION
+    compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
+    gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
 
     def axis_size(self, name: str) -> int:
         """Size of an axis; 1 if the program has none of that name."""

@@ -17,14 +17,14 @@ dim 0 and so do their gradients, so that the optimizer works on the shards witho
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
@@ -175,6 +175,7 @@ def apply_zero(
     bucket_bytes: int = BUCKET_BYTES,
     apart: Sequence[nn.Parameter] = (),
     apart_mesh: DeviceMesh | None = None,
+    policies: Mapping[str, MixedPrecisionPolicy] | None = None,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
@@ -186,6 +187,7 @@ def apply_zero(
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
         apart: parameters with fewer replicas (experts that tokens travel to), and ``apart_mesh``: the ranks that have
             them.
+        policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
@@ -210,9 +212,10 @@ def apply_zero(
     reshard_after_forward = zero is ZeroStage.PARAMETERS
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
     place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
-    for block in blocks.values():
+    for name, block in blocks.items():
         fully_shard(
             block,
+            mp_policy=(policies or {}).get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=place,

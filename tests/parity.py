@@ -24,9 +24,11 @@ from harness import pool
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.api import _aliases, _persistent_buffers
+from autoplan.capture.cast import computing_in
 from autoplan.capture.export import capture
 from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.config import executed_precision
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.plan import make_plan
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
@@ -58,6 +60,7 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    precision: str = "native"
 
     @property
     def world(self) -> int:
@@ -96,6 +99,7 @@ class Case:
         ]
         parts += [self.schedule] * (self.schedule != "1F1B")
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        parts += [self.precision] * (self.precision != "native")
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
@@ -124,10 +128,12 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 
 
 @functools.cache
-def graph_of(family: str, dropout: float) -> ModelGraph:
+def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
     loss = None if is_hf(family) else models.gpt_loss
-    return capture(make_model(family, dropout), batch, loss)
+    compute, model = executed_precision(precision).compute, make_model(family, dropout)
+    with computing_in(model, None if compute is None else getattr(torch, compute)):
+        return capture(model, batch, loss)
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -140,15 +146,18 @@ def cluster_of(world: int, prices: str) -> Cluster:
 
 
 @functools.cache
-def _compiled(family: str, dropout: float, pins: tuple[tuple[str, Any], ...], world: int, prices: str) -> Program:
+def _compiled(
+    family: str, dropout: float, pins: tuple[tuple[str, Any], ...], world: int, prices: str, precision: str
+) -> Program:
     config = read_pins(dict(pins), world)
-    graph = graph_of(family, dropout)
-    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ})
+    graph = graph_of(family, dropout, precision)
+    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ}, precision)
     return compile_program(graph, layouts)
 
 
 def compiled(case: Case) -> Program:
-    return _compiled(case.family, case.dropout, tuple(sorted(case.pins.items())), case.world, case.prices)
+    pins = tuple(sorted(case.pins.items()))
+    return _compiled(case.family, case.dropout, pins, case.world, case.prices, case.precision)
 
 
 def full_tensors(case: Case, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -386,7 +395,7 @@ def train_job(
         buffers,
         num_micro_batches=case.num_micro_batches,
         optimizer=make,
-        dtype=dtype,
+        dtype=dtype if case.precision == "native" else None,
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
     )

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source, expert_weights
+from autoplan.cost_models.config import executed_precision
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.symbols import Expr
@@ -38,6 +39,7 @@ class Layouts:
     zero_stage: int
     schedule: str
     recompute: Mapping[str, str]  # call -> none | full
+    precision: str = "native"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def terms(size: Expr) -> Terms:
 class _Compiler:
     def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
         self.graph, self.layouts = graph, layouts
+        self.precision = executed_precision(layouts.precision)
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         self.dispatch = next((a for a in layouts.mesh.axes if a.name == "ep"), None)
         self.context = next((a for a in layouts.mesh.axes if a.name == "cp"), None)
@@ -145,6 +148,8 @@ class _Compiler:
             tied=self._tied(),
             recompute=tuple(sorted(self.layouts.recompute.items())),
             ledger=tuple(ledger),
+            compute_dtype=self.precision.compute,
+            gradient_dtype=self.precision.gradients,
         )
         return Program(program, sources)
 
@@ -224,7 +229,8 @@ class _Compiler:
             lowered = self.lowered[self.calls[name].block]
             for c in collectives(lowered, self.graph.factors, self.layouts.axes):
                 axis = c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes]
-                out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
+                size = c.bytes.scale(self._gradient_width(c.what, lowered)) if c.per == "step" else c.bytes
+                out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
             out += self._dispatches(index, name)
             out += self._gathers(index, name)
         last = len(self.layouts.stages) - 1
@@ -234,6 +240,12 @@ class _Compiler:
             size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
+
+    def _gradient_width(self, param: str, lowered: LoweredBlock) -> Fraction:
+        """Bytes of a gradient that is summed once per step, over those of its parameter."""
+        dtype = lowered.block.values[param].dtype
+        wide = self.precision.gradients if dtype == self.precision.compute else None
+        return Fraction(DTYPE_BYTES[wide or dtype], DTYPE_BYTES[dtype])
 
     def _gathers(self, index: int, call: str) -> list[LedgerEntry]:
         """Keys and values of the whole sequence for every attention, their gradients summed back."""
