@@ -15,6 +15,8 @@ from parity import Case, full_tensors, global_batch, is_hf, make_model, part_of
 from torch import nn
 
 from autoplan.cost_models.config import executed_precision
+from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.spec import ProgramSpec
 
 CLIP = 0.5
 
@@ -27,6 +29,14 @@ class ByHand:
     gradients: dict[str, torch.Tensor]
     norm: float
     parameters: dict[str, torch.Tensor]
+
+
+def plain_model(case: Case) -> nn.Module:
+    """Of the case's family; experts one after the other (their fused products know no float64)."""
+    model = make_model(case.family, 0.0)
+    if hasattr(getattr(model, "config", None), "_experts_implementation"):
+        model.config._experts_implementation = "eager"
+    return model
 
 
 def loss_of(model: nn.Module, family: str, batch: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
@@ -68,7 +78,7 @@ def by_hand(
     precision = executed_precision(case.precision)
     compute = getattr(torch, str(precision.compute))
     accumulate = accumulate or getattr(torch, str(precision.gradients))
-    model = make_model(case.family, 0.0)
+    model = plain_model(case)
     for p in model.parameters():
         p.data = p.data.to(compute)
     start, _ = full_tensors(case, torch.float32)
@@ -120,10 +130,26 @@ def added(gradients: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return out
 
 
-def exact_gradients(case: Case, samples: int = 12) -> dict[str, torch.Tensor]:
+def gradients_by_hand(case: Case, step: int) -> dict[str, torch.Tensor]:
+    """Of one batch and the first parameters, in the case's precision on one device."""
+    compute = getattr(torch, str(executed_precision(case.precision).compute))
+    model = plain_model(case)
+    for p in model.parameters():
+        p.data = p.data.to(compute)
+    batch = global_batch(case, step)
+    count, parts = count_of(case.family, batch), case.dp * case.num_micro_batches
+    found = []
+    for index in range(parts):
+        model.zero_grad()
+        loss_of(model, case.family, part_of(batch, index, parts), count).backward()
+        found.append({n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None})
+    return added(found)
+
+
+def exact_gradients(case: Case, step: int = 0) -> dict[str, torch.Tensor]:
     """The gradients of the same parameters in float64, all at once."""
-    model = make_model(case.family, 0.0).double()
-    batch = global_batch(case, 0, samples)
+    model = plain_model(case).double()
+    batch = global_batch(case, step)
     loss = loss_of_exact(model, case.family, batch, count_of(case.family, batch))
     loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -140,8 +166,32 @@ def loss_of_exact(model: nn.Module, family: str, batch: Mapping[str, torch.Tenso
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
-def error_of(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
-    """Norm of the difference of all gradients together, over that of the exact ones."""
+def gradient_job(
+    rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], num_batches: int
+) -> list[dict[str, torch.Tensor]] | None:
+    """Gradients of several batches at the first parameters; rank 0 reports."""
+    params, buffers = full_tensors(case, torch.float32)
+    spec = ProgramSpec.from_json(spec_json)
+    pm = ParallelModel(spec, sources, params, buffers, num_micro_batches=case.num_micro_batches)
+    out = []
+    for step in range(num_batches):
+        pm.step(part_of(global_batch(case, step), pm.data_rank, pm.data_world))
+        out.append(pm.gradients())
+    return out if rank == 0 else None
+
+
+def errors_of(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Of every parameter the norm of the difference of gradients, over that of the exact one."""
     assert set(got) == set(exact), set(got) ^ set(exact)
-    off = sum(float((got[n].double() - exact[n]).square().sum()) for n in exact)
+    return {n: float((got[n].double() - g).norm() / g.norm()) for n, g in exact.items()}
+
+
+def error_of(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
+    """The same of all gradients together."""
+    off = sum(float((got[n].double() - g).square().sum()) for n, g in exact.items())
     return float((off / sum(float(g.square().sum()) for g in exact.values())) ** 0.5)
+
+
+def largest_factor(errors: Mapping[str, float], others: Mapping[str, float]) -> tuple[float, str]:
+    """How many times the error is that of the others, at most, and of which parameter."""
+    return max((errors[n] / others[n], n) for n in others)
