@@ -104,6 +104,7 @@ class RunOptions:
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
 
 
+MASTER_BYTES = 4  # per element of what 16-bit parameters are copies of
 _SHORT = {None: "native", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -128,6 +129,11 @@ class Precision:
         if self.grad_bytes is None or self.compute is None:
             return None
         return self.compute if self.grad_bytes == DTYPE_BYTES[self.compute] else "float32"
+
+    @property
+    def has_masters(self) -> bool:
+        """True if parameters are computed with in 16 bits and kept in float32, which `state_bytes` counts."""
+        return self.compute is not None and DTYPE_BYTES[self.compute] < MASTER_BYTES
 
     @property
     def compute_name(self) -> str:

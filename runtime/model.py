@@ -73,6 +73,7 @@ class ParallelModel:
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self.stage_index = self._coordinate("pp")
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
+        self._given = {name: t.dtype for name, t in parameters.items()}
         self.precision = MixedPrecision.of(spec)
         if self.precision is not None and dtype is not None:
             raise ValueError(
@@ -433,7 +434,7 @@ class ParallelModel:
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
         if self.precision is not None:
-            return self.precision.stored(p)
+            return self.precision.stored(p, self._given[p.name])
         dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
         return dtype
 

@@ -97,13 +97,13 @@ def materialise(
     coordinate: Callable[[str], int],
     device: torch.device,
     dtype: torch.dtype | None = None,
-    stored: Callable[[ParamSpec], torch.dtype] | None = None,
+    stored: Callable[[ParamSpec, torch.dtype], torch.dtype] | None = None,
 ) -> None:
     """Give a freshly built stage its values, in place.
 
     Args:
         dtype: replaces every floating dtype (parity runs).
-        stored: the dtype of a parameter (mixed precision); None: that of its values.
+        stored: the dtype of a parameter, given that of its values (mixed precision); None: the latter.
     """
 
     def cast(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def materialise(
         for p in spec.params:
             block = stage.get_submodule(f"blocks.{p.block}")
             local = shard(parameters[p.name].detach(), p, size, coordinate)
-            value = cast(local).clone() if stored is None else local.to(device, stored(p), copy=True)
+            value = cast(local).clone() if stored is None else local.to(device, stored(p, local.dtype), copy=True)
             setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
         for b in spec.buffers:
             setattr(buffer_owner(stage, b), b.attr, cast(buffers[b.name].detach()).clone())

@@ -68,15 +68,16 @@ class MixedPrecision:
         """float16 gradients below 2^-24 are lost unless the loss is scaled; the others have float32's exponents."""
         return self.compute == torch.float16
 
-    def is_copied(self, spec: ParamSpec) -> bool:
-        """True if the program uses a narrower copy of this parameter."""
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        return dtype == self.compute != MASTER
+    def stored(self, spec: ParamSpec, given: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter is kept between steps, `given` with that of the model.
 
-    def stored(self, spec: ParamSpec) -> torch.dtype:
-        """The dtype in which a parameter is kept between steps."""
+        What is not trained needs no master and stays as it was given; what the model computes in another dtype than
+        most of its parameters is no copy.
+        """
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return MASTER if dtype == self.compute else dtype
+        if dtype != self.compute:
+            return dtype
+        return MASTER if spec.trainable else given
 
     def policies(self, params: Iterable[ParamSpec]) -> dict[str, MixedPrecisionPolicy]:
         """For `fully_shard`, by block: those with parameters that are copied.
@@ -129,10 +130,11 @@ class Copies:
         found: dict[int, _Copy] = {}
         for spec, block in places:
             master = block.get_parameter(spec.attr)
-            if isinstance(master, DTensor) or not precision.is_copied(spec):
+            computed = getattr(torch, spec.dtype)
+            if isinstance(master, DTensor) or master.dtype == computed:
                 continue
             if id(master) not in found:
-                copy = nn.Parameter(master.detach().to(precision.compute), requires_grad=master.requires_grad)
+                copy = nn.Parameter(master.detach().to(computed), requires_grad=master.requires_grad)
                 found[id(master)] = _Copy(master, copy)
                 if self._at_once and master.requires_grad:
                     copy.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[no-untyped-call]

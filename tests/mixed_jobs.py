@@ -108,3 +108,46 @@ def train(rank: int, world: int, precision: str, pins: dict[str, Any]) -> tuple[
     state = pm.state_dict()
     model.load_state_dict(state)
     return losses, {"stored": sorted({str(t.dtype) for t in state.values()}), "computed": sorted(seen)}, str(pm.plan)
+
+
+def held_bytes(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> dict[str, int]:
+    """Bytes of the tensors that a rank has after a step: what it stores, copies, gradients, moments."""
+    pm = _model(case, spec_json, sources)
+    pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
+    assert pm.optimizer is not None
+    pm.optimizer.step()
+    stored = {id(p): local_of(p).nbytes for p in pm.parameters()}
+    gradients = {id(p): local_of(p.grad).nbytes for p in pm.parameters() if p.grad is not None}
+    moments = [local_of(t).nbytes for s in pm.optimizer.state.values() for t in s.values() if t.numel() > 1]
+    copies = [] if pm._copies is None else [c.copy.nbytes for c in pm._copies._copies]
+    assert not [c for c in ([] if pm._copies is None else pm._copies._copies) if c.copy.grad is not None]
+    return {
+        "stored": sum(stored.values()) + sum(copies) + sum(moments),
+        "gradients": sum(gradients.values()),
+    }
+
+
+def given_in_16_bits(rank: int, world: int, zero: int) -> tuple[list[float], dict[str, str]]:
+    """A bf16 checkpoint with frozen layers: masters for what is trained, nothing wider for the rest."""
+    model, batch = models.make_llama(), models.token_batch(8, 16)
+    for name, p in model.named_parameters():
+        p.data = p.data.bfloat16()
+        p.requires_grad_("layers.1" not in name and "embed" not in name)
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    pm = autoplan.parallelize(
+        model,
+        "local",
+        example_inputs={k: v[:4] for k, v in batch.items()},
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        pins={"dp": 2, "zero_stage": zero},
+        precision="bf16",
+    )
+    losses = []
+    for _ in range(5):
+        losses.append(pm.step({k: v[4 * rank : 4 * rank + 4] for k, v in batch.items()}).item())
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+    state = pm.state_dict()
+    assert all(torch.equal(state[n], p) for n, p in frozen.items())
+    assert all((state[n].dtype == torch.float32) == (n not in frozen) for n, _ in model.named_parameters())
+    return losses, {n: str(t.dtype) for n, t in state.items()}

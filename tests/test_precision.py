@@ -16,8 +16,10 @@ from autoplan.api import plan_program
 from autoplan.capture.cast import computing_in, main_dtype
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.errors import PinError
+from autoplan.points import PlanRequest, Points
 from autoplan.runtime.precision import LossScaler, MixedPrecision
 from autoplan.runtime.spec import ProgramSpec, evaluate
+from autoplan.search.space import Candidate
 
 pytestmark = [
     pytest.mark.processes,
@@ -253,3 +255,39 @@ def test_dtypes_of_a_program() -> None:
         MixedPrecision(torch.float64)
     with pytest.raises(ValueError, match=r"gradients in torch.float16 with torch.bfloat16"):
         MixedPrecision(torch.bfloat16, torch.float16)
+
+
+# -- what is priced is held -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-grad16", "fp32"])
+def test_bytes_per_parameter(zero: int, precision: str) -> None:
+    """Parameters, copies, moments and gradients after a step, as the memory model has them: to the byte."""
+    case = Case("llama", dp=2, zero=zero, num_micro_batches=2, precision=precision)
+    program = compiled(case)
+    found = pool(2).run(mixed_jobs.held_bytes, case, program.spec.to_json(), dict(program.sources))
+    request = PlanRequest(
+        graph_of("llama", 0.0, precision),
+        Cluster.parse("local", 2, "cpu").with_(memory_gb=1.0),
+        SEQ,
+        12,
+        {**case.pins, "micro_batch_size": 3},
+        precision=precision,
+        executed=True,
+    )
+    planned = Points(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    assert planned is not None
+    model = planned.memory
+    for rank in found:
+        assert rank["stored"] == sum(model.stored) + sum(model.states)
+        # the sums of ZeRO 0 and 1 are those of whole gradients, which the optimizer gets in float32: whole or its part
+        wide = {0: 1.0, 1: 0.5}.get(zero, 1.0) * (2.0 if precision == "bf16-grad16" and zero < 2 else 1.0)
+        assert rank["gradients"] == wide * sum(model.grads)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_model_given_in_16_bits(zero: int) -> None:
+    results = pool(2).run(mixed_jobs.given_in_16_bits, zero, timeout_s=120)
+    assert results[0] == results[1]
+    assert results[0][0][-1] < results[0][0][0] - 0.3
