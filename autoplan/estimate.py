@@ -13,11 +13,20 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
-from autoplan.search.pins import ZERO_STAGES, around, check_degrees, check_recompute, divisors, is_count, pipeline_units
+from autoplan.search.pins import (
+    ZERO_STAGES,
+    around,
+    check_degrees,
+    check_recompute,
+    check_replicas,
+    divisors,
+    is_count,
+    pipeline_units,
+)
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
 
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages")
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages", "zero_replicas")
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,7 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
             f"but the global batch is {request.global_batch_size}"
         )
     check_degrees(request.graph, c, ends=True)
+    check_replicas(c)
     _check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))

@@ -20,6 +20,7 @@ from autoplan.search.pins import (
     check_degrees,
     check_dispatch,
     check_recompute,
+    check_replicas,
     layer_calls,
     make_mesh,
     pipeline_units,
@@ -60,9 +61,10 @@ class Plan:
     def __str__(self) -> str:
         c = self.config
         spread = "".join(f" {name}={n}" for name, n in (("cp", c.cp), ("ep", c.ep)) if n > 1)
+        copies = f" zero-replicas={c.zero_replicas}" if c.zero_replicas > 1 else ""
         lines = [
-            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
-            f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
+            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
+            f"{copies} micro-batches={c.num_micro_batches} schedule={c.schedule}"
             f"{'' if self.precision == 'native' else f' precision={self.precision}'}"
         ]
         if self.estimate is not None:
@@ -109,6 +111,7 @@ def make_plan(
     check_degrees(graph, config)
     check_dispatch(graph, config)
     check_context(graph, config)
+    check_replicas(config)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)

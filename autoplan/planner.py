@@ -363,6 +363,8 @@ class _Search:
             out.append(least if several else "cp = 1")
         if "recompute" not in r.pins:
             out.append("recompute: none or full, the first layers of a stage")
+        if "zero_replicas" not in r.pins:
+            out.append("zero_replicas = 1: ZeRO shards over all replicas")
         if "schedule" not in r.pins:
             out.append("schedule 1F1B")
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]

@@ -233,6 +233,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         schedule=pins.get("schedule", "1F1B"),
         recompute=pins.get("recompute", "none"),
         state_slack=pins.get("state_slack", 1.02),
+        zero_replicas=c.zero_replicas,
     )
 
 

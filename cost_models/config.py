@@ -191,7 +191,8 @@ class ParallelConfig:
     The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `virtual_stages`: chunks per rank, which the
     schedule places. `stages`: number of layers per pipeline stage (per chunk with virtual stages, in model order), or
     None for balanced arithmetic. `recompute`: one value for all layers, a mapping from block call to one, or how many
-    layers of each stage (chunk) are recomputed in full (a tuple).
+    layers of each stage (chunk) are recomputed in full (a tuple). `zero_replicas`: how many copies of the sharded state
+    there are (hybrid ZeRO): ZeRO shards over dp * cp / zero_replicas neighbours.
     """
 
     dp: int = 1
@@ -208,6 +209,7 @@ class ParallelConfig:
     recompute: str | Mapping[str, str] | tuple[int, ...] = "none"
     stages: tuple[int, ...] | None = None
     state_slack: float = 1.02
+    zero_replicas: int = 1
 
     @property
     def num_devices(self) -> int:

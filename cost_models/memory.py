@@ -9,18 +9,18 @@ With P parameter bytes on a rank (after tp and ep), of which L is the largest bl
 | 2 | P / n | P | G / n + one block's | O / n |
 | 3 | P / n | two blocks (one in use, one on its way) | G / n + one block's | O / n |
 
+(autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
 With 16-bit parameters (autoplan.runtime.precision) fully_shard stores and shards the float32 master, 4 bytes per
 element, from which 16 bits are gathered, and gradients become float32 shards; without shards the 16-bit copy is stored
 beside the master. Megatron's distributed optimizer keeps 16-bit parameters beside sharded masters.
-(autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
 Under `Mode.FUSED` it is as Megatron-LM has it: P under ZeRO 0 to 2; gradients in one buffer that is there from the
 start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, since products add to that buffer
 themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
 (`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
-Parameters of experts are sharded over their own replicas. Activations are held for every micro-batch in flight, which
-the schedule's own actions count. A schedule in both directions (DualPipe) has two stages on every rank, each of them on
-two ranks: twice the parameters and gradients, and twice as many replicas to shard over. What counts is the fullest
-moment:
+Hybrid ZeRO (`zero_replicas`) has n / zero_replicas for n. Parameters of experts are sharded over their own replicas.
+Activations are held for every micro-batch in flight, which the schedule's own actions count. A schedule in both
+directions (DualPipe) has two stages on every rank, each of them on two ranks: twice the parameters and gradients, and
+twice as many replicas to shard over. What counts is the fullest moment:
 
 | moment | micro-batches held | gradients |
 |---|---|---|
@@ -127,7 +127,7 @@ class MemoryModel:
         c = config
         self.copies = num_copies(c.schedule)
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
-        self.shares = {expert: n * self.copies for expert, n in self.shares.items()}
+        self.shares = {expert: max(1, n // c.zero_replicas) * self.copies for expert, n in self.shares.items()}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
         blocks = {name: self._states(name) for name in workload.blocks}
         self.stored, self.gathered, self.grads, self.states = (

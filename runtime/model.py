@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoplan.runtime.failure import guard
@@ -21,7 +22,7 @@ from autoplan.runtime.pipeline import PipelineRunner
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
-from autoplan.runtime.zero import GradientSync, apply_zero
+from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -110,7 +111,7 @@ class ParallelModel:
         with swapped:
             sync = apply_zero(
                 self.stage,
-                self.mesh.submesh(self._replicas),
+                self._zero_mesh(),
                 self.spec.zero_stage,
                 schedule=self.spec.schedule,
                 apart=self._dispatched(),
@@ -121,6 +122,11 @@ class ParallelModel:
             sync,
             copies if copies is not None else self._make_copies(),
         )  # of what fully_shard leaves alone: experts without replicas
+
+    def _zero_mesh(self) -> DeviceMesh:
+        if "rdp" not in self.mesh.axes:
+            return self.mesh.submesh(self._replicas)
+        return hybrid_mesh(self.mesh.submesh("rdp"), self.mesh.submesh(self._shards))
 
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
@@ -141,6 +147,13 @@ class ParallelModel:
     def _replicas(self) -> str:
         """The ranks with the same parameters: of data and, together with them, of context parallelism."""
         return "replicas" if "replicas" in self.mesh.groups else "dp"
+
+    @property
+    def _shards(self) -> str:
+        """The ranks that ZeRO shards over: all replicas, or the neighbours among them (hybrid)."""
+        if "rdp" not in self.mesh.axes:
+            return self._replicas
+        return "shards" if "shards" in self.mesh.groups else "sdp"
 
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
@@ -372,7 +385,7 @@ class ParallelModel:
                 return False
         sharded = {s.axis for s in p.shards}
         if self.spec.zero_stage > 0:
-            sharded.update(self.mesh.atoms(self._replicas))
+            sharded.update(self.mesh.atoms(self._shards))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:

@@ -10,6 +10,9 @@ divided by the token count of the whole batch. With dp ranks and P parameter byt
 | 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
 | 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
 
+Hybrid ZeRO (Zhao et al., PyTorch FSDP, 2023, section 3.2.2) shards over dp / R neighbours and keeps R copies of that:
+the table with dp / R for dp, and once per step an all-reduce of the gradients' shards over the copies.
+
 Parameters of experts that tokens travel to are replicated over fewer ranks, and are sharded and reduced over those.
 
 Stage 0 keeps plain parameters. Stages 1 to 3 are ``fully_shard`` per block; parameters become DTensors sharded on
@@ -158,12 +161,21 @@ class _Sharded(GradientSync):
         self._stage.set_is_last_backward(is_last)
         self._stage.set_reshard_after_backward(is_last or self.zero is ZeroStage.PARAMETERS)
         self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
+        self._stage.set_requires_all_reduce(is_last)  # over copies of the shards, if there are several
         self._reduced = is_last
 
     def finish_step(self) -> None:
         if not self._reduced:
             raise RuntimeError("finish_step without a backward announced as the last: gradients are not reduced")
         self._reduced = False
+
+
+def hybrid_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+    """Of hybrid ZeRO: both meshes, of one axis each, as one of two."""
+    # Private torch API (tried on 2.13.0): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`); slicing
+    # by two names does not know axes that were flattened.
+    mesh: DeviceMesh = DeviceMesh._concatenate([replicas, shards])
+    return mesh
 
 
 def apply_zero(
@@ -181,7 +193,8 @@ def apply_zero(
 
     Args:
         stage: has ``stage.blocks``, an nn.ModuleDict in execution order that holds every parameter of the stage.
-        mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says.
+        mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says. Two axes,
+            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over (see `hybrid_mesh`).
         zero: 0 to 3, see the table of this module.
         schedule: name of the pipeline schedule the stage will run under.
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
@@ -198,8 +211,11 @@ def apply_zero(
     """
     zero = ZeroStage(zero)
     check_schedule(zero, schedule)
-    if mesh.ndim != 1:
-        raise ValueError(f"ZeRO needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
+    hybrid = mesh.ndim == 2 and zero is not ZeroStage.NOTHING
+    if mesh.ndim != 1 and not hybrid:
+        raise ValueError(f"ZeRO {zero:d} needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
+    if hybrid and (mesh.size(1) == 1 or apart):
+        raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh}), and no experts that are spread")
     blocks = _blocks_of(stage)
     if mesh.size() == 1:
         return GradientSync(zero)

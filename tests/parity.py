@@ -61,6 +61,7 @@ class Case:
     cp: int = 1
     schedule: str = "1F1B"
     precision: str = "native"
+    zero_replicas: int = 1
 
     @property
     def world(self) -> int:
@@ -83,6 +84,8 @@ class Case:
             pins["ep"] = self.ep
         if self.cp > 1:
             pins["cp"] = self.cp
+        if self.zero_replicas > 1:
+            pins["zero_replicas"] = self.zero_replicas
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
         return pins
@@ -99,6 +102,7 @@ class Case:
         ]
         parts += [self.schedule] * (self.schedule != "1F1B")
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        parts += [f"replicas{self.zero_replicas}"] * (self.zero_replicas > 1)
         parts += [self.precision] * (self.precision != "native")
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []

@@ -28,7 +28,7 @@ from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate
 
 _TYPES = {"R": R, "I": I, "P": P, "S": V}
-_OUTER = ("pp", "dp", "edp", "ep", "cp")
+_OUTER = ("pp", "dp", "edp", "ep", "rdp", "sdp", "cp")
 
 
 @contextmanager

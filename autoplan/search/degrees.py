@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors
+from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors, zero_replica_counts
 
 ONE_DOMAIN = "tp within one scale-up domain"
 
@@ -24,6 +25,7 @@ class Candidate:
     num_micro_batches: int
     ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
     cp: int = 1  # over how many ranks every sequence is cut
+    zero_replicas: int = 1  # copies of what ZeRO shards
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _candidates_at(
     cp: int, limits: Limits, pins: Mapping[str, Any], found: list[Candidate], illegal: Counter[str]
 ) -> bool:
     """Those with one cp, added to `found`. True if some were left out because tp is beyond the scale-up domain."""
-    devices, limited = limits.devices // cp, False
+    devices, limited, copies = limits.devices // cp, False, pins.get("zero_replicas", 1)
     for pp in _degrees(pins, "pp", devices):
         for tp in _degrees(pins, "tp", devices // pp if devices % pp == 0 else devices):
             if devices % (pp * tp):
@@ -107,7 +109,11 @@ def _candidates_at(
                     illegal["the batch cannot be split"] += 1
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
-                found += [Candidate(pp, dp, tp, zero, size, num, ep, cp) for zero in stages for ep in spread]
+                for zero, ep in itertools.product(stages, spread):
+                    if copies not in zero_replica_counts(dp, cp, ep, zero):
+                        illegal["ZeRO cannot have as many replicas"] += 1
+                        continue
+                    found.append(Candidate(pp, dp, tp, zero, size, num, ep, cp, copies))
     return limited
 
 

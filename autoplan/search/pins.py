@@ -19,13 +19,22 @@ from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 
 _DEGREES = ("tp", "pp", "dp", "ep", "cp")
-KNOWN = (*_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "state_slack")
+KNOWN = (
+    *_DEGREES,
+    "zero_stage",
+    "num_micro_batches",
+    "recompute",
+    "stages",
+    "schedule",
+    "state_slack",
+    "zero_replicas",
+)
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B", "GPipe")
 RECOMPUTE = ("none", "full")
 _BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
-_COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches")
+_COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches", "zero_replicas")
 _MAX_LISTED = 8  # names in a message
 
 
@@ -138,6 +147,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
         recompute=pins.get("recompute", "none"),
         stages=tuple(stages) if stages is not None else None,
         state_slack=float(pins.get("state_slack", 1.02)),
+        zero_replicas=pins.get("zero_replicas", 1),
     )
 
 
@@ -211,6 +221,30 @@ def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     found = context_obstacle(graph)
     if found is not None:
         raise PinError(f"pin cp={c.cp}: {found}; nearest legal: cp=1")
+
+
+def zero_replica_counts(dp: int, cp: int, ep: int, zero_stage: int) -> list[int]:
+    """How many copies of the sharded state there may be: 1, and what leaves several neighbours to shard over.
+
+    A divisor of dp: all of cp shards. With ep, experts have fewer replicas than the rest and are sharded over those.
+    """
+    if zero_stage == 0 or ep > 1:
+        return [1]
+    return [1, *(n for n in divisors(dp) if n > 1 and dp * cp // n > 1)]
+
+
+def check_replicas(c: ParallelConfig) -> None:
+    """Copies of the sharded state that ZeRO cannot have. PinError names the rule and the nearest legal value."""
+    legal = zero_replica_counts(c.dp, c.cp, c.ep, c.zero_stage)
+    if c.zero_replicas in legal:
+        return
+    why = (
+        "ZeRO 0 shards nothing" if c.zero_stage == 0
+        else f"not with ep={c.ep}, where experts have replicas of their own" if c.ep > 1
+        else f"nothing is left to shard over, which is zero_stage=0, of dp={c.dp}" if c.dp * c.cp == c.zero_replicas
+        else f"it must divide dp={c.dp} and leave several ranks to shard over"
+    )  # fmt: skip
+    raise PinError(f"pin zero_replicas={c.zero_replicas}: {why}; nearest legal: {around(c.zero_replicas, legal)}")
 
 
 def _check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
@@ -327,16 +361,21 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
-    """pp, dp and tp major to minor over ranks; dp as replicas of experts and ep where tokens travel to experts, tp as
-    two sub-axes where there are fewer key-value heads than tp."""
+    """pp, dp and tp major to minor over ranks; dp as replicas of experts and ep where tokens travel to experts, or as
+    copies of the sharded state and its shards; tp as two sub-axes where there are fewer key-value heads than tp."""
     axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
     groups: dict[str, tuple[str, ...]] = {}
     if config.ep > 1:  # neighbours among the data-parallel ranks
         axes[1:] = [Axis("edp", config.dp // config.ep), Axis("ep", config.ep)]
         groups["dp"] = ("edp", "ep")
+    elif config.zero_replicas > 1:  # copies of the sharded state are far apart, its shards are neighbours
+        axes[1:] = [Axis("rdp", config.zero_replicas), Axis("sdp", config.dp // config.zero_replicas)]
+        groups["dp"] = ("rdp", "sdp")
     if config.cp > 1:
         groups["replicas"] = (*(a.name for a in axes[1:]), "cp")
         axes.append(Axis("cp", config.cp))
+        if config.zero_replicas > 1:
+            groups["shards"] = ("sdp", "cp")
     kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
     major = math.gcd(config.tp, kv)
     if config.tp > 1 and 1 < major < config.tp:

@@ -27,7 +27,7 @@ from autoplan.search.refusals import refusal
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
 SEARCHED = ("pp", "dp", "tp", "ep", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
-KNOWN_PINS = (*SEARCHED, "schedule", "state_slack")
+KNOWN_PINS = (*SEARCHED, "schedule", "state_slack", "zero_replicas")
 LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
