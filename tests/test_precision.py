@@ -101,6 +101,7 @@ OTHER_ORDER = [
     Case("qwen3-moe", tp=2, precision="bf16"),
     Case("llama", dp=2, tp=2, pp=2, zero=1, precision="bf16", num_micro_batches=2),
     Case("mixtral", dp=4, ep=2, zero=2, precision="bf16", num_micro_batches=3),
+    Case("llama", dp=4, zero=2, zero_replicas=2, precision="bf16", num_micro_batches=3),
 ]
 FACTOR, FACTOR_OF_ONE = 1.25, 2.0
 
