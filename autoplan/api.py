@@ -26,6 +26,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
+from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.search.space import check_pins, space
@@ -51,6 +52,7 @@ def parallelize(
     timeout_s: float | None = None,
     check: bool = False,
     precision: str = "native",
+    gradient_compression: Compression | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
@@ -77,6 +79,8 @@ def parallelize(
         precision: 'native' computes in the dtypes of the model; 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits ('bf16-grad16': gradients are summed in 16 bits, too), fp16 with
             a dynamic loss scale (`pm.loss_scaler`); 'fp32' keeps and computes everything in float32.
+        gradient_compression: of the all-reduce of ZeRO 0 (which it pins): 'bf16', 'fp16', or
+            `autoplan.PowerSGD(rank=4)`. Not priced: the plan counts whole gradients.
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
@@ -97,6 +101,8 @@ def parallelize(
     pins = dict(pins or {})
     check_pins(pins)
     compute = executed_precision(precision).compute
+    if gradient_compression is not None:
+        pins = _compressible(gradient_compression, pins, precision)
     if example_inputs is None:
         if not is_hf_model(model):
             raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
@@ -147,9 +153,29 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
+        gradient_compression=gradient_compression,
     )
     pm.plan = plan
     return pm
+
+
+def _compressible(compression: Compression, pins: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Pins under which gradients can be compressed. PinError where they cannot."""
+    try:
+        check_compression(compression)
+    except ValueError as exc:
+        raise PinError(str(exc)) from exc
+    if pins.get("zero_stage", 0) != 0:
+        raise PinError(
+            f"pin zero_stage={pins['zero_stage']} with gradient_compression: only the all-reduce of ZeRO 0 is "
+            "compressed; nearest legal: zero_stage=0"
+        )
+    if isinstance(compression, PowerSGD) and executed_precision(precision).compute == "float16":
+        raise PinError(
+            f"precision {precision!r} with PowerSGD: what it leaves out of one step is added to the next, whose loss "
+            "has another scale; nearest: precision='bf16'"
+        )
+    return {**pins, "zero_stage": 0}
 
 
 def plan_program(

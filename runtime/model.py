@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.optim import check_elementwise
@@ -42,6 +43,7 @@ class ParallelModel:
         dtype: run in another floating dtype than captured (parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
         extra_state: persistent buffers of the original model, for `state_dict`.
+        gradient_compression: of the all-reduce of ZeRO 0 (`autoplan.runtime.compression`).
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
@@ -66,6 +68,7 @@ class ParallelModel:
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         extra_state: Mapping[str, torch.Tensor] | None = None,
         mesh: AxisMesh | None = None,
+        gradient_compression: Compression | None = None,
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
@@ -84,6 +87,12 @@ class ParallelModel:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stage = self._build(parameters, buffers)
         self._owners = self._find_owners()
+        self._compression = gradient_compression
+        if self.precision is not None and self.precision.scales_loss and isinstance(gradient_compression, PowerSGD):
+            raise ValueError(
+                "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
+                "scale; use bf16"
+            )
         self._sync, self._copies = self._synchronised()
         self.loss_scaler: LossScaler | None = None
         if self.precision is not None and self.precision.scales_loss:
@@ -117,6 +126,7 @@ class ParallelModel:
                 apart=self._dispatched(),
                 apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
                 policies=precision.policies(self._stage_spec.params) if precision and copies is None else None,
+                compression=self._compression,
             )
         return (
             sync,

@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from autoplan.runtime.compression import Compression, Compressor
+
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
 
@@ -95,6 +97,7 @@ class _AllReduce(GradientSync):
         bucket_bytes: int,
         apart: Sequence[nn.Parameter] = (),
         apart_group: dist.ProcessGroup | None = None,
+        compression: Compression | None = None,
     ) -> None:
         super().__init__(ZeroStage.NOTHING)
         # Backward order, so that what was written last is read first and may still be in a cache.
@@ -104,10 +107,15 @@ class _AllReduce(GradientSync):
         if apart_group is not None:
             self._replicas.append((apart_group, [p for p in parameters if id(p) in others]))
         self._bucket_bytes = bucket_bytes
+        self.compressors = [Compressor(compression, g) for g, _ in self._replicas] if compression is not None else []
 
     def finish_step(self) -> None:
-        for group, parameters in self._replicas:
-            self._reduce([p.grad for p in parameters if p.grad is not None], group)
+        for index, (group, parameters) in enumerate(self._replicas):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if self.compressors:
+                self.compressors[index].reduce(buckets(gradients, self._bucket_bytes))
+            else:
+                self._reduce(gradients, group)
 
     def _reduce(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
@@ -188,6 +196,7 @@ def apply_zero(
     apart: Sequence[nn.Parameter] = (),
     apart_mesh: DeviceMesh | None = None,
     policies: Mapping[str, MixedPrecisionPolicy] | None = None,
+    compression: Compression | None = None,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
@@ -201,6 +210,7 @@ def apply_zero(
         apart: parameters with fewer replicas (experts that tokens travel to), and ``apart_mesh``: the ranks that have
             them.
         policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
+        compression: of the all-reduce of ZeRO 0.
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
@@ -216,13 +226,15 @@ def apply_zero(
         raise ValueError(f"ZeRO {zero:d} needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
     if hybrid and (mesh.size(1) == 1 or apart):
         raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh}), and no experts that are spread")
+    if compression is not None and zero is not ZeroStage.NOTHING:
+        raise ValueError(f"gradients are compressed in the all-reduce of ZeRO 0 only, not with ZeRO {zero:d}")
     blocks = _blocks_of(stage)
     if mesh.size() == 1:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
         several = apart_mesh is not None and apart_mesh.size() > 1
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
-        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group)
+        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression)
 
     _check_shardable(blocks)
     reshard_after_forward = zero is ZeroStage.PARAMETERS

@@ -7,6 +7,7 @@ from typing import Any
 
 import models
 import torch
+import torch.distributed as dist
 from parity import Case, full_tensors, global_batch, part_of
 
 import autoplan
@@ -151,3 +152,48 @@ def given_in_16_bits(rank: int, world: int, zero: int) -> tuple[list[float], dic
     assert all(torch.equal(state[n], p) for n, p in frozen.items())
     assert all((state[n].dtype == torch.float32) == (n not in frozen) for n, _ in model.named_parameters())
     return losses, {n: str(t.dtype) for n, t in state.items()}
+
+
+def compressed(
+    rank: int,
+    world: int,
+    case: Case,
+    spec_json: str,
+    sources: dict[str, str],
+    compression: Any,
+    num_steps: int,
+    dtype_name: str,
+    lr: float = 0.1,
+) -> dict[str, Any]:
+    """Losses, the gradients of the first steps, whether all ranks end alike, and the share that PowerSGD sent."""
+    dtype = getattr(torch, dtype_name)
+    params, buffers = full_tensors(case, dtype)
+    pm = ParallelModel(
+        ProgramSpec.from_json(spec_json),
+        sources,
+        params,
+        buffers,
+        num_micro_batches=case.num_micro_batches,
+        optimizer=functools.partial(torch.optim.SGD, lr=lr),
+        dtype=dtype if case.precision == "native" else None,
+        gradient_compression=compression,
+    )
+    losses, gradients = [], []
+    for step in range(num_steps):
+        batch = global_batch(case, 0 if num_steps > 10 else step)  # many steps: the same batch, to learn it
+        losses.append(pm.step(part_of(batch, pm.data_rank, pm.data_world)).item())
+        if num_steps <= 10:
+            gradients.append(pm.gradients())
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+    mine = torch.stack([p.detach().double().sum() for p in pm.parameters()])
+    highest, lowest = mine.clone(), mine.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=pm.mesh.group("dp"))
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=pm.mesh.group("dp"))
+    compressors = getattr(pm._sync, "compressors", [])
+    return {
+        "losses": losses,
+        "gradients": gradients if rank == 0 else [],
+        "same": case.ep > 1 or torch.equal(highest, lowest),
+        "share": compressors[0].sent_share() if compressors else 1.0,
+    }
