@@ -107,6 +107,14 @@ def test_refused(pins: dict[str, Any], message: str) -> None:
         search_plan(request(4, 8, pins, executed=True))
 
 
+def test_refused_with_experts_that_are_spread() -> None:
+    asked = PlanRequest(
+        graph_of("mixtral", 0.0), cluster_of(4, "bandwidth"), SEQ, 12, {"dp": 4, "ep": 2, "zero_replicas": 2}
+    )
+    with pytest.raises(PinError, match=r"pin ep=2 with zero_replicas=2: experts .*nearest legal: ep=1"):
+        search_plan(asked)
+
+
 def test_legal_counts() -> None:
     assert zero_replica_counts(8, 1, 1, 1) == [1, 2, 4]
     assert zero_replica_counts(8, 2, 1, 3) == [1, 2, 4, 8]

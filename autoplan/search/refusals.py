@@ -85,6 +85,9 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
             return f"pin ep={value} does not divide the {math.gcd(*limits.experts)} experts"
         if pins.get("cp", 1) > 1:
             return f"pin ep={value} with cp={pins['cp']}: tokens travel to experts only where cp=1"
+        if pins.get("zero_replicas", 1) > 1:
+            copies = pins["zero_replicas"]
+            return f"pin ep={value} with zero_replicas={copies}: experts that are spread have replicas of their own"
         if pins.get("tp", 1) > 1:
             return f"pin ep={value} with tp={pins['tp']}: tokens travel to experts only where tp=1"
     if name == "stages" and devices % len(value):
