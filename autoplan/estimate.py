@@ -10,7 +10,7 @@ from autoplan.cost_models.config import RECOMPUTE, ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
-from autoplan.cost_models.schedule import SCHEDULES, actions, num_copies
+from autoplan.cost_models.schedule import SCHEDULES, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
 from autoplan.search.pins import (
@@ -19,6 +19,7 @@ from autoplan.search.pins import (
     check_degrees,
     check_recompute,
     check_replicas,
+    check_schedule,
     divisors,
     is_count,
     pipeline_units,
@@ -150,28 +151,12 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
         )
     check_degrees(request.graph, c, ends=True)
     check_replicas(c)
-    _check_schedule(c)
+    check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
         raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
     _check_experts(request.graph, c)
     _check_recompute(request.graph, c)
-
-
-def _check_schedule(c: ParallelConfig) -> None:
-    if c.schedule not in SCHEDULES:
-        raise PinError(f"schedule {c.schedule!r} is not known; use {', '.join(SCHEDULES)}")
-    fewest, most = SCHEDULES[c.schedule].virtual_stages
-    if c.pp == 1 and fewest == most == c.virtual_stages > 1:
-        raise PinError(f"schedule {c.schedule!r} needs a pipeline; nearest legal: pp=2, or schedule=1F1B")
-    if c.virtual_stages > 1 and c.pp == 1:
-        raise PinError(f"virtual_stages={c.virtual_stages} needs a pipeline; nearest legal: virtual_stages=1, or pp=2")
-    actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # its own rules
-    if SCHEDULES[c.schedule].split_backward and c.zero_stage == 3:
-        raise PinError(
-            f"schedule {c.schedule!r} splits the backward, which with zero_stage=3 gives wrong gradients; nearest "
-            "legal: zero_stage=2"
-        )
 
 
 def _check_experts(graph: ModelGraph, c: ParallelConfig) -> None:

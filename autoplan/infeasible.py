@@ -160,7 +160,7 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
 
 
 def _smallest(candidates: Sequence[Candidate]) -> list[Candidate]:
-    out: dict[tuple[int, int, bool], Candidate] = {}
+    out: dict[tuple[int, int, int, bool], Candidate] = {}
     for c in sorted(candidates, key=least_memory_first):
-        out.setdefault((c.pp, c.tp, c.zero_stage == 0), c)
+        out.setdefault((c.pp, c.tp, c.cp, c.zero_stage == 0), c)
     return sorted(out.values(), key=least_memory_first)

@@ -60,7 +60,8 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        spread = "".join(f" {name}={n}" for name, n in (("cp", c.cp), ("ep", c.ep)) if n > 1)
+        more = (("cp", c.cp), ("ep", c.ep), ("virtual_stages", c.virtual_stages))
+        spread = "".join(f" {name}={n}" for name, n in more if n > 1)
         copies = f" zero-replicas={c.zero_replicas}" if c.zero_replicas > 1 else ""
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
@@ -154,7 +155,17 @@ def _plan(
     """What was decided, as a record and as codegen takes it."""
     mesh, axes = make_mesh(graph, config)
     recompute = _recompute(graph, config)
-    layouts = Layouts(mesh, axes, solution.selection, stages, config.zero_stage, config.schedule, recompute, precision)
+    layouts = Layouts(
+        mesh,
+        axes,
+        solution.selection,
+        stages,
+        config.zero_stage,
+        config.schedule,
+        recompute,
+        config.virtual_stages,
+        precision,
+    )
     plan = Plan(
         model=graph.name,
         graph_hash=graph.content_hash,

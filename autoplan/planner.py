@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, precision_of
 from autoplan.cost_models.errors import InfeasibleError
 from autoplan.estimate import Planned, estimate_config
 from autoplan.infeasible import InfeasibleReport, NothingFits, nothing_fits
@@ -41,6 +41,8 @@ from autoplan.points import (
     check_task,
     least_memory_first,
 )
+from autoplan.search.chunks import ChunkCutter
+from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
 from autoplan.search.pins import check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space, space
@@ -68,11 +70,14 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
     "all devices are used, in micro-batches of one size",
     "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
-    "no virtual stages",
     "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
     "least stored state",
     "layouts weigh what happens once per step as without a pipeline",
     "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
+)
+_SCHEDULES = (
+    "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
+    f"{MAX_ACTIONS:,} actions, the most even cut by time, and layers computed again taken in turn from a rank's stages"
 )
 _EXPERTS = "ep within dp and where tp = 1: else the weights of experts are sharded by tp only"
 
@@ -156,7 +161,7 @@ class _Search:
         self.quick = QuickMemory(request, self.points.capacity_bytes)
         self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.cutters: dict[Candidate, Cutter] = {}
+        self.cutters: dict[Candidate, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
         self.shortages: list[tuple[Shortage, Candidate]] = []
         self.status = Status.COMPLETE
@@ -166,7 +171,15 @@ class _Search:
         """Bound all, then refine and evaluate best first."""
         r = self.request
         with self._phase("space"):
-            checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
+            checked = space(
+                r.graph,
+                r.cluster,
+                r.global_batch_size,
+                r.pins,
+                executed=r.executed,
+                seq_len=r.seq_len,
+                split_backward=not (r.executed and precision_of(r.precision).has_masters),
+            )
         if r.executed:
             check_context(r.graph, ParallelConfig(cp=r.pins.get("cp", 1), ep=r.pins.get("ep", 1)))
         try:
@@ -260,8 +273,7 @@ class _Search:
                 return
             heapq.heappop(heap)
             if refined:
-                actions = 2 * candidate.pp * candidate.num_micro_batches
-                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // actions)))
+                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
@@ -297,8 +309,7 @@ class _Search:
             if candidate not in self.cutters:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
             if candidate in self.cutters and self._refine(candidate) < math.inf:
-                actions = 2 * candidate.pp * candidate.num_micro_batches
-                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // actions))
+                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
             if self.best:
                 return
 
@@ -365,8 +376,8 @@ class _Search:
             out.append("recompute: none or full, the first layers of a stage")
         if "zero_replicas" not in r.pins:
             out.append("zero_replicas = 1: ZeRO shards over all replicas")
-        if "schedule" not in r.pins:
-            out.append("schedule 1F1B")
+        if "schedule" not in r.pins and "virtual_stages" not in r.pins:
+            out.append(_SCHEDULES)
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
         out.append(f"{r.memory_margin:.0%} of the memory left free")
         if r.executed:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.cost_models.blocks import OpTimes, op_times
@@ -19,8 +19,10 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.schedule import SCHEDULES
 from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
+from autoplan.search.chunks import ChunkCutter
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.pins import is_count, make_mesh
@@ -103,6 +105,7 @@ class Points:
         self.capacity_bytes = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, IntraPoint | None] = {}
+        self._cutters: dict[Candidate, Cutter] = {}
         self._stopped: dict[_Key, float] = {}  # the limit that did not do
 
     def get(
@@ -201,13 +204,29 @@ class Points:
         config = candidate_config(candidate, self.request.pins)
         return Pricer(point.workload, config, self.costs, self.precision, point.times)
 
-    def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | None:
+    def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
         """None where no layout exists. Raises: StoppedError."""
-        pricer, pins = self.pricer(candidate, limit_s), self.request.pins
-        if pricer is None:
-            return None
-        stages = tuple(pins["stages"]) if pins.get("stages") is not None else None
-        return Cutter(pricer, self.capacity_bytes, pins.get("recompute"), stages)
+        pins = self.request.pins
+        stages, recompute = pins.get("stages"), pins.get("recompute")
+        stages = tuple(stages) if stages is not None else None
+        if candidate.virtual_stages > 1 or SCHEDULES[candidate.schedule].split_backward:
+            plain = self._plain(replace(candidate, schedule="1F1B", virtual_stages=1), limit_s)
+            if plain is None:
+                return None
+            return ChunkCutter(
+                plain, candidate.schedule, candidate.virtual_stages, self.capacity_bytes, recompute, stages
+            )
+        return self._plain(candidate, limit_s, stages)
+
+    def _plain(self, candidate: Candidate, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
+        """With one stage per rank and full backwards; remembered, since other schedules are bounded by it."""
+        if candidate not in self._cutters:
+            pricer = self.pricer(candidate, limit_s)
+            if pricer is None:
+                return None
+            recompute = self.request.pins.get("recompute")
+            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, recompute, stages)
+        return self._cutters[candidate]
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
@@ -230,7 +249,8 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         zero_stage=c.zero_stage,
         micro_batch_size=c.micro_batch_size,
         num_micro_batches=c.num_micro_batches,
-        schedule=pins.get("schedule", "1F1B"),
+        schedule=c.schedule,
+        virtual_stages=c.virtual_stages,
         recompute=pins.get("recompute", "none"),
         state_slack=pins.get("state_slack", 1.02),
         zero_replicas=c.zero_replicas,

@@ -32,22 +32,18 @@ twice as many replicas to shard over. What counts is the fullest moment:
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+
+import numpy as np
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision
-from autoplan.cost_models.orders import Action, F, I
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.schedule import (
-    actions,
-    chunks_of_ranks,
-    held_at_backwards,
-    num_copies,
-    num_held,
-)
+from autoplan.cost_models.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
 from autoplan.cost_models.units import GIB, MIB, dtype_bytes
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 
@@ -144,10 +140,7 @@ class MemoryModel:
         # first layer keeps.
         self.cuts = (0.0,) * len(workload.cut_bytes) if self.handwritten else workload.cut_bytes
         self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
-        self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
-        # micro-batches held when gradients come into being, and the most afterwards
-        self.flights = tuple(held_at_backwards(row) for row in self.table)
+        self._schedule()
         gpu = cluster.device_type != "cpu"
         groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
         self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
@@ -158,6 +151,20 @@ class MemoryModel:
         widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.handwritten
         self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
         self.buckets = 2 * BUCKET_BYTES if reduced and not self.handwritten else 0
+
+    def _schedule(self) -> None:
+        c = self.config
+        self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        # micro-batches held when gradients come into being, and the most afterwards
+        self.flights = self.table.flights
+
+    def under(self, schedule: str, virtual_stages: int) -> MemoryModel:
+        """The same degrees under another schedule of as many copies."""
+        out = copy.copy(self)
+        out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
+        out._schedule()
+        return out
 
     def _states(self, name: str) -> tuple[float, ...]:
         """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, and what the
@@ -254,7 +261,7 @@ class MemoryModel:
         grads = sum(self.grads[u] for u in units) - twice[2]
         reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
         if len(held) > 1:
-            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table[rank], held))]
+            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
         else:
             (only,) = held.values()
             there = self.handwritten and self.config.zero_stage < 2
@@ -316,16 +323,16 @@ def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
             yield from ((t.shape[1:], t.dtype) for t in op.inputs[3:5] if t.requires_grad)
 
 
-def _fullest(row: Sequence[Action], held: dict[int, _Held]) -> tuple[float, float]:
+def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:
     """(held, transient) of several chunks when a backward makes them most."""
-    now, out = 0.0, (0.0, 0.0)
-    for kind, chunk, *_ in row:
-        if kind is F:
-            now += held[chunk].one
-        out = max(out, (now, held[chunk].transient), key=sum)
-        if kind not in (F, I):
-            now -= held[chunk].one
-    return out
+    one, transient = (np.zeros(max(held) + 1) for _ in range(2))
+    for chunk, h in held.items():
+        one[chunk], transient[chunk] = h.one, h.transient
+    moved, running = one[row.chunks], transient[row.chunks]
+    given_up = np.cumsum(row.ends * moved)
+    now = np.cumsum(row.begins * moved) - given_up + row.ends * moved  # an action holds what it is about to give up
+    most = int(np.argmax(now + running))
+    return float(now[most]), float(running[most])
 
 
 def _etp(config: ParallelConfig) -> int:

@@ -12,10 +12,11 @@ waits for them) and of what data parallelism exposes. What each of these costs i
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Group
@@ -24,6 +25,7 @@ from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.memory import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
+from autoplan.cost_models.orders import ActionKind
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.schedule import (
     SCHEDULES,
@@ -170,11 +172,25 @@ class Pricer:
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
         self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches of a rank's every chunk
-        self.chunks_of = chunks_of_ranks(config.schedule, config.pp, config.virtual_stages)
-        hops = self._hop_groups_of()
-        self._boundaries = self._boundaries_of(hops)
         self._sends: dict[tuple[Group, str], list[float]] = {}
-        self.hops = [self._send_s(group, "mid") for group in hops]
+        self._hop_groups = self._hop_groups_of()
+        self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
+        self._schedule()
+
+    def _schedule(self) -> None:
+        c = self.config
+        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        self._boundaries = self._boundaries_of(self._hop_groups)
+
+    def under(self, schedule: str, virtual_stages: int) -> Pricer:
+        """The same degrees under another schedule with as many copies of a stage: what operations cost is shared."""
+        if num_copies(schedule) != num_copies(self.config.schedule):
+            raise ValueError(f"{schedule} and {self.config.schedule} differ in the copies of a stage")
+        out = copy.copy(self)
+        out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
+        out.memory = self.memory.under(schedule, virtual_stages)
+        out._schedule()
+        return out
 
     def _table(self, which: str) -> _Table:
         if which not in self._tables:
@@ -266,6 +282,8 @@ class Pricer:
                     sum(table.weight[u] for u in units),
                     sum(table.first[u] for u in units) if self.chained else 0.0,
                     sum(table.last[u] for u in units) if self.chained else 0.0,
+                    # stock torch runs a checkpointed forward again for each of the two parts of the backward
+                    repeated,
                 )
             )
         return out
@@ -409,9 +427,12 @@ class Pricer:
         again = [u for k in mine for u in self.recomputed(ranges[k], recompute[k])]
         out: dict[str, Quantity] = {}
         out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
-        out["recompute"] = total([b.again_s for u in again for b in self.layer_blocks(u)]) * m
+        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
+        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
+        repeats = m * (1 + split)  # again for each part of a split backward
+        out["recompute"] = total([b.again_s for u in again for b in self.layer_blocks(u)]) * repeats
         if c.recompute == "selective":
-            out["recompute"] += total([b.selective for b in blocks]) * m
+            out["recompute"] += total([b.selective for b in blocks]) * repeats
         for family in ("tp", "cp", "ep"):
             out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m

@@ -38,6 +38,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoplan.cost_models import orders
 from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.orders import Action, ActionKind, B, F, I, W
@@ -156,13 +159,38 @@ def _rule(schedule: str) -> ScheduleRule:
     return SCHEDULES[schedule]
 
 
+class HeldRow(NamedTuple):
+    """Of every action of a rank: its chunk, 1 where a micro-batch is held from then on, 1 where it is given up."""
+
+    chunks: NDArray[np.int64]
+    begins: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+
 class ActionLists(tuple[tuple[Action, ...], ...]):
-    """Per rank its actions: a plain tuple that remembers the order in which a simulation visits them."""
+    """Per rank its actions: a plain tuple that remembers what was found out about them."""
 
     @cached_property
     def program(self) -> _Program:
-        """See `_Program`; it does not depend on durations."""
+        """The order in which a simulation visits them, see `_Program`; it does not depend on durations."""
         return _compile(self)
+
+    @cached_property
+    def flights(self) -> tuple[tuple[int, int], ...]:
+        """Per rank `held_at_backwards`."""
+        return tuple(held_at_backwards(row) for row in self)
+
+    @cached_property
+    def held(self) -> tuple[HeldRow, ...]:
+        """Per rank what its actions do to the number of micro-batches it holds."""
+        return tuple(
+            HeldRow(
+                np.array([a.chunk for a in row]),
+                np.array([float(a.kind is F) for a in row]),
+                np.array([float(a.kind is B or a.kind is W) for a in row]),
+            )
+            for row in self
+        )
 
 
 def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:
@@ -170,6 +198,11 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
 
     Raises: PinError: unknown schedule, or degrees that it does not take (names the nearest legal ones).
     """
+    _check(schedule, num_stages, num_micro_batches, virtual_stages)
+    return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
+
+
+def _check(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> None:
     rule = _rule(schedule)
     for name, value in (
         ("num_stages", num_stages),
@@ -199,7 +232,15 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
                     f"schedule {schedule!r} runs in both directions, so {name}={value} must be even; nearest legal: "
                     f"{name}={value + 1}"
                 )
-    return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
+
+
+def takes(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> bool:
+    """True if `actions` has lists for these degrees."""
+    try:
+        _check(schedule, num_stages, num_micro_batches, virtual_stages)
+    except PinError:
+        return False
+    return True
 
 
 def _wrong_virtual_stages(schedule: str, virtual_stages: int) -> str:
@@ -259,8 +300,9 @@ def num_held(row: Sequence[Action]) -> int:
 class ChunkTimes:
     """Seconds of one micro-batch on one chunk.
 
-    `backward_s` is the whole backward; where the schedule splits it, `weight_s` of it is the weight gradient. The
-    extras are added to the chunk's first forward (e.g. gathering parameters) and last backward (reducing gradients).
+    `backward_s` is the whole backward; where the schedule splits it, `weight_s` of it is the weight gradient, which
+    then takes `split_extra_s` more. The other extras are added to the chunk's first forward (e.g. gathering parameters)
+    and last backward (reducing gradients).
     """
 
     forward_s: float
@@ -268,6 +310,7 @@ class ChunkTimes:
     weight_s: float = 0.0
     first_forward_extra_s: float = 0.0
     last_backward_extra_s: float = 0.0
+    split_extra_s: float = 0.0
 
 
 class Event(NamedTuple):
@@ -438,10 +481,11 @@ def _durations(program: _Program, chunks: Sequence[ChunkTimes]) -> list[float]:
     out: list[float] = []
     for index, c in enumerate(chunks):
         first, last, split = c.first_forward_extra_s, c.last_backward_extra_s, c.backward_s - c.weight_s
-        if not min(c.forward_s, split, c.weight_s, first, last) >= 0:
+        if not min(c.forward_s, split, c.weight_s, first, last, c.split_extra_s) >= 0:
             raise ScheduleError(f"chunk {index}: negative time, or weight gradient longer than its backward: {c}")
         out += [c.forward_s, c.forward_s + first, c.backward_s, c.backward_s + last, split]
-        out += [c.weight_s, c.weight_s + last]
+        weight = c.weight_s + c.split_extra_s
+        out += [weight, weight + last]
     return out
 
 

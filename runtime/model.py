@@ -19,11 +19,11 @@ from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.optim import check_elementwise
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
-from autoplan.runtime.pipeline import PipelineRunner
+from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
-from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
+from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, apply_zero, hybrid_mesh
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -47,6 +47,7 @@ class ParallelModel:
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
+        stages: this rank's modules by stage, in model order; with virtual stages several.
         optimizer: the optimizer over this rank's shards, or None. loss_scaler: of a program in float16, else None.
             precision: the dtypes of a program in mixed precision, else None. data_rank, data_world: which part of the
             global batch is ours.
@@ -75,7 +76,7 @@ class ParallelModel:
         self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
-        self.stage_index = self._coordinate("pp")
+        self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
         self._given = {name: t.dtype for name, t in parameters.items()}
         self.precision = MixedPrecision.of(spec)
@@ -85,7 +86,7 @@ class ParallelModel:
             )
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
-        self.stage = self._build(parameters, buffers)
+        self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         self._owners = self._find_owners()
         self._compression = gradient_compression
         if self.precision is not None and self.precision.scales_loss and isinstance(gradient_compression, PowerSGD):
@@ -93,14 +94,13 @@ class ParallelModel:
                 "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
                 "scale; use bf16"
             )
-        self._sync, self._copies = self._synchronised()
+        self._syncs, self._copies = self._synchronised()
         self.loss_scaler: LossScaler | None = None
         if self.precision is not None and self.precision.scales_loss:
             self.loss_scaler = scaler = LossScaler()
-            if (
-                self.stage_index == len(spec.stages) - 1
-            ):  # after the hooks of fully_shard, which then see the loss itself
-                self.stage.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
+            last = self.stages.get(len(spec.stages) - 1)
+            if last is not None:  # after the hooks of fully_shard, which then see the loss itself
+                last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -109,29 +109,33 @@ class ParallelModel:
             self.optimizer = optimizer(list(self.parameters()))
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
-    def _synchronised(self) -> tuple[GradientSync, Copies | None]:
-        """ZeRO, and the 16-bit copies of the parameters that it does not gather."""
-        precision = self.precision
-        copies = self._make_copies() if self._plain_parameters else None
-        # 16-bit sums are reduced as such, where they are: in the copies
-        swapped = (
-            copies.in_place() if copies is not None and precision and precision.gradients != MASTER else nullcontext()
-        )
-        with swapped:
-            sync = apply_zero(
-                self.stage,
-                self._zero_mesh(),
-                self.spec.zero_stage,
-                schedule=self.spec.schedule,
-                apart=self._dispatched(),
-                apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
-                policies=precision.policies(self._stage_spec.params) if precision and copies is None else None,
-                compression=self._compression,
+    def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
+        """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
+        precision, copies, syncs = self.precision, None, {}
+        if precision is not None and precision.compute != MASTER and self.spec.schedule in SPLIT_BACKWARD_SCHEDULES:
+            raise ValueError(
+                f"{self.spec.compute_dtype} under {self.spec.schedule}: weight gradients of a split backward would be "
+                "summed in 16 bits; use a schedule with a full backward such as 1F1B"
             )
-        return (
-            sync,
-            copies if copies is not None else self._make_copies(),
-        )  # of what fully_shard leaves alone: experts without replicas
+        if self._plain_parameters:
+            copies = self._make_copies()
+        # 16-bit sums are reduced as such, where they are: in the copies
+        in_copies = copies is not None and precision is not None and precision.gradients != MASTER
+        with copies.in_place() if copies is not None and in_copies else nullcontext():
+            for index, stage in self.stages.items():
+                mine = self._specs[index]
+                syncs[index] = apply_zero(
+                    stage,
+                    self._zero_mesh(),
+                    self.spec.zero_stage,
+                    schedule=self.spec.schedule,
+                    apart=self._dispatched(mine),
+                    apart_mesh=self.mesh.submesh("edp") if "edp" in self.mesh.axes else None,
+                    policies=precision.policies(mine.params) if precision is not None and copies is None else None,
+                    compression=self._compression,
+                )
+        # of what fully_shard leaves alone: experts without replicas
+        return syncs, copies if copies is not None else self._make_copies()
 
     def _zero_mesh(self) -> DeviceMesh:
         if "rdp" not in self.mesh.axes:
@@ -141,7 +145,11 @@ class ParallelModel:
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
             return None
-        uses = [(p, self.stage.get_submodule(f"blocks.{p.block}")) for p in self._stage_spec.params]
+        uses = [
+            (p, self.stages[mine.index].get_submodule(f"blocks.{p.block}"))
+            for mine in self._specs.values()
+            for p in mine.params
+        ]
         return Copies(uses, self.precision)
 
     @property
@@ -150,8 +158,9 @@ class ParallelModel:
         return self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1
 
     @property
-    def _stage_spec(self) -> StageSpec:
-        return self.spec.stages[self.stage_index]
+    def stage(self) -> nn.Module:
+        """The module of this rank's first stage in model order: without virtual stages its only one."""
+        return next(iter(self.stages.values()))
 
     @property
     def _replicas(self) -> str:
@@ -168,8 +177,9 @@ class ParallelModel:
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
 
-    def _build(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> nn.Module:
-        mine = self._stage_spec
+    def _build(
+        self, mine: StageSpec, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> nn.Module:
         path = self.folder / mine.source
         if not path.exists() or path.read_text() != self.source[mine.source]:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,22 +194,22 @@ class ParallelModel:
             stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype, stored
         )
         if self._plain_parameters:
-            self._share_tied(stage)
+            self._share_tied(stage, mine)
         return stage
 
-    def _dispatched(self) -> list[nn.Parameter]:
+    def _dispatched(self, mine: StageSpec) -> list[nn.Parameter]:
         """Parameters of experts that tokens travel to: sharded over `ep`, replicated over `edp`."""
         return [
-            self.stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
-            for p in self._stage_spec.params
+            self.stages[mine.index].get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+            for p in mine.params
             if any(s.axis == "ep" for s in p.shards)
         ]
 
-    def _share_tied(self, stage: nn.Module) -> None:
+    def _share_tied(self, stage: nn.Module, spec: StageSpec) -> None:
         """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
-        specs = {(p.block, p.attr): p for p in self._stage_spec.params}
+        specs = {(p.block, p.attr): p for p in spec.params}
         for tied in self.spec.tied:
-            mine = [(block, attr) for index, block, attr in tied.places if index == self.stage_index]
+            mine = [(block, attr) for index, block, attr in tied.places if index == spec.index]
             for block, attr in mine[1:]:
                 if specs[block, attr].used_as == specs[mine[0]].used_as:
                     first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])
@@ -211,12 +221,13 @@ class ParallelModel:
         """Every parameter of this rank once, with the block that holds it: ZeRO exchanges parameters, never modules."""
         seen: set[int] = set()
         out: list[tuple[ParamSpec, nn.Module]] = []
-        for p in self._stage_spec.params:
-            block = self.stage.get_submodule(f"blocks.{p.block}")
-            parameter = block.get_parameter(p.attr)
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                out.append((p, block))
+        for index, mine in self._specs.items():
+            for p in mine.params:
+                block = self.stages[index].get_submodule(f"blocks.{p.block}")
+                parameter = block.get_parameter(p.attr)
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    out.append((p, block))
         return out
 
     def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
@@ -235,28 +246,33 @@ class ParallelModel:
             if parameter.requires_grad:
                 yield parameter
 
-    def _make_tied_groups(self) -> list[tuple[list[tuple[str, str]], dist.ProcessGroup | None]]:
-        """For each tied parameter: this rank's copies, and the ranks of the other stages that hold one."""
-        out: list[tuple[list[tuple[str, str]], dist.ProcessGroup | None]] = []
+    def _make_tied_groups(self) -> list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]]:
+        """For each tied parameter: this rank's copies, and the other ranks of the pipeline that hold one."""
+        out: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
         ranks = torch.arange(self.mesh.world_size).reshape(self.mesh.size("pp"), -1)
         for tied in self.spec.tied:
-            stages = sorted({stage for stage, _, _ in tied.places})
-            mine = [(block, attr) for stage, block, attr in tied.places if stage == self.stage_index]
+            homes = sorted({self._rank_of(stage) for stage, _, _ in tied.places})
+            mine = [place for place in tied.places if place[0] in self.stages]
             group: dist.ProcessGroup | None = None
-            if len(stages) > 1:
+            if len(homes) > 1:
                 for column in range(ranks.shape[1]):  # every rank makes every group, in the same order
-                    members = [int(ranks[s, column]) for s in stages]
+                    members = [int(ranks[home, column]) for home in homes]
                     made = dist.new_group(members)
                     if dist.get_rank() in members:
                         group = made
             out.append((mine, group))
         return out
 
+    def _rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that holds a stage."""
+        return self.spec.stage_ranks[stage] if self.spec.stage_ranks else stage
+
     def _sum_tied(self) -> None:
         for mine, group in self._tied_groups:
             if not mine:
                 continue
-            copies = {id(p): p for p in (self.stage.get_submodule(f"blocks.{b}").get_parameter(a) for b, a in mine)}
+            places = (self.stages[i].get_submodule(f"blocks.{b}").get_parameter(a) for i, b, a in mine)
+            copies = {id(p): p for p in places}
             gradients = [local_of(p.grad) for p in copies.values() if p.grad is not None]
             if not gradients:
                 continue
@@ -369,14 +385,21 @@ class ParallelModel:
             env["s"] //= self.mesh.size("cp")
         shape = tuple(env[k] for k in sorted(env))
         if self._runner is None or self._runner_shape != shape:
-            mine = self._stage_spec
+            parts = [
+                PipelineStagePart(
+                    index,
+                    self.stages[index],
+                    self._syncs[index],
+                    tuple(self._carried(c, env) for c in mine.carried_in),
+                    tuple(self._carried(c, env) for c in mine.carried_out),
+                )
+                for index, mine in self._specs.items()
+            ]
             self._runner = PipelineRunner(
-                self.stage,
-                self._sync,
+                parts,
                 self.mesh.device_mesh["pp"],
+                num_stages=len(self.spec.stages),
                 device=self.device,
-                carried_in=[self._carried(c, env) for c in mine.carried_in],
-                carried_out=[self._carried(c, env) for c in mine.carried_out],
                 schedule=self.spec.schedule,
             )
             self._runner_shape = shape
@@ -448,7 +471,7 @@ class ParallelModel:
                 dtype = self._stored_dtype(next(p for p in stage.params if p.name == name))
                 tensor = (
                     mine[name].contiguous()
-                    if index == self.stage_index
+                    if index in self.stages
                     else torch.empty(shape, dtype=dtype, device=self.device)
                 )
                 dist.broadcast(tensor, source, group=self.mesh.group("pp"))
@@ -462,7 +485,7 @@ class ParallelModel:
         return dtype
 
     def _rank_of_stage(self, index: int) -> int:
-        return dist.get_global_rank(self.mesh.group("pp"), index)
+        return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
@@ -495,4 +518,5 @@ class ParallelModel:
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
         micro_batches = f"{self.num_micro_batches} micro-batches"
-        return f"ParallelModel({self.spec.model}, {degrees}, stage {self.stage_index}, {micro_batches})"
+        held = f"stage {', '.join(map(str, self.stages))}"
+        return f"ParallelModel({self.spec.model}, {degrees}, {held}, {micro_batches})"

@@ -1,88 +1,122 @@
-"""Runs the micro-batches of one training step through this rank's pipeline stage."""
+"""Runs the micro-batches of one training step through this rank's pipeline stages."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from autoplan.runtime.private import Carried, SyncedStage, run_schedule
+from autoplan.runtime.private import Carried, SyncedStage, by_block, run_schedule
 from autoplan.runtime.zero import GradientSync, check_schedule
 
-SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+# By the names of autoplan.cost_models.schedule, whose orders are those of torch (tests/test_schedule.py).
+SCHEDULES: Mapping[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
+    "1F1B": Schedule1F1B,
+    "GPipe": ScheduleGPipe,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "ZB-H1": ScheduleInterleavedZeroBubble,  # with one stage per rank
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+
+
+@dataclass(frozen=True)
+class PipelineStagePart:
+    """One stage of the pipeline that this rank holds; with virtual stages a rank holds several.
+
+    Attributes:
+        index: its place in the model, counted over the whole pipeline.
+        module: called as ``module(*carried, **inputs)``, ``apply_zero`` already done.
+        sync: what ``apply_zero`` returned for it.
+        carried_in, carried_out: (shape, dtype) of each tensor received from the stage before and sent to the one after,
+            for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
+            infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
+            a gradient back.
+    """
+
+    index: int
+    module: nn.Module
+    sync: GradientSync
+    carried_in: tuple[Carried, ...] = ()
+    carried_out: tuple[Carried, ...] = ()
 
 
 class PipelineRunner:
-    """Forward and backward of all micro-batches of a step, on one stage of a pipeline or on all of the model.
+    """Forward and backward of all micro-batches of a step, on this rank's stages of a pipeline or on all of the model.
 
     A stage is called as ``stage(*carried, **inputs)``: ``carried`` comes from the previous stage, ``inputs`` are this
     micro-batch's tensors, which every stage is given. It returns what the next stage is called with, or on the last
     stage the loss: a 0-dim tensor, divided by the token count of the whole batch. Gradients are added to what
-    ``parameter.grad`` holds and reduced as ``sync`` says; the caller sets them to None between steps.
+    ``parameter.grad`` holds and reduced as each stage's ``sync`` says; the caller sets them to None between steps.
 
     Under 1F1B, stage i of pp holds the activations of at most ``min(M, pp - i)`` micro-batches. With fewer
     micro-batches than stages, the order is that of GPipe (all forwards, then all backwards) and every stage holds all
     M: stock 1F1B refuses, and its pairs of sends and receives would not match on NCCL.
 
     Args:
-        stage: the module of this rank, ``apply_zero`` already done.
-        sync: what ``apply_zero`` returned.
-        pp_mesh: the pipeline's ranks, one axis, in stage order; None or size 1 for a model in one stage.
-        device: where the stage runs. Default: the device of its first parameter, else the CPU.
-        carried_in, carried_out: (shape, dtype) of each tensor received from the previous and sent to the next stage,
-            for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
-            infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
-            a gradient back.
-        schedule: "1F1B" or "GPipe".
+        stages: of this rank, in model order. Which ones, the schedule's placement says
+            (autoplan.cost_models.schedule.ranks_of_chunks).
+        pp_mesh: the pipeline's ranks, one axis; None or size 1 for a model in one stage.
+        num_stages: of the whole pipeline. Default: one per rank.
+        device: where the stages run. Default: the device of the first parameter, else the CPU.
+        schedule: a name of SCHEDULES.
 
     Raises:
-        ValueError: an unknown schedule or one that ``sync``'s ZeRO stage forbids, a mesh of several axes, or carried
-            tensors that do not fit the stage's place in the pipeline.
+        ValueError: an unknown schedule or one that a ZeRO stage forbids, a mesh of several axes, or carried
+            tensors that do not fit a stage's place in the pipeline.
     """
 
     def __init__(
         self,
-        stage: nn.Module,
-        sync: GradientSync,
+        stages: Sequence[PipelineStagePart],
         pp_mesh: DeviceMesh | None = None,
         *,
+        num_stages: int | None = None,
         device: torch.device | None = None,
-        carried_in: Sequence[Carried] = (),
-        carried_out: Sequence[Carried] = (),
         schedule: str = "1F1B",
     ) -> None:
-        check_schedule(sync.zero, schedule)
+        for part in stages:
+            check_schedule(part.sync.zero, schedule)
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule {schedule!r} is not one of {', '.join(sorted(SCHEDULES))}")
-        self._module = stage
-        self._sync = sync
+        self._parts = tuple(stages)
         self._kind = SCHEDULES[schedule]
-        self._stage: SyncedStage | None = None
-        self._schedule: PipelineScheduleSingle | None = None
+        self._stages: list[SyncedStage] = []
+        self._schedule: Schedule | None = None
         self._num_micro_batches = 0
         if pp_mesh is not None and pp_mesh.size() > 1:
             if pp_mesh.ndim != 1:
                 raise ValueError(f"the pipeline needs a mesh of one axis, this one has {pp_mesh.ndim}")
-            index, count = pp_mesh.get_local_rank(), pp_mesh.size()
-            if bool(carried_in) != (index > 0) or bool(carried_out) != (index < count - 1):
-                raise ValueError(
-                    f"stage {index} of {count} declares {len(carried_in)} tensors in and {len(carried_out)} out; "
-                    "only the first takes none in and only the last gives none out"
-                )
-            parameter = next(stage.parameters(), None)
+            count = num_stages or pp_mesh.size()
+            parameter = next((p for part in stages for p in part.module.parameters()), None)
             default = torch.device("cpu") if parameter is None else parameter.device
-            self._stage = SyncedStage(
-                stage,
-                index,
-                count,
-                device or default,
-                pp_mesh.get_group(),
-                sync,
-                carried_in,
-                carried_out,
-            )
+            for part in stages:
+                _check_place(part, count)
+                self._stages.append(
+                    SyncedStage(
+                        part.module,
+                        part.index,
+                        count,
+                        device or default,
+                        pp_mesh.get_group(),
+                        part.sync,
+                        part.carried_in,
+                        part.carried_out,
+                    )
+                )
 
     def run(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Run one step.
@@ -92,39 +126,54 @@ class PipelineRunner:
                 number of them on every stage.
 
         Returns:
-            On the last stage one 0-dim loss per micro-batch, in order and detached; elsewhere nothing. Their sum over
-            micro-batches and data-parallel ranks is the mean loss of the batch.
+            Where the last stage is one 0-dim loss per micro-batch, in order and detached; elsewhere nothing. Their sum
+            over micro-batches and data-parallel ranks is the mean loss of the batch.
 
         Raises:
-            ValueError: no micro-batch.
+            ValueError: no micro-batch, or a number of them that the schedule does not take.
             RuntimeError: from torch's pipeline, caused by whatever the stage raised; by a ValueError if its outputs
                 are not the declared ``carried_out``.
         """
         if not micro_batches:
             raise ValueError("a step needs at least one micro-batch")
-        if self._stage is None:
+        if not self._stages:
             return self._loop(micro_batches)
         if self._schedule is None or self._num_micro_batches != len(micro_batches):
-            self._schedule = _make_schedule(self._stage, len(micro_batches), self._kind)
+            self._schedule = _make_schedule(self._stages, len(micro_batches), self._kind)
             self._num_micro_batches = len(micro_batches)
-        return [loss.detach() for loss in run_schedule(self._schedule, self._stage, micro_batches)]
+        return [loss.detach() for loss in run_schedule(self._schedule, self._stages, micro_batches)]
 
     def _loop(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        (part,) = self._parts
         losses = []
         for index, inputs in enumerate(micro_batches):
-            loss = _loss_of(self._module(**inputs))
-            self._sync.before_backward(index, is_last=index == len(micro_batches) - 1)
+            loss = _loss_of(part.module(**inputs))
+            part.sync.before_backward(index, is_last=index == len(micro_batches) - 1)
             torch.autograd.backward(loss)
             losses.append(loss.detach())
-        self._sync.finish_step()
+        part.sync.finish_step()
         return losses
 
 
+def _check_place(part: PipelineStagePart, count: int) -> None:
+    if bool(part.carried_in) != (part.index > 0) or bool(part.carried_out) != (part.index < count - 1):
+        raise ValueError(
+            f"stage {part.index} of {count} declares {len(part.carried_in)} tensors in and {len(part.carried_out)} "
+            "out; only the first takes none in and only the last gives none out"
+        )
+
+
 def _make_schedule(
-    stage: SyncedStage, num_micro_batches: int, kind: type[PipelineScheduleSingle]
-) -> PipelineScheduleSingle:
+    stages: list[SyncedStage], num_micro_batches: int, kind: type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
+) -> Schedule:
+    def loss_of(output: torch.Tensor | Sequence[torch.Tensor], _: object) -> torch.Tensor:
+        return _loss_of(output)
+
+    if issubclass(kind, PipelineScheduleMulti):
+        return by_block(kind)(list(stages), num_micro_batches, loss_fn=loss_of, scale_grads=False)
+    (stage,) = stages
     kind = kind if num_micro_batches >= stage.num_stages else ScheduleGPipe
-    return kind(stage, num_micro_batches, loss_fn=lambda output, _: _loss_of(output), scale_grads=False)
+    return kind(stage, num_micro_batches, loss_fn=loss_of, scale_grads=False)
 
 
 def _loss_of(output: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

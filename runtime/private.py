@@ -6,7 +6,9 @@
 | PipelineStage.perform_reduce_grad | would run FSDP's reductions again at the end of the step | 2.13.0 |
 | PipelineStage._setup_forward_recv_info, _setup_backward_recv_info, get_fwd_recv_ops, get_bwd_recv_ops, backward_one_chunk, args_recv_info, grad_recv_info | receive buffers are allocated for all micro-batches for good; here they live from the receive to the backward | 2.13.0 |
 | PipelineStage.forward_maybe_with_nosync | sends need contiguous tensors of the declared shapes | 2.13.0 |
-| pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
+| pipelining._backward.stage_backward, stage_backward_input, stage_backward_weight | the body of a full backward and of the two parts of a split one, used by backward_maybe_with_nosync | 2.13.0 |
+| _PipelineScheduleRuntime._prepare_schedule_with_comms, pipeline_order_with_comms, _assert_unsharded | schedules of several stages gather and reshard whole stages by actions of their own; here every block's hooks do, as in the other schedules | 2.13.0 |
+| fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run (what PipelineStage.perform_reduce_grad does) | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
@@ -16,18 +18,24 @@
 A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py and test_failure.py cover each row.
 """  # noqa: E501
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import (
+    RESHARD,
+    UNSHARD,
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+)
 
 from autoplan.runtime.zero import GradientSync
 
@@ -44,7 +52,7 @@ def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
 
 
 class SyncedStage(PipelineStage):
-    """A PipelineStage for full-backward schedules in which ``sync`` decides when gradients are reduced."""
+    """A PipelineStage in which ``sync`` decides when gradients are reduced."""
 
     def __init__(
         self,
@@ -103,14 +111,25 @@ class SyncedStage(PipelineStage):
             raise ValueError(f"stage {self.stage_index} returned {found}, its declared outputs are {self._carried_out}")
         return tuple(tensor.contiguous() for tensor in tensors)
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._backward_chunk = bwd_chunk_id
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[torch.Tensor | None, ...], None]:
-        if backward_type != "full":
-            raise NotImplementedError(f"schedules with a split backward ({backward_type!r}) are not supported")
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """A full backward, or the part of it for the stage's inputs ("input") or that for its parameters ("weight")."""
+        if backward_type == "weight":
+            stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
+            self._sync.after_backward(last_backward)
+            return (), None
         self._sync.before_backward(self._backward_chunk, last_backward)
-        gradients = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
-        return gradients, None
+        outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
+        if backward_type == "input":
+            return stage_backward_input(outputs, gradients, inputs, self.submod.parameters())
+        for_inputs = stage_backward(outputs, gradients, inputs)
+        self._sync.after_backward(last_backward)
+        return for_inputs, None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if grad_scale_factor != 1:
@@ -136,12 +155,35 @@ def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
 
 
+class _ByBlock:
+    """For schedules of several stages per rank: parameters are gathered block by block, by the hooks of the blocks."""
+
+    def _prepare_schedule_with_comms(self, actions: Any, *args: Any, **kwargs: Any) -> None:
+        super()._prepare_schedule_with_comms(actions, *args, **kwargs)  # type: ignore[misc]  # of the schedule
+        self.pipeline_order_with_comms = {
+            rank: [a for a in row if a.computation_type not in (UNSHARD, RESHARD)]
+            for rank, row in self.pipeline_order_with_comms.items()  # type: ignore[has-type]
+        }
+
+    def _assert_unsharded(self, stage: PipelineStage) -> None:
+        """What stage computes is gathered by its hooks."""
+
+
+@functools.cache
+def by_block(kind: type[PipelineScheduleMulti]) -> type[PipelineScheduleMulti]:
+    """The schedule without torch's gathering of whole stages (at most three at a time are kept, under ZeRO 1 too)."""
+    return cast(type[PipelineScheduleMulti], type(f"{kind.__name__}ByBlock", (_ByBlock, kind), {}))
+
+
 def run_schedule(
-    schedule: PipelineScheduleSingle, stage: SyncedStage, micro_batches: Sequence[Mapping[str, torch.Tensor]]
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti,
+    stages: Sequence[SyncedStage],
+    micro_batches: Sequence[Mapping[str, torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Run one step with each micro-batch's tensors as keyword arguments of the stage; the losses on the last stage."""
-    stage.has_backward = True
-    stage.clear_runtime_states()
+    """Run one step with each micro-batch's tensors as keyword arguments of the stages; the losses where the last is."""
+    for stage in stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
     losses: list[torch.Tensor] = []
     targets = [None] * len(micro_batches)  # indexed and handed to the loss function, which takes none
     schedule._step_microbatches(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2
 
 Terms = tuple[tuple[int, int, tuple[str, ...]], ...]  # numerator, denominator, symbols: sum of products
 
@@ -133,9 +133,15 @@ class ProgramSpec:
     tied: tuple[TiedSpec, ...]
     recompute: tuple[tuple[str, str], ...]  # call, none | full
     ledger: tuple[LedgerEntry, ...]
+    stage_ranks: tuple[int, ...] = ()  # the pipeline rank that holds each stage; several per rank: virtual stages
     version: int = SPEC_VERSION
     compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
     gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
+
+    def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
+        """The stages that a rank of the pipeline holds, in model order."""
+        homes = self.stage_ranks or range(len(self.stages))
+        return tuple(stage for stage, home in zip(self.stages, homes, strict=True) if home == rank)
 
     def axis_size(self, name: str) -> int:
         """Size of an axis; 1 if the program has none of that name."""

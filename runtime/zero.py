@@ -36,7 +36,7 @@ from autoplan.runtime.compression import Compression, Compressor
 BUCKET_BYTES = 25 * 2**20
 
 # Their backward runs in two parts, of which FSDP's hooks see only the first.
-SPLIT_BACKWARD_SCHEDULES = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+SPLIT_BACKWARD_SCHEDULES = frozenset({"ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"})
 
 
 class ZeroStage(enum.IntEnum):
@@ -67,10 +67,11 @@ def check_schedule(zero: ZeroStage | int, schedule: str) -> None:
 class GradientSync:
     """Tells a pipeline stage when to reduce its gradients. This class does nothing: one data-parallel rank.
 
-    The driver of the micro-batches calls ``before_backward`` right before every backward pass and ``finish_step``
-    after the last one. From then on every ``parameter.grad`` holds the sum over micro-batches and ranks (its shard
-    under ZeRO 1 to 3). The driver's caller resets the gradients between steps. A parameter that no micro-batch uses
-    keeps ``grad`` None; the program is the same on every rank, so it is unused on all of them or on none.
+    The driver of the micro-batches calls ``before_backward`` right before every backward pass (of a split one: before
+    each part that follows the graph from the outputs), ``after_backward`` when its weight gradients are there, and
+    ``finish_step`` after the last one. From then on every ``parameter.grad`` holds the sum over micro-batches and ranks
+    (its shard under ZeRO 1 to 3). The driver's caller resets the gradients between steps. A parameter that no
+    micro-batch uses keeps ``grad`` None; the program is the same on every rank, so it is unused on all or on none.
     """
 
     def __init__(self, zero: ZeroStage) -> None:
@@ -78,6 +79,9 @@ class GradientSync:
 
     def before_backward(self, micro_batch: int, is_last: bool) -> None:
         """Prepare for the backward pass of ``micro_batch`` (a count from 0), the last of the step if ``is_last``."""
+
+    def after_backward(self, is_last: bool) -> None:
+        """What follows a backward pass that gave weight gradients (of a split one: its second part)."""
 
     def finish_step(self) -> None:
         """Complete the reductions of this step.
@@ -178,6 +182,32 @@ class _Sharded(GradientSync):
         self._reduced = False
 
 
+class _ShardedSplit(_Sharded):
+    """ZeRO 1 and 2 under a split backward: FSDP's hooks run before there are weight gradients, so they reduce nothing.
+
+    What they would do comes after each weight gradient (ZeRO 2) or after the last one.
+    """
+
+    def before_backward(self, micro_batch: int, is_last: bool) -> None:
+        self._stage.set_is_last_backward(False)
+        self._stage.set_reshard_after_backward(False)
+        self._stage.set_requires_gradient_sync(False)
+
+    def after_backward(self, is_last: bool) -> None:
+        if is_last or self.zero >= ZeroStage.GRADIENTS:
+            self._stage.set_is_last_backward(is_last)
+            self._stage.set_reshard_after_backward(is_last)
+            self._stage.set_requires_gradient_sync(True)
+            self._stage.set_requires_all_reduce(is_last)
+            # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards.
+            root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
+            for state in root._state_ctx.all_states:
+                for group in state._fsdp_param_groups:
+                    group.post_backward()
+            root._root_post_backward_final_callback()
+        self._reduced = is_last
+
+
 def hybrid_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
     """Of hybrid ZeRO: both meshes, of one axis each, as one of two."""
     # Private torch API (tried on 2.13.0): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`); slicing
@@ -257,7 +287,7 @@ def apply_zero(
             # Without this a factor of 1 becomes PREMUL_SUM, which gloo refuses and NCCL spends a multiplication on.
             module.set_force_sum_reduction_for_comms(True)
     _prefetch_in_block_order(list(blocks.values()))
-    return _Sharded(root, zero)
+    return (_ShardedSplit if schedule in SPLIT_BACKWARD_SCHEDULES else _Sharded)(root, zero)
 
 
 def placement_apart(

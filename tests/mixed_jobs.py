@@ -190,7 +190,7 @@ def compressed(
     highest, lowest = mine.clone(), mine.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=pm.mesh.group("dp"))
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=pm.mesh.group("dp"))
-    compressors = getattr(pm._sync, "compressors", [])
+    compressors = getattr(next(iter(pm._syncs.values())), "compressors", [])
     return {
         "losses": losses,
         "gradients": gradients if rank == 0 else [],

@@ -62,6 +62,7 @@ class Case:
     schedule: str = "1F1B"
     precision: str = "native"
     zero_replicas: int = 1
+    virtual: int = 1  # stages per rank of the pipeline
 
     @property
     def world(self) -> int:
@@ -88,6 +89,8 @@ class Case:
             pins["zero_replicas"] = self.zero_replicas
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
+        if self.virtual > 1:
+            pins["virtual_stages"] = self.virtual
         return pins
 
     def __str__(self) -> str:
@@ -100,7 +103,7 @@ class Case:
             f"m{self.num_micro_batches}",
             self.prices,
         ]
-        parts += [self.schedule] * (self.schedule != "1F1B")
+        parts += [self.schedule] * (self.schedule != "1F1B") + [f"v{self.virtual}"] * (self.virtual > 1)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         parts += [f"replicas{self.zero_replicas}"] * (self.zero_replicas > 1)
         parts += [self.precision] * (self.precision != "native")

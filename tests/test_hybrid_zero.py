@@ -111,7 +111,16 @@ def test_refused_with_experts_that_are_spread() -> None:
     asked = PlanRequest(
         graph_of("mixtral", 0.0), cluster_of(4, "bandwidth"), SEQ, 12, {"dp": 4, "ep": 2, "zero_replicas": 2}
     )
-    with pytest.raises(PinError, match=r"pin ep=2 with zero_replicas=2: experts .*nearest legal: ep=1"):
+    with pytest.raises(PinError, match=r"pin ep=2 with zero_replicas=2: experts .*nearest legal: 1"):
+        search_plan(asked)
+
+
+def test_no_split_backward_in_16_bits() -> None:
+    pins = {"pp": 2, "schedule": "ZB-H1"}
+    asked = PlanRequest(
+        graph_of("llama", 0.0, "bf16"), cluster_of(2, "bandwidth"), SEQ, 12, pins, precision="bf16", executed=True
+    )
+    with pytest.raises(PinError, match=r"schedule='ZB-H1' splits the backward.*nearest legal: schedule=1F1B"):
         search_plan(asked)
 
 

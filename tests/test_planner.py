@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import pickle
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import models
 import pytest
 import torch
+from enumeration import SEQ, brute_cut, brute_force, cluster, graph, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan import infeasible, planner, points
 from autoplan.capture.export import capture
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.graph import ModelGraph
@@ -36,68 +34,10 @@ from autoplan.search.problem import IntraProblem
 from autoplan.search.space import Candidate, space
 from autoplan.search.stages import Cutter, Shortage
 
-SEQ = 64
 INTERLEAVED = "Interleaved1F1B"
 
 
-@functools.cache
-def graph() -> ModelGraph:
-    return capture(models.make_llama(), models.token_batch(2, 16))
-
-
-def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6) -> Cluster:
-    device = Device("made up", 1e12, 1e11, memory_bytes, "made up")
-    return Cluster(1, devices, device, Link(latency_s, 1e10, "made up"), "cpu")
-
-
-def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
-    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, "memory_margin": 0.0, **kw}
-    return PlanRequest(graph(), cluster(devices, memory_bytes), SEQ, kw.pop("batch", 8), **kw)
-
-
 # -- the optimum -------------------------------------------------------------------------------------------------------
-
-
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    for cuts in itertools.combinations(range(1, total), parts - 1):
-        ends = (0, *cuts, total)
-        yield tuple(b - a for a, b in itertools.pairwise(ends))
-
-
-def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-    """Every way to cut and every number of layers computed again, by `price` alone."""
-    best: tuple[float, tuple[int, ...], tuple[int, ...]] = (math.inf, (), ())
-    for chunks in compositions(pricer.num_units, pricer.config.pp):
-        ranges, at = [], 0
-        for count in chunks:
-            ranges.append(range(at, at + count))
-            at += count
-        layers = [sum(pricer.workload.layers[u] for u in r) for r in ranges]
-        for recompute in itertools.product(*(range(n + 1) for n in layers)):
-            held = pricer.memory.stages(ranges, recompute)
-            if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
-                step = pricer.step_s(chunks, recompute)
-                if step < best[0] * (1 - 1e-12):
-                    best = (step, chunks, recompute)
-    return best
-
-
-def brute_force(r: PlanRequest) -> float:
-    """Every candidate of the space."""
-    costs, best = Costs(r.cluster, None, r.mode), math.inf
-    for c in space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates:
-        config = ParallelConfig(
-            dp=c.dp,
-            tp=c.tp,
-            pp=c.pp,
-            zero_stage=c.zero_stage,
-            micro_batch_size=c.micro_batch_size,
-            num_micro_batches=c.num_micro_batches,
-        )
-        one = estimate_config(replace(r, pins={}), config)
-        pricer = Pricer(one.point.workload, config, costs, precision_of(r.precision))
-        best = min(best, brute_cut(pricer, r.cluster.device.memory_bytes)[0])
-    return best
 
 
 @functools.cache
@@ -272,7 +212,7 @@ def test_an_interrupt_keeps_the_best_and_the_counts(monkeypatch: pytest.MonkeyPa
 
     known = Cutter.search
     monkeypatch.setattr(Cutter, "search", search)
-    c = search_plan(request(4, top=3)).certificate
+    c = search_plan(request(4, top=3, pins={"schedule": "1F1B"})).certificate
     assert c.status == "interrupted" and c.open > 0 and c.solved == 1
     assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
 
@@ -290,8 +230,9 @@ def test_every_restriction_is_named() -> None:
         return "; ".join(search_plan(request(2, pins=pins)).certificate.restrictions)
 
     free = named()
-    for text in ("cp = 1", "no virtual stages", "tp over neighbours", "recompute: none or full", "schedule 1F1B"):
+    for text in ("cp = 1", "tp over neighbours", "recompute: none or full", "schedules: 1F1B with every cut"):
         assert text in free
+    assert "1F1B with every cut" not in named(schedule="1F1B")
     assert "ep = 1" not in free  # it has no experts
     pinned = named(recompute="selective", zero_stage=1)
     assert "recompute: none or full" not in pinned and "recompute pinned to selective" in pinned
@@ -616,4 +557,13 @@ def test_candidates_are_all_of_them() -> None:
     meshes = {(c.pp, c.dp, c.tp) for c in found.candidates}
     assert meshes == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
     assert Candidate(2, 2, 1, 1, 2, 1) in found.candidates and Candidate(2, 2, 1, 1, 1, 2) in found.candidates
-    assert len(found.candidates) == 3 + 2 + 1 + 3 + 2 + 3
+    assert len([c for c in found.candidates if c.schedule == "1F1B"]) == 3 + 2 + 1 + 3 + 2 + 3
+
+    def others(**degrees: int) -> set[tuple[str, int]]:
+        same = (c for c in found.candidates if all(getattr(c, k) == n for k, n in degrees.items()))
+        return {(c.schedule, c.virtual_stages) for c in same} - {("1F1B", 1)}
+
+    several = {("Interleaved1F1B", 2), ("ZB-H1", 1), ("InterleavedZeroBubble", 2), ("ZBV", 2)}
+    assert others(pp=1) == set() and others(pp=4) == {("ZB-H1", 1)}
+    assert others(pp=2, num_micro_batches=2) == several
+    assert others(pp=2, num_micro_batches=4) == {*several, ("DualPipeV", 2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -43,7 +44,7 @@ SHAPES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 1
 def peaks(table: Iterable[Sequence[Action]], chunk_bytes: Sequence[float]) -> tuple[float, ...]:
     """Per rank the most that its chunks hold together, as memory counts it."""
     held = {chunk: _Held(size, ((size, 0.0),)) for chunk, size in enumerate(chunk_bytes)}
-    return tuple(_fullest(row, held)[0] for row in table)
+    return tuple(_fullest(row, held)[0] for row in table.held)
 
 
 class _Stage:
@@ -233,6 +234,7 @@ def test_no_duration_shortens_the_step(run: Any, data: st.DataObject) -> None:
         ChunkTimes(c.forward_s + more, c.backward_s, c.weight_s, c.first_forward_extra_s, c.last_backward_extra_s),
         ChunkTimes(c.forward_s, c.backward_s + more, c.weight_s, c.first_forward_extra_s, c.last_backward_extra_s),
         ChunkTimes(c.forward_s, c.backward_s + more, c.weight_s + more, c.first_forward_extra_s, 11.0),
+        replace(c, split_extra_s=more),
     ]
     for other in longer:
         chunks[where] = other

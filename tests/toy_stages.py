@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.runtime.pipeline import PipelineRunner
-from autoplan.runtime.zero import GradientSync, apply_zero
+from autoplan.cost_models.schedule import chunks_of_ranks
+from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
+from autoplan.runtime.zero import apply_zero
 
 VOCAB, DIM, HIDDEN, BATCH, SEQUENCE = 13, 5, 7, 2, 6
 NUM_BLOCKS = 4
@@ -131,21 +132,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_runner(
-    shape: tuple[int, int], zero: int, *, recompute: bool = False
-) -> tuple[Stage, GradientSync, PipelineRunner]:
-    """This rank's stage on a (pp, dp) mesh."""
+    shape: tuple[int, int], zero: int, *, recompute: bool = False, schedule: str = "1F1B", virtual: int = 1
+) -> tuple[list[PipelineStagePart], PipelineRunner]:
+    """This rank's stages on a (pp, dp) mesh, `virtual` of them."""
     mesh = worker_mesh(shape, ("pp", "dp"))
-    index, count = mesh["pp"].get_local_rank(), shape[0]
-    stage = Stage(stage_names(index, count), recompute)
-    sync = apply_zero(stage, mesh["dp"], zero)
-    runner = PipelineRunner(
-        stage,
-        sync,
-        mesh["pp"],
-        carried_in=CARRIED if index > 0 else (),
-        carried_out=CARRIED if index < count - 1 else (),
-    )
-    return stage, sync, runner
+    count = shape[0] * virtual
+    parts = []
+    for index in chunks_of_ranks(schedule, shape[0], virtual)[mesh["pp"].get_local_rank()]:
+        stage = Stage(stage_names(index, count), recompute)
+        parts.append(
+            PipelineStagePart(
+                index,
+                stage,
+                apply_zero(stage, mesh["dp"], zero, schedule=schedule),
+                CARRIED if index > 0 else (),
+                CARRIED if index < count - 1 else (),
+            )
+        )
+    return parts, PipelineRunner(parts, mesh["pp"], num_stages=count, schedule=schedule)
 
 
 def train(
@@ -156,10 +160,12 @@ def train(
     micro_batches: Sequence[int],
     optimizer: str,
     recompute: bool = False,
+    schedule: str = "1F1B",
+    virtual: int = 1,
 ) -> dict[str, float]:
     """Train as many steps as ``micro_batches`` has entries, that many micro-batches in each; the worst differences
     from the reference of this rank's losses, gradients and parameters, relative to the largest reference value."""
-    made = make_runner(shape, zero, recompute=recompute)
+    made = make_runner(shape, zero, recompute=recompute, schedule=schedule, virtual=virtual)
     return train_made(shape, micro_batches, optimizer, made)
 
 
@@ -167,13 +173,15 @@ def train_made(
     shape: tuple[int, int],
     micro_batches: Sequence[int],
     optimizer: str,
-    made: tuple[Stage, GradientSync, PipelineRunner],
+    made: tuple[list[PipelineStagePart], PipelineRunner],
 ) -> dict[str, float]:
     """As ``train``, with what ``make_runner`` gave."""
-    stage, sync, runner = made
+    parts, runner = made
+    stages = nn.ModuleList(part.module for part in parts)
+    zero = parts[0].sync.zero
     mesh = worker_mesh(shape, ("pp", "dp"))
     model = Stage(stage_names(0, 1))
-    reference_optimizer, optim = make_optimizer(optimizer, model), make_optimizer(optimizer, stage)
+    reference_optimizer, optim = make_optimizer(optimizer, model), make_optimizer(optimizer, stages)
     worst = {"loss": 0.0, "grad": 0.0, "value": 0.0}
 
     def compare(kind: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -192,19 +200,19 @@ def train_made(
             expected.append([loss.detach() for loss in losses])
         own = mesh["dp"].get_local_rank()
         losses = runner.run(everything[own])
-        if "head" in stage.blocks:
+        if any("head" in part.module.blocks for part in parts):
             assert len(losses) == count
             compare("loss", torch.stack(losses), torch.stack(expected[own]))
         else:
             assert losses == []
         parameters = dict(model.named_parameters())
-        for name, parameter in stage.named_parameters():
+        for name, parameter in ((n, p) for part in parts for n, p in part.module.named_parameters()):
             assert parameter.grad is not None, name
-            if sync.zero > 0 and shape[1] > 1:
+            if zero > 0 and shape[1] > 1:
                 assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
             compare("grad", whole(parameter.grad), parameters[name].grad)
         optim.step()
         reference_optimizer.step()
-        for name, parameter in stage.named_parameters():
+        for name, parameter in ((n, p) for part in parts for n, p in part.module.named_parameters()):
             compare("value", whole(parameter).detach(), parameters[name].detach())
     return worst

@@ -11,6 +11,7 @@ from autoplan.codegen.emit import Context, block_source, expert_weights
 from autoplan.cost_models.config import executed_precision
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
+from autoplan.cost_models.schedule import ranks_of_chunks
 from autoplan.cost_models.symbols import Expr
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.runtime.spec import (
@@ -39,6 +40,7 @@ class Layouts:
     zero_stage: int
     schedule: str
     recompute: Mapping[str, str]  # call -> none | full
+    virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
     precision: str = "native"
 
 
@@ -150,8 +152,13 @@ class _Compiler:
             ledger=tuple(ledger),
             compute_dtype=self.precision.compute,
             gradient_dtype=self.precision.gradients,
+            stage_ranks=self._stage_ranks(),
         )
         return Program(program, sources)
+
+    def _stage_ranks(self) -> tuple[int, ...]:
+        num_ranks = len(self.layouts.stages) // self.layouts.virtual_stages
+        return ranks_of_chunks(self.layouts.schedule, num_ranks, self.layouts.virtual_stages)
 
     def _sizes_from(self) -> tuple[tuple[str, str, int], ...]:
         out: dict[str, tuple[str, str, int]] = {}
@@ -234,8 +241,9 @@ class _Compiler:
             out += self._dispatches(index, name)
             out += self._gathers(index, name)
         last = len(self.layouts.stages) - 1
-        sends = [(v, "forward") for v in (self._carried(index) if index < last else [])]
-        sends += [(v, "backward") for v in (self._carried(index - 1) if index else [])]
+        homes = self._stage_ranks()  # what stays on a rank is not sent
+        sends = [(v, "forward") for v in self._carried(index)] if homes[index] != homes[min(index + 1, last)] else []
+        sends += [(v, "backward") for v in self._carried(index - 1)] if homes[index] != homes[max(index - 1, 0)] else []
         for value, phase in sends:
             size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))

@@ -307,6 +307,7 @@ def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, flo
 def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
     """Seconds of every pass of two micro-batches, by name."""
     job, out = runs.job, {}
+    (sync,) = pm._syncs.values()
     for micro_batch, (forward, backward) in enumerate(
         (("first forward", "other backward"), ("other forward", "last backward"))
     ):
@@ -317,14 +318,14 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
             loss = pm.stage(**inputs)
             job.synchronize()
             middle = runs.now()
-            pm._sync.before_backward(micro_batch, is_last=micro_batch == 1)
+            sync.before_backward(micro_batch, is_last=micro_batch == 1)
             loss.backward()
             job.synchronize()
             out[forward], out[backward] = middle - start, runs.now() - middle
     job.barrier()
     start = runs.now()
     with use_mesh(pm.mesh):
-        pm._sync.finish_step()
+        sync.finish_step()
     out["end"] = runs.now() - start
     for p in pm.stage.parameters():
         p.grad = None

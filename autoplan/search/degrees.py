@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors, zero_replica_counts
+from autoplan.cost_models.schedule import SCHEDULES, takes
+from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors, schedule_of, zero_replica_counts
 
+MAX_ACTIONS = 10_000  # of a schedule that is looked at beside 1F1B: with more micro-batches the bubble is small anyway
 ONE_DOMAIN = "tp within one scale-up domain"
 
 
@@ -25,7 +27,14 @@ class Candidate:
     num_micro_batches: int
     ep: int = 1  # over how many of the dp ranks experts are spread, tokens travelling to them
     cp: int = 1  # over how many ranks every sequence is cut
+    schedule: str = "1F1B"
+    virtual_stages: int = 1  # stages per rank of the pipeline
     zero_replicas: int = 1  # copies of what ZeRO shards
+
+    @property
+    def num_actions(self) -> int:
+        """About how many actions a simulation of its pipeline has."""
+        return 2 * self.pp * self.num_micro_batches * self.virtual_stages
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Limits:
         obstacle: why the batch cannot be split, or None.
         experts: number of experts of every mixture.
         contexts: values of cp that are looked at.
+        schedules: (name, stages per rank) that are looked at beside 1F1B.
     """
 
     devices: int
@@ -64,6 +74,7 @@ class Limits:
     obstacle: str | None
     experts: tuple[int, ...] = ()
     contexts: tuple[int, ...] = (1,)
+    schedules: tuple[tuple[str, int], ...] = ()
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
@@ -113,8 +124,39 @@ def _candidates_at(
                     if copies not in zero_replica_counts(dp, cp, ep, zero):
                         illegal["ZeRO cannot have as many replicas"] += 1
                         continue
-                    found.append(Candidate(pp, dp, tp, zero, size, num, ep, cp, copies))
+                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, zero_replicas=copies)
+                    found += _schedules(plain, pins, limits, illegal)
     return limited
+
+
+def _schedules(plain: Candidate, pins: Mapping[str, Any], limits: Limits, illegal: Counter[str]) -> Iterator[Candidate]:
+    """The candidate under every schedule that takes its degrees."""
+    pinned = "schedule" in pins or "virtual_stages" in pins
+    stages = pins.get("stages")
+    for schedule, virtual_stages in [schedule_of(pins)] if pinned else [("1F1B", 1), *limits.schedules]:
+        if not pinned and schedule != "1F1B" and (plain.pp == 1 or stages is not None):
+            continue
+        candidate = replace(plain, schedule=schedule, virtual_stages=virtual_stages)
+        broken = _not_scheduled(candidate, stages, limits)
+        if broken is None and (pinned or schedule == "1F1B" or candidate.num_actions <= MAX_ACTIONS):
+            yield candidate
+        elif broken is not None and (pinned or schedule == "1F1B"):
+            illegal[broken] += 1
+
+
+def _not_scheduled(c: Candidate, stages: Sequence[int] | None, limits: Limits) -> str | None:
+    """The rule that the schedule of a candidate breaks, or None."""
+    if c.pp * c.virtual_stages > limits.num_units:
+        return "more stages than layers"
+    if stages is not None and len(stages) != c.pp * c.virtual_stages:
+        return "another number of stages is pinned"
+    if c.virtual_stages > 1 and c.pp == 1:
+        return "several stages per rank without a pipeline"
+    if SCHEDULES[c.schedule].split_backward and c.zero_stage == 3:
+        return "a split backward with ZeRO 3"
+    if not takes(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages):
+        return "the schedule does not take that many micro-batches"
+    return None
 
 
 def _degrees(pins: Mapping[str, Any], name: str, limit: int) -> list[int]:
@@ -129,7 +171,7 @@ def _illegal(pp: int, dp: int, tp: int, pins: Mapping[str, Any], limits: Limits)
         return "tp does not divide the attention heads"
     if pp > limits.num_units:
         return "more stages than layers"
-    if pins.get("stages") is not None and len(pins["stages"]) != pp:
+    if pins.get("stages") is not None and len(pins["stages"]) % pp:
         return "another number of stages is pinned"
     if limits.batch % dp:
         return "dp does not divide the global batch"

@@ -15,26 +15,22 @@ from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
+from autoplan.cost_models.schedule import SCHEDULES as SCHEDULE_RULES
+from autoplan.cost_models.schedule import actions
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 
 _DEGREES = ("tp", "pp", "dp", "ep", "cp")
 KNOWN = (
-    *_DEGREES,
-    "zero_stage",
-    "num_micro_batches",
-    "recompute",
-    "stages",
-    "schedule",
-    "state_slack",
+    *_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "virtual_stages", "state_slack",
     "zero_replicas",
-)
+)  # fmt: skip
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
-SCHEDULES = ("1F1B", "GPipe")
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV")
 RECOMPUTE = ("none", "full")
 _BY_BLOCK = ("none", "full")  # of one block: the attention core alone is computed again everywhere or nowhere
-_COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches", "zero_replicas")
+_COUNTS = ("tp", "pp", "dp", "ep", "cp", "micro_batch_size", "num_micro_batches", "virtual_stages", "zero_replicas")
 _MAX_LISTED = 8  # names in a message
 
 
@@ -72,7 +68,10 @@ def check_values(pins: Mapping[str, Any], known: Sequence[str], recompute_names:
         raise PinError(f"pin zero_stage={zero!r} does not exist; use 0, 1, 2 or 3")
     schedule = pins.get("schedule", SCHEDULES[0])
     if schedule not in SCHEDULES:
-        raise PinError(f"pin schedule={schedule!r} is not supported; nearest legal: {SCHEDULES[0]}")
+        close = [*difflib.get_close_matches(str(schedule), SCHEDULES, 1), SCHEDULES[0]]
+        raise PinError(
+            f"pin schedule={schedule!r} is not supported; nearest legal: {close[0]}; all: {', '.join(SCHEDULES)}"
+        )
     recompute = pins.get("recompute", "none")
     by_block = isinstance(recompute, Mapping)
     for value in recompute.values() if by_block else [recompute]:
@@ -135,20 +134,50 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
             f"dp={num_devices // (tp * pp)}"
         )
     stages = pins.get("stages")
-    return ParallelConfig(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        ep=pins.get("ep", 1),
-        cp=cp,
-        zero_stage=pins.get("zero_stage", 1),
-        num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
-        schedule=pins.get("schedule", SCHEDULES[0]),
-        recompute=pins.get("recompute", "none"),
-        stages=tuple(stages) if stages is not None else None,
-        state_slack=float(pins.get("state_slack", 1.02)),
-        zero_replicas=pins.get("zero_replicas", 1),
+    schedule, virtual_stages = schedule_of(pins)
+    return check_schedule(
+        ParallelConfig(
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            ep=pins.get("ep", 1),
+            cp=cp,
+            zero_stage=pins.get("zero_stage", 1),
+            num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            recompute=pins.get("recompute", "none"),
+            stages=tuple(stages) if stages is not None else None,
+            state_slack=float(pins.get("state_slack", 1.02)),
+            zero_replicas=pins.get("zero_replicas", 1),
+        )
     )
+
+
+def schedule_of(pins: Mapping[str, Any]) -> tuple[str, int]:
+    """The schedule and the stages per rank of the pipeline that pins say, each by default what the other takes."""
+    virtual_stages = pins.get("virtual_stages", 1)
+    schedule = pins.get("schedule", "1F1B" if virtual_stages == 1 else "Interleaved1F1B")
+    fewest = SCHEDULE_RULES[schedule].virtual_stages[0]
+    return schedule, virtual_stages if "virtual_stages" in pins else fewest
+
+
+def check_schedule(c: ParallelConfig) -> ParallelConfig:
+    """The same configuration. PinError if its schedule is unknown or does not take its degrees, with what is near."""
+    if c.schedule not in SCHEDULE_RULES:
+        raise PinError(f"schedule {c.schedule!r} is not known; use {', '.join(SCHEDULE_RULES)}")
+    fewest, most = SCHEDULE_RULES[c.schedule].virtual_stages
+    if c.pp == 1 and fewest == most == c.virtual_stages > 1:
+        raise PinError(f"schedule {c.schedule!r} needs a pipeline; nearest legal: pp=2, or schedule=1F1B")
+    if c.virtual_stages > 1 and c.pp == 1:
+        raise PinError(f"virtual_stages={c.virtual_stages} needs a pipeline; nearest legal: virtual_stages=1, or pp=2")
+    actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # its own rules
+    if SCHEDULE_RULES[c.schedule].split_backward and c.zero_stage == 3:
+        raise PinError(
+            f"schedule {c.schedule!r} splits the backward, which with zero_stage=3 gives wrong gradients; nearest "
+            "legal: zero_stage=2"
+        )
+    return c
 
 
 def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
@@ -178,7 +207,7 @@ def check_degrees(graph: ModelGraph, config: ParallelConfig, ends: bool = False)
                 f"{around(c.tp, divisors(common))}"
             )
     num_layers = len(pipeline_units(graph))
-    _check_chunks(c, num_layers, len(pipeline_units(graph, ends)) - num_layers)
+    check_chunks(c, num_layers, len(pipeline_units(graph, ends)) - num_layers)
     if c.stages is not None:
         check_stages(c.stages, c.pp, c.virtual_stages, num_layers, ends)
     if c.dp > 1 or c.num_micro_batches > 1:
@@ -247,7 +276,7 @@ def check_replicas(c: ParallelConfig) -> None:
     raise PinError(f"pin zero_replicas={c.zero_replicas}: {why}; nearest legal: {around(c.zero_replicas, legal)}")
 
 
-def _check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
+def check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
     """Every chunk of the pipeline holds at least one layer, or one of the ends."""
     if c.pp * c.virtual_stages <= num_units + num_ends:
         return
@@ -315,7 +344,8 @@ def _ends_apart(units: list[list[str]], layers: Set[str]) -> list[list[str]]:
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """Calls per stage: as pinned, else contiguous with the least maximal arithmetic."""
     units = pipeline_units(graph)
-    if config.pp == 1:
+    num_stages = config.pp * config.virtual_stages
+    if num_stages == 1:
         return (tuple(n for unit in units for n in unit),)
     if config.stages is not None:
         counts: Sequence[int] = config.stages
@@ -325,7 +355,7 @@ def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, in
             for b, blk in graph.blocks.items()
         }
         by_name = {c.name: cost[c.block] for c in graph.calls}
-        counts = _balance([sum(by_name[n] for n in unit) for unit in units], config.pp)
+        counts = _balance([sum(by_name[n] for n in unit) for unit in units], num_stages)
     return stage_calls(units, counts)
 
 

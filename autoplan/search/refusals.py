@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
-from autoplan.search.degrees import Limits, candidates
-from autoplan.search.pins import around, divisors
+from autoplan.search.degrees import Candidate, Limits, candidates
+from autoplan.search.pins import around, check_chunks, check_schedule, divisors, schedule_of
 
 # Which pin is blamed first where several exclude each other.
 _BLAMED = ("dp", "ep", "cp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches", "zero_replicas")
@@ -22,6 +23,12 @@ def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mappin
         illegal: how many candidates each rule excluded.
     """
     given = [name for name in _BLAMED if pins.get(name) is not None]
+    of_schedule = {k: pins[k] for k in ("schedule", "virtual_stages") if k in pins}
+    others = {k: v for k, v in pins.items() if k not in (*of_schedule, "stages")}
+    if of_schedule and (found := candidates(limits, others).candidates):
+        error = _schedule_error(of_schedule, found, limits.num_units)
+        if error is not None:
+            return error
     for name in given:  # illegal by itself
         if not candidates(limits, {name: pins[name]}).candidates:
             legal = _legal(limits, pins, name) or _legal(limits, {}, name)
@@ -38,6 +45,24 @@ def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mappin
         f"no plan is legal for {model} on {limits.devices} devices with a global batch of {limits.batch}{pinned}: "
         f"{rules or 'the pins exclude each other'}{_other_batch(limits, pins)}{why}"
     )
+
+
+def _schedule_error(pins: Mapping[str, Any], others: Sequence[Candidate], num_units: int) -> PinError | None:
+    """Why a pinned schedule takes none of the candidates that the other pins leave: of the one nearest to legal."""
+    schedule, virtual_stages = schedule_of(pins)
+    c = min(others, key=lambda c: (c.pp == 1, c.zero_stage == 3, -c.num_micro_batches, c.pp))
+    config = ParallelConfig(
+        pp=c.pp,
+        num_micro_batches=c.num_micro_batches,
+        zero_stage=c.zero_stage,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+    )
+    try:
+        check_chunks(check_schedule(config), num_units)
+    except PinError as error:
+        return error
+    return None
 
 
 def _legal(limits: Limits, pins: Mapping[str, Any], name: str) -> set[int]:

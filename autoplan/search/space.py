@@ -9,6 +9,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import RECOMPUTE as PRICED_RECOMPUTE
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.schedule import SCHEDULES as PRICED_SCHEDULES
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
 from autoplan.search.pins import (
@@ -21,13 +22,25 @@ from autoplan.search.pins import (
     head_counts,
     is_count,
     pipeline_units,
+    schedule_of,
 )
 from autoplan.search.refusals import refusal
 
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "space"]
 
-SEARCHED = ("pp", "dp", "tp", "ep", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute")
-KNOWN_PINS = (*SEARCHED, "schedule", "state_slack", "zero_replicas")
+SEARCHED = (
+    "pp", "dp", "tp", "ep", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
+    "schedule", "virtual_stages",
+)  # fmt: skip
+KNOWN_PINS = (*SEARCHED, "state_slack", "zero_replicas")
+# Looked at beside 1F1B: GPipe is never shorter than that, and ZBV holds what DualPipeV holds twice.
+SCHEDULES = (
+    *(("Interleaved1F1B", v) for v in (2, 4, 8)),
+    ("ZB-H1", 1),
+    ("InterleavedZeroBubble", 2),
+    ("ZBV", 2),
+    ("DualPipeV", 2),
+)
 LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
@@ -49,17 +62,25 @@ def space(
     *,
     executed: bool = True,
     seq_len: int = 0,
+    split_backward: bool = True,
 ) -> Space:
     """Enumerate. Every pin is kept; a pin that leaves nothing is a PinError that names the rule and the nearest value.
 
     Args:
         global_batch_size: sequences per step, over all data-parallel ranks.
         seq_len: their length; 0: cp is 1 unless pinned.
+        split_backward: schedules with one are allowed (the runtime has them where no 16-bit copies are computed with).
     """
     check_pins(pins, executed=executed)
     if not is_count(global_batch_size):
         raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
     check_recompute(graph, pins.get("recompute"))
+    allowed = tuple((name, v) for name, v in SCHEDULES if split_backward or not PRICED_SCHEDULES[name].split_backward)
+    if not split_backward and PRICED_SCHEDULES[pins.get("schedule", "1F1B")].split_backward:
+        raise PinError(
+            f"pin schedule={pins['schedule']!r} splits the backward, whose weight gradients would add up in 16 "
+            "bits: not with 16-bit copies of float32 parameters; nearest legal: schedule=1F1B"
+        )
     limits = Limits(
         cluster.num_devices,
         global_batch_size,
@@ -69,10 +90,12 @@ def space(
         batch_obstacle(graph),
         expert_counts(graph),
         _contexts(graph, cluster, seq_len) if "cp" not in pins and pins.get("ep", 1) == 1 else (1,),
+        allowed,
     )
     stages = pins.get("stages")
     if stages is not None:
-        check_stages(stages, pins.get("pp", len(stages)), 1, limits.num_units)
+        virtual_stages = schedule_of(pins)[1]
+        check_stages(stages, pins.get("pp", max(1, len(stages) // virtual_stages)), virtual_stages, limits.num_units)
     found = candidates(limits, pins)
     if not found.candidates:
         raise refusal(graph.name, limits, pins, found.illegal)

@@ -374,7 +374,7 @@ class Cutter:
         if self.fixed is None:  # fewer than the bound says cannot fit
             first = int(self._reach[stage][units.start, units.stop])
             counts = counts[int(self.layer_count[min(first, units.stop)] - self.layer_count[units.start]) :]
-        return next((n for n in counts if _sum(self._terms(stage, units, num_stages, n)) <= self.capacity), None)
+        return next((n for n in counts if total_bytes(self._terms(stage, units, num_stages, n)) <= self.capacity), None)
 
     def _terms(self, stage: int, units: range, num_stages: int, count: int) -> dict[str, Quantity]:
         """Memory of one stage by term."""
@@ -401,8 +401,8 @@ class Cutter:
         for s, units in enumerate(ranges):
             layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
             options = [self._terms(s, units, len(ranges), count) for count in self._counts(units, layers)]
-            terms = min(options, key=_sum)
-            needed = _sum(terms)
+            terms = min(options, key=total_bytes)
+            needed = total_bytes(terms)
             if worst is None or needed > worst.needed_bytes:
                 worst = Shortage(s, max(terms, key=lambda k: terms[k].mid), needed, self.capacity)
         if worst is None:
@@ -419,7 +419,8 @@ def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     return total_s / (1.0 - ratio**num_stages)
 
 
-def _sum(terms: Mapping[str, Quantity]) -> float:
+def total_bytes(terms: Mapping[str, Quantity]) -> float:
+    """Expected bytes of all terms of memory."""
     return sum(q.mid for q in terms.values())
 
 

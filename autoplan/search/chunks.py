@@ -1,0 +1,164 @@
+"""Candidates whose ranks hold several stages of the pipeline, or whose backward is split: one cut each, priced exactly.
+
+The cut is the most even one by time (`even_cut`), and every rank computes the least number of layers again that fits,
+taken in turn from its stages, first ones first; so a candidate is one plan, and its step one event simulation. The
+bound that needs neither memory nor a simulation is
+
+    max over ranks r of   m T_r + sum over stages before the first of r of F, and of B unless the backward is split
+
+(m micro-batches; T_r forward and backward of one on all stages of r; F, B forward and backward of a stage): before r
+begins, the first micro-batch has passed the stages before; its last backward is that of its first stage, which the
+backwards of the stages before follow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from autoplan.cost_models.price import Pricer, ranges_of
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.schedule import SCHEDULES, chunks_of_ranks
+from autoplan.search.stages import Cut, Cutter, Shortage, total_bytes
+
+
+@lru_cache(maxsize=256)  # candidates that differ in ZeRO or in the number of micro-batches have the same
+def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
+    """Units per chunk, each at least one, with the least sum of squared times of chunks."""
+    n = len(seconds)
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    i, j = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
+    squares = np.where(j > i, (sums[j] - sums[i]) ** 2, np.inf)
+    least = np.full(n + 1, np.inf)
+    least[n] = 0.0
+    nexts = []
+    for _ in range(num_chunks):  # from the last chunk to the first
+        through = squares + least[None, :]
+        nexts.append(through.argmin(axis=1))
+        least = through.min(axis=1)
+    out, at = [], 0
+    for step in reversed(nexts):
+        out.append(int(step[at]) - at)
+        at = int(step[at])
+    return tuple(out)
+
+
+class ChunkCutter:
+    """One candidate.
+
+    Args:
+        plain: the same degrees under 1F1B with one stage per rank.
+        schedule, virtual_stages: of the candidate.
+        capacity_bytes: of one device.
+        recompute: pinned, as for Cutter. stages: pinned units per stage, or None.
+    """
+
+    def __init__(
+        self,
+        plain: Cutter,
+        schedule: str,
+        virtual_stages: int,
+        capacity_bytes: float,
+        recompute: str | Mapping[str, str] | None = None,
+        stages: tuple[int, ...] | None = None,
+    ) -> None:
+        self.plain, self.capacity, self.fixed = plain, capacity_bytes, recompute
+        self.schedule, self.virtual_stages = schedule, virtual_stages
+        base = plain.pricer
+        self.pp, self.m = base.config.pp, base.config.num_micro_batches
+        self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
+        seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
+        self.chunks = stages or even_cut(seconds, self.pp * virtual_stages)
+        self._found: Cut | None = None
+
+    @cached_property
+    def pricer(self) -> Pricer:
+        """Prices at the candidate's degrees and schedule."""
+        return self.plain.pricer.under(self.schedule, self.virtual_stages)
+
+    def quick_bound_s(self) -> float:
+        """A bound that knows nothing of memory, see the module."""
+        base, extra = self.plain.pricer, self.plain.stage_s
+        forward = [sum(base.forward[u] for u in units) for units in ranges_of(self.chunks)]
+        backward = [sum(base.backward[u] for u in units) for units in ranges_of(self.chunks)]
+        if SCHEDULES[self.schedule].split_backward:
+            through = np.concatenate([[0.0], np.cumsum(forward)])
+        else:
+            through = np.concatenate([[0.0], np.cumsum(np.add(forward, backward))])
+        most = 0.0
+        for mine in self.chunks_of:
+            each = sum(forward[k] + backward[k] + extra for k in mine)
+            most = max(most, self.m * each + float(through[mine[0]]))
+        return most + self.plain.after_s
+
+    def bound_s(self, cutoff_s: float = math.inf) -> float:
+        """Its step; inf if it does not fit."""
+        return self.search(cutoff_s).step_s
+
+    def search(self, cutoff_s: float = math.inf, max_evaluated: int = 1) -> Cut:
+        """The plan, if it fits and is below `cutoff_s`."""
+        if self._found is None:
+            recompute = self._least_recompute()
+            if recompute is None:
+                self._found = Cut(None, (), math.inf, math.inf, True, 0)
+            else:
+                step = self.pricer.step_s(self.chunks, recompute)
+                self._found = Cut(self.chunks, recompute, step, step, True, 1)
+        found = self._found
+        if found.step_s < cutoff_s or found.chunks is None:
+            return found
+        return Cut(None, (), math.inf, found.step_s, True, 1)
+
+    def _least_recompute(self) -> tuple[int, ...] | None:
+        """Layers per chunk: on every rank the least number that fits; None if none does.
+
+        By bisection: the more is computed again, the less is held.
+        """
+        out = [0] * len(self.chunks)
+        for rank, mine in enumerate(self.chunks_of):
+            choices = self._choices(mine)
+            if self._needed(rank, mine, choices[-1]) > self.capacity:
+                return None
+            least = bisect.bisect_left(
+                range(len(choices) - 1), True, key=lambda n: self._needed(rank, mine, choices[n]) <= self.capacity
+            )
+            for k, count in zip(mine, choices[least], strict=True):
+                out[k] = count
+        return tuple(out)
+
+    def _choices(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
+        """Layers to compute again of each chunk of a rank, fewest first."""
+        layers, ranges = self.pricer.workload.layers, ranges_of(self.chunks)
+        most = [sum(layers[u] for u in ranges[k]) for k in mine]
+        if self.fixed is None:
+            turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
+            order = [place for _, place in turns]
+            return [tuple(order[:n].count(place) for place in range(len(most))) for n in range(len(order) + 1)]
+        if self.fixed == "full":
+            return [tuple(most)]
+        return [tuple(sum(u in self.pricer.pinned_again for u in ranges[k]) for k in mine)]
+
+    def _needed(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> float:
+        return total_bytes(self._terms(rank, mine, counts))
+
+    def _terms(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> Mapping[str, Quantity]:
+        tried = [0] * len(self.chunks)
+        for k, count in zip(mine, counts, strict=True):
+            tried[k] = count
+        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_again).terms
+
+    def shortage(self) -> Shortage:
+        """How far it is from fitting, with everything computed again that may be."""
+        worst: Shortage | None = None
+        for rank, mine in enumerate(self.chunks_of):
+            terms = self._terms(rank, mine, self._choices(mine)[-1])
+            needed = total_bytes(terms)
+            if worst is None or needed > worst.needed_bytes:
+                worst = Shortage(rank, max(terms, key=lambda k: terms[k].mid), needed, self.capacity)
+        if worst is None:
+            raise ValueError("a pipeline has at least one stage")
+        return worst

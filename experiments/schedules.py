@@ -1,0 +1,150 @@
+"""Pipeline schedules on local processes: the emitted programs against stages written by hand on stock PyTorch.
+
+    python experiments/schedules.py [--processes 2] [--budget-s 25] [--json FILE]
+
+Hugging Face's Llama, forward and backward, in the same processes of one gloo group, in turn: every schedule as
+`autoplan.parallelize` runs it (no tensor or data parallelism), beside the same cut of the model into stages of
+untouched Hugging Face layers under the same schedule of `torch.distributed.pipelining` (pipeline_by_hand.py). Loss and
+gradients of all are compared with one process; it fails if one differs. The predicted step stands beside the measured
+one, from a profile of the machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from dtensor_llama import reference, repeats_within, slowest
+from measure import (
+    compare,
+    describe,
+    environment,
+    interleave,
+    make_console,
+    max_relative_difference,
+    run_command,
+    write_json,
+)
+from models import Size, make_llama, token_batch
+from pipeline_by_hand import make_step
+from processes import run_ranks
+from rich.table import Table
+
+import autoplan
+from autoplan.cost_models.schedule import chunks_of_ranks
+
+SIZES = (
+    Size(hidden=128, num_layers=8, seq=128, batch=8),
+    Size(hidden=256, num_layers=8, seq=256, batch=8, num_heads=8, num_kv_heads=4),
+)
+TOLERANCE = 1e-4  # fp32, another order of additions
+# (schedule, stages per rank)
+SCHEDULES = (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZB-H1", 1), ("ZBV", 2), ("DualPipeV", 2))
+
+
+def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> dict[str, Any]:
+    """What each process does; the same figures come back from all of them."""
+    warnings.filterwarnings("ignore")
+    batch = token_batch(size)
+    loss, truth = reference(make_llama(size), batch)
+    steps: dict[str, Callable[[], torch.Tensor]] = {}
+    gradients: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+    predicted: dict[str, float] = {}
+    for schedule, virtual in SCHEDULES:
+        num_stages = world * virtual
+        pm = autoplan.parallelize(
+            make_llama(size),
+            "local",
+            example_inputs=batch,
+            pins={
+                "pp": world, "dp": 1, "tp": 1, "zero_stage": 0, "num_micro_batches": size.batch, "recompute": "none",
+                "schedule": schedule, "virtual_stages": virtual, "stages": [size.num_layers // num_stages] * num_stages,
+            },
+            global_batch_size=size.batch,
+            folder=f"{folder}/{schedule}",
+        )  # fmt: skip
+        steps[schedule], gradients[schedule] = (lambda pm=pm: pm.step(batch)), pm.gradients  # type: ignore[misc]
+        predicted[schedule] = pm.plan.estimate.step_time_s.mid
+        held = chunks_of_ranks(schedule, world, virtual)[rank]
+        step, mine = make_step(make_llama(size), schedule, held, num_stages, size.batch, batch)
+        name = f"{schedule} by hand"
+        steps[name] = step
+        gradients[name] = lambda mine=mine: {n: p.grad for n, p in mine.items() if p.grad is not None}  # type: ignore[misc]
+    differences = {}
+    for name, step in steps.items():
+        got = step().clone()
+        if name.endswith("by hand"):
+            dist.all_reduce(got)  # 0 but where the last stage is
+        found = gradients[name]()
+        error = torch.tensor(max_relative_difference(found, {n: truth[n] for n in found}))
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        differences[name] = float(error)
+        if abs(float(got - loss)) > TOLERANCE * abs(loss) or differences[name] > TOLERANCE:
+            raise ValueError(
+                f"{name} at {size}: loss {float(got)}, one process {loss}; gradients differ by {differences[name]:.1e}"
+            )
+    times = interleave(steps, budget_s=budget_s, repeats=repeats_within(budget_s, steps), before=dist.barrier)
+    for t in times.values():
+        t.wall_s = slowest(t.wall_s)
+    return {
+        schedule: {
+            "median_s": times[schedule].median_s,
+            "by_hand_s": times[f"{schedule} by hand"].median_s,
+            "predicted_s": predicted[schedule],
+            "difference": differences[schedule],
+            "repeats": len(times[schedule].wall_s),
+            "ratio": asdict(ratio := compare(times[schedule], times[f"{schedule} by hand"])),
+            "ratio_text": str(ratio),
+            "to_1f1b": str(compare(times[schedule], times["1F1B"])),
+        }
+        for schedule, _ in SCHEDULES
+    }
+
+
+def table_of(cases: list[dict[str, Any]], title: str) -> Table:
+    """The results as a table."""
+    table = Table(title=f"forward + backward of HF Llama in stages: {title}")
+    for heading in (
+        "model", "schedule", "n", "ms", "by hand", "program / by hand", "to 1F1B", "predicted", "gradients",
+    ):  # fmt: skip
+        table.add_column(heading, justify="left" if heading in ("model", "schedule") else "right", no_wrap=True)
+    for c in cases:
+        for k, (name, r) in enumerate(c["schedules"].items()):
+            table.add_row(
+                "" if k else c["name"], name, str(r["repeats"]), f"{1e3 * r['median_s']:.1f}",
+                f"{1e3 * r['by_hand_s']:.1f}", r["ratio_text"], r["to_1f1b"].split(" ")[0],
+                f"{1e3 * r['predicted_s']:.1f}", f"{r['difference']:.0e}",
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def main(
+    processes: Annotated[int, typer.Option(help="ranks of the pipeline, one local process each")] = 2,
+    budget_s: Annotated[float, typer.Option(help="seconds of repetitions per model")] = 40.0,
+    timeout_s: Annotated[float, typer.Option(help="give up on a model after this long")] = 500.0,
+    json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
+) -> None:
+    """Time programs under every schedule against stages written by hand, side by side."""
+    if processes not in (2, 4):
+        raise typer.BadParameter(f"processes={processes}: 8 layers are cut into 2 or 4 ranks of up to 2 stages")
+    env = {**environment(), "threads": 1, "processes": processes, "backend": "gloo"}
+    console = make_console()
+    cases = []
+    for size in SIZES:
+        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
+            results = run_ranks(measure_rank, processes, size, budget_s, folder, timeout_s=timeout_s)
+        cases.append({"name": f"llama {size}", "size": asdict(size), "schedules": results[0]})
+    console.print(table_of(cases, f"{processes} processes, gloo; {describe(env)}"))
+    write_json(json, "schedules", env, cases)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,106 @@
+"""Every plan of a small space, priced one by one: what a search must find the best of."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import models
+
+from autoplan.capture.export import capture
+from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.price import Pricer, ranges_of
+from autoplan.planner import PlanRequest, estimate_config
+from autoplan.search.space import space
+
+SEQ = 64
+
+
+@functools.cache
+def graph() -> ModelGraph:
+    return capture(models.make_llama(), models.token_batch(2, 16))
+
+
+def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6) -> Cluster:
+    device = Device("made up", 1e12, 1e11, memory_bytes, "made up")
+    return Cluster(1, devices, device, Link(latency_s, 1e10, "made up"), "cpu")
+
+
+def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
+    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, "memory_margin": 0.0, **kw}
+    return PlanRequest(graph(), cluster(devices, memory_bytes), SEQ, kw.pop("batch", 8), **kw)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        ends = (0, *cuts, total)
+        yield tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+    """Every way to cut and every number of layers computed again, by `price` alone."""
+    best: tuple[float, tuple[int, ...], tuple[int, ...]] = (math.inf, (), ())
+    for chunks in compositions(pricer.num_units, pricer.config.pp):
+        ranges, at = [], 0
+        for count in chunks:
+            ranges.append(range(at, at + count))
+            at += count
+        layers = [sum(pricer.workload.layers[u] for u in r) for r in ranges]
+        for recompute in itertools.product(*(range(n + 1) for n in layers)):
+            held = pricer.memory.stages(ranges, recompute)
+            if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
+                step = pricer.step_s(chunks, recompute)
+                if step < best[0] * (1 - 1e-12):
+                    best = (step, chunks, recompute)
+    return best
+
+
+def brute_schedule(pricer: Pricer, capacity: float) -> float:
+    """The most even cut, and on every rank every number of layers computed again, one of each stage in turn."""
+    p = pricer
+    each = [f + b for f, b in zip(p.forward, p.backward, strict=True)]
+    cuts = compositions(p.num_units, p.config.pp * p.config.virtual_stages)
+    chunks = min(cuts, key=lambda cut: sum(sum(each[u] for u in units) ** 2 for units in ranges_of(cut)))
+    ranges = ranges_of(chunks)
+    layers = [sum(p.workload.layers[u] for u in r) for r in ranges]
+    best = math.inf
+    for counts in itertools.product(*(range(sum(layers[k] for k in mine) + 1) for mine in p.chunks_of)):
+        recompute = [0] * len(chunks)
+        for count, mine in zip(counts, p.chunks_of, strict=True):
+            left = count
+            while left:
+                for k in mine:
+                    if left and recompute[k] < layers[k]:
+                        recompute[k], left = recompute[k] + 1, left - 1
+        held = p.memory.stages(ranges, recompute)
+        if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
+            best = min(best, p.step_s(chunks, recompute))
+    return best
+
+
+def brute_force(r: PlanRequest) -> float:
+    """Every candidate of the space."""
+    costs, best = Costs(r.cluster, None, r.mode), math.inf
+    for c in space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates:
+        config = ParallelConfig(
+            schedule=c.schedule,
+            virtual_stages=c.virtual_stages,
+            dp=c.dp,
+            tp=c.tp,
+            pp=c.pp,
+            zero_stage=c.zero_stage,
+            micro_batch_size=c.micro_batch_size,
+            num_micro_batches=c.num_micro_batches,
+        )
+        one = estimate_config(replace(r, pins={}), config)
+        pricer = Pricer(one.point.workload, config, costs, precision_of(r.precision))
+        memory = r.cluster.device.memory_bytes
+        best = min(best, brute_cut(pricer, memory)[0] if c.schedule == "1F1B" else brute_schedule(pricer, memory))
+    return best
