@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoplan.fleet import capacity
     from autoplan.plan import Plan
     from autoplan.planner import PlanRequest, estimate_config, search_plan
+    from autoplan.runtime.compression import PowerSGD
     from autoplan.runtime.model import ParallelModel
     from autoplan.sweep import whatif
 
@@ -27,6 +28,7 @@ __all__ = [
     "ParallelModel",
     "Plan",
     "PlanRequest",
+    "PowerSGD",
     "Profile",
     "__version__",
     "capacity",
@@ -43,6 +45,7 @@ _HOMES = {
     "ParallelModel": "autoplan.runtime.model",
     "Plan": "autoplan.plan",
     "PlanRequest": "autoplan.planner",
+    "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
     "capacity": "autoplan.fleet",
     "estimate_config": "autoplan.planner",

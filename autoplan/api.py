@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.capture.cache import cached
+from autoplan.capture.cast import computing_in
 from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.capture.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program, write_text
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import Mode, executed_precision
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
+from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.search.space import check_pins, space
@@ -51,6 +53,8 @@ def parallelize(
     timeout_s: float | None = None,
     check: bool = False,
     compile: bool | str = False,
+    precision: str = "native",
+    gradient_compression: Compression | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
@@ -78,6 +82,11 @@ def parallelize(
             compiler on the CPU), or the name of one. A compiled block decides itself what it keeps, so that recompute
             is none, full or offload, and is priced with fused kernels.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
+        precision: 'native' computes in the dtypes of the model; 'bf16' and 'fp16' keep parameters, gradients and the
+            optimizer in float32 and compute in 16 bits ('bf16-grad16': gradients are summed in 16 bits, too), fp16 with
+            a dynamic loss scale (`pm.loss_scaler`); 'fp32' keeps and computes everything in float32.
+        gradient_compression: of the all-reduce of ZeRO 0 (which it pins): 'bf16', 'fp16', or
+            `autoplan.PowerSGD(rank=4)`. Not priced: the plan counts whole gradients.
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
@@ -97,6 +106,9 @@ def parallelize(
         )
     pins = dict(pins or {})
     check_pins(pins)
+    compute = executed_precision(precision).compute
+    if gradient_compression is not None:
+        pins = _compressible(gradient_compression, pins, precision)
     if example_inputs is None:
         if not is_hf_model(model):
             raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
@@ -110,7 +122,8 @@ def parallelize(
     device = _start(cluster, timeout_s)
     if measured:
         cluster = _with_memory(cluster, device)
-    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn))
+    dtype = None if compute is None else getattr(torch, compute)
+    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype))
     shape = next(iter(example_inputs.values())).shape
     seq_len, target_len = example_lengths(model, example_inputs)
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
@@ -120,7 +133,7 @@ def parallelize(
     def chain() -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile), target_len)
+        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile), target_len, precision)
         if check:
             _type_check(program)
         return plan, program
@@ -147,9 +160,29 @@ def parallelize(
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
         compile="inductor" if compile is True else compile or None,
+        gradient_compression=gradient_compression,
     )
     pm.plan = plan
     return pm
+
+
+def _compressible(compression: Compression, pins: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Pins under which gradients can be compressed. PinError where they cannot."""
+    try:
+        check_compression(compression)
+    except ValueError as exc:
+        raise PinError(str(exc)) from exc
+    if pins.get("zero_stage", 0) != 0:
+        raise PinError(
+            f"pin zero_stage={pins['zero_stage']} with gradient_compression: only the all-reduce of ZeRO 0 is "
+            "compressed; nearest legal: zero_stage=0"
+        )
+    if isinstance(compression, PowerSGD) and executed_precision(precision).compute == "float16":
+        raise PinError(
+            f"precision {precision!r} with PowerSGD: what it leaves out of one step is added to the next, whose loss "
+            "has another scale; nearest: precision='bf16'"
+        )
+    return {**pins, "zero_stage": 0}
 
 
 def plan_program(
@@ -161,10 +194,12 @@ def plan_program(
     profile: Profile | None = None,
     compiled: bool = False,
     target_len: int | None = None,
+    precision: str = "native",
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
 
-    `compiled`: blocks will run through torch.compile.
+    `compiled`: blocks will run through torch.compile. `precision`: the graph was captured in the dtype that it computes
+    in.
     """
     request = PlanRequest(
         graph,
@@ -172,7 +207,7 @@ def plan_program(
         seq_len,
         global_batch_size,
         pins,
-        precision="native",
+        precision=precision,
         profile=profile,
         mode=Mode.COMPILED if compiled else Mode.EAGER,
         executed=True,
@@ -180,7 +215,7 @@ def plan_program(
     )
     found = search_plan(request)
     evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
-    plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence)
+    plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence, precision)
     return plan, compile_program(graph, layouts)
 
 
@@ -191,10 +226,16 @@ def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int
     return int(ranks * max(1, example_batch // parts) * parts)
 
 
-def _capture(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None) -> ModelGraph:
-    if loss_fn is not None:
-        return capture(model, example_inputs, loss_fn)
-    return cached(model, example_inputs, lambda: capture(model, example_inputs))
+def _capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    loss_fn: LossFn | None,
+    dtype: torch.dtype | None = None,
+) -> ModelGraph:
+    with computing_in(model, dtype):
+        if loss_fn is not None:
+            return capture(model, example_inputs, loss_fn)
+        return cached(model, example_inputs, lambda: capture(model, example_inputs))
 
 
 def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:

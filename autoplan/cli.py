@@ -216,6 +216,7 @@ def estimate(
     ep: Annotated[int, typer.Option(help="Expert-parallel degree, folded into dp x cp x tp.")] = 1,
     etp: Annotated[int | None, typer.Option(help="Tensor-parallel degree inside experts; left out: as tp.")] = None,
     zero: Annotated[int, typer.Option("--zero", "--zero-stage", help="ZeRO stage, 0 to 3.")] = 1,
+    zero_replicas: Annotated[int, typer.Option(help="Hybrid ZeRO: copies of what ZeRO shards.")] = 1,
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
     recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
     virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
@@ -272,6 +273,7 @@ def estimate(
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
+    given |= {"zero_replicas": zero_replicas}
     given |= {"recompute": read_recompute(recompute), "context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = config_of(request.cluster.num_devices, request.global_batch_size, given)

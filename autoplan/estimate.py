@@ -24,6 +24,7 @@ from autoplan.search.pins import (
     check_degrees,
     check_dispatch,
     check_recompute,
+    check_replicas,
     check_schedule,
     divisors,
     is_count,
@@ -32,7 +33,7 @@ from autoplan.search.pins import (
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
 
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages")
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages", "zero_replicas")
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
             f"but the global batch is {request.global_batch_size}"
         )
     check_degrees(request.graph, c, ends=True)
+    check_replicas(c)
     check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.codegen.program import Layouts
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, executed_precision
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
@@ -23,6 +23,7 @@ from autoplan.search.pins import (
     check_degrees,
     check_dispatch,
     check_recompute,
+    check_replicas,
     check_split,
     layer_calls,
     make_mesh,
@@ -52,6 +53,7 @@ class Plan:
     certificate: Mapping[str, Any]
     estimate: Estimate | None = None  # None: the degrees were given, not searched
     version: int = PLAN_VERSION
+    precision: str = "native"
 
     def to_json(self) -> str:
         """Text form; the events of the estimate's timeline are left out."""
@@ -69,9 +71,11 @@ class Plan:
         if given is not None:
             methods = sorted(set(given.values())) if isinstance(given, Mapping) else [given]
             spread = spread.replace(f"cp={c.cp}", f"cp={c.cp} ({', '.join(methods)})")
+        copies = f" zero-replicas={c.zero_replicas}" if c.zero_replicas > 1 else ""
         lines = [
-            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage} "
-            f"micro-batches={c.num_micro_batches} schedule={c.schedule}"
+            f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
+            f"{copies} micro-batches={c.num_micro_batches} schedule={c.schedule}"
+            f"{'' if self.precision == 'native' else f' precision={self.precision}'}"
         ]
         if self.estimate is not None:
             step, peak = self.estimate.step_time_s, self.estimate.peak_memory_bytes
@@ -104,12 +108,13 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def make_plan(
-    graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int]
+    graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int], precision: str = "native"
 ) -> tuple[Plan, Layouts, IntraSolution]:
     """Decide everything the degrees leave open: sub-axes, stages, and the layout inside by the intra-op ILP.
 
     Args:
         env: `b` (micro-batch per data-parallel rank) and `s` the layout is priced for.
+        precision: what is computed in which dtype; `graph` was captured in it.
 
     Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
@@ -119,8 +124,11 @@ def make_plan(
     check_dispatch(graph, config)
     check_context(graph, config)
     check_split(graph, config.schedule)
+    check_replicas(config)
     _, axes = make_mesh(graph, config)
-    settings = IntraSettings(axes, cluster, env, config.num_micro_batches, config.state_slack)
+    settings = IntraSettings(
+        axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
+    )
     problem = build_problem(graph, settings)
     if axes and spreads(config):
         problem = with_own_tokens(problem, graph, config.state_slack)
@@ -136,15 +144,17 @@ def make_plan(
         "prices": f"{cluster.device.source} device and link figures",
     }
     stages = split_stages(graph, config, env)
-    return *_plan(graph, config, cluster.num_devices, solution, stages, certificate), solution
+    return *_plan(graph, config, cluster.num_devices, solution, stages, certificate, precision=precision), solution
 
 
-def searched_plan(graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str) -> tuple[Plan, Layouts]:
+def searched_plan(
+    graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str, precision: str = "native"
+) -> tuple[Plan, Layouts]:
     """The plan and layouts of what the planner found. `evidence`: what the prices rest on."""
     config, units = planned.config, pipeline_units(graph)
     stages = stage_calls(units, config.stages or (len(units),))
     proof = {**asdict(certificate), "prices": evidence}
-    return _plan(graph, config, config.num_devices, planned.point.solution, stages, proof, planned.estimate)
+    return _plan(graph, config, config.num_devices, planned.point.solution, stages, proof, planned.estimate, precision)
 
 
 def _plan(
@@ -155,6 +165,7 @@ def _plan(
     stages: tuple[tuple[str, ...], ...],
     certificate: dict[str, Any],
     estimate: Estimate | None = None,
+    precision: str = "native",
 ) -> tuple[Plan, Layouts]:
     """What was decided, as a record and as codegen takes it."""
     mesh, axes = make_mesh(graph, config)
@@ -169,6 +180,7 @@ def _plan(
         recompute,
         config.virtual_stages,
         chosen_methods(graph, config),
+        precision,
     )
     plan = Plan(
         model=graph.name,
@@ -183,6 +195,7 @@ def _plan(
         intra_bound_s=solution.bound_s,
         certificate=certificate,
         estimate=estimate,
+        precision=precision,
     )
     return plan, layouts
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.errors import InfeasibleError
 from autoplan.cost_models.ladder import as_mapping
 from autoplan.cost_models.price import Pricer, ranges_of
@@ -182,7 +182,15 @@ class _Search:
         """Bound all, then refine and evaluate best first."""
         r = self.request
         with self._phase("space"):
-            checked = space(r.graph, r.cluster, r.global_batch_size, r.pins, executed=r.executed, seq_len=r.seq_len)
+            checked = space(
+                r.graph,
+                r.cluster,
+                r.global_batch_size,
+                r.pins,
+                executed=r.executed,
+                seq_len=r.seq_len,
+                split_backward=not (r.executed and precision_of(r.precision).has_masters),
+            )
         if r.executed and r.mode is Mode.COMPILED:
             check_compiled(r.pins)
         if r.executed:
@@ -407,6 +415,8 @@ class _Search:
             out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
         if "recompute" not in r.pins:
             out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
+        if "zero_replicas" not in r.pins:
+            out.append("zero_replicas = 1: ZeRO shards over all replicas")
         if "schedule" not in r.pins and "virtual_stages" not in r.pins:
             out.append(_SCHEDULES)
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]

@@ -369,6 +369,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         recompute=read_recompute(pins.get("recompute", "none")),
         state_slack=pins.get("state_slack", 1.02),
         context_method=dict(c.methods) if c.methods else None,
+        zero_replicas=c.zero_replicas,
     )
 
 

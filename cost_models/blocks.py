@@ -85,10 +85,13 @@ def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict
         "cp": Group(cp, tp),
         "dp": Group(dp, tp * cp),
         "pp": Group(config.pp, tp * cp * dp),
-        "replicas": _replicas(dp * cp, tp, config),
+        "replicas": _replicas(dp * cp // config.zero_replicas, tp, config),
+        "zero_replicas": Group(config.zero_replicas, tp * cp * dp // config.zero_replicas),
         "etp": Group(etp, 1),
         "ep": Group(config.ep, etp),
-        "expert_replicas": _replicas(max(1, dp * cp * tp // (config.ep * etp)), config.ep * etp, config),
+        "expert_replicas": _replicas(
+            max(1, dp * cp * tp // (config.ep * etp * config.zero_replicas)), config.ep * etp, config
+        ),
     }
     stride = 1
     for name, size in reversed(axes):
@@ -125,14 +128,14 @@ class BlockCost:
     zero_forward: Quantity  # exposed gathers of ZeRO 3
     zero_backward: Quantity  # exposed gathers and reductions in every backward (ZeRO 2 and 3)
     zero_first: Quantity  # exposed gather in the first forward (ZeRO 1 and 2)
-    zero_last: Quantity  # exposed reduction in the last backward (ZeRO 1)
+    zero_last: Quantity  # exposed reduction in the last backward (ZeRO 1), and sum over replicas of the shards
     per_step: Quantity  # reductions that wait until the end of the step
     optimizer: Quantity
     reduced_bytes: Mapping[str, float]
     waited: Mapping[str, Quantity]  # for the host to start kernels, by phase
     hidden_again: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
-    reduce: Quantity  # of ZeRO 1, once per step, whole
+    reduce: Quantity  # of ZeRO 1, and over replicas of the shards: once per step, whole
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
     offload: Quantity = ZERO  # what it keeps to the host and back, nothing hidden
 
@@ -231,7 +234,7 @@ class BlockPricer:
             busy = ops + total([q for (_, when), q in comm.items() if when == phase])
             launched[phase] = waited_s(hosts[phase], busy, self.costs.options.launch)
         gather, reduce, sharded = self._zero(block)
-        stage = self.config.zero_stage
+        across, stage = self._across_replicas(block), self.config.zero_stage
         hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
         waits = (
             {n: self.costs.wait_s(computed["backward"] / n, n) for n in (1, 2)} if reduce.mid else {1: ZERO, 2: ZERO}
@@ -239,6 +242,8 @@ class BlockPricer:
         waited = self.costs.wait_s(computed["forward"]) if sharded else ZERO
         hidden_gather = gather.less(times.forward * self.hides) + waited
         hidden_reduce = reduce.less(times.backward * self.hides) + waits[1]
+        hidden_last = ((reduce if stage == 1 else ZERO) + across).less(times.backward * self.hides)
+        hidden_last += waits[1] if stage == 1 else ZERO
         # a stream of its own: traffic hides behind all that a backward does, computing the block again included
         behind = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
         both = (gather + reduce).less(behind * self.hides) + waits[2]
@@ -253,14 +258,14 @@ class BlockPricer:
             zero_forward=(hidden_gather if stage == 3 else ZERO) + hooks["forward"],
             zero_backward=(both if stage == 3 else hidden_reduce if stage == 2 else ZERO) + hooks["backward"],
             zero_first=hidden_gather if stage in (1, 2) else ZERO,
-            zero_last=hidden_reduce if stage == 1 else ZERO,
+            zero_last=hidden_last if stage else ZERO,
             per_step=per_step,
             optimizer=self._optimizer(block),
             reduced_bytes=self._reduced(block),
             waited=launched,
             hidden_again=_beyond(both, beside) if stage == 3 else ZERO,
             gather=gather if stage in (1, 2) else ZERO,
-            reduce=reduce if stage == 1 else ZERO,
+            reduce=(reduce if stage == 1 else ZERO) + across,
             groups=self._groups(times, comm),
             offload=self._offload(block),
         )
@@ -335,6 +340,16 @@ class BlockPricer:
                 reduce.append(self.costs.collective_s("reduce_scatter", grads, self.groups[name]))
                 reduce.append(self.costs.zero_copy_s("reduce", grads, sum(p.trainable for p in mine), ranks))
         return total(gather), total(reduce), bool(gather)
+
+    def _across_replicas(self, block: BlockWork) -> Quantity:
+        """Summing the gradients' shards over their replicas (hybrid ZeRO), in the last backward of the step."""
+        out = [ZERO]
+        for expert in REPLICAS:
+            mine = [p for p in block.params if p.trainable and p.expert is expert]
+            size = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine) / self._share(expert)
+            if size and self.groups["zero_replicas"].size > 1:
+                out.append(self.costs.collective_s("all_reduce", size, self.groups["zero_replicas"]))
+        return total(out)
 
     def _reduced(self, block: BlockWork) -> dict[str, float]:
         out = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.units import DTYPE_BYTES
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 RECOMPUTE = ("none", "selective", "full", "offload")
@@ -112,6 +113,10 @@ class RunOptions:
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
 
 
+MASTER_BYTES = 4  # per element of what 16-bit parameters are copies of
+_SHORT = {None: "native", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bytes per parameter and what is computed in which dtype.
@@ -126,6 +131,23 @@ class Precision:
     grad_bytes: float | None = None
     state_bytes: float | None = None
     matmul: str | None = None
+
+    @property
+    def gradients(self) -> str | None:
+        """The dtype in which gradients are summed over micro-batches and ranks; None: that of the parameter."""
+        if self.grad_bytes is None or self.compute is None:
+            return None
+        return self.compute if self.grad_bytes == DTYPE_BYTES[self.compute] else "float32"
+
+    @property
+    def has_masters(self) -> bool:
+        """True if parameters are computed with in 16 bits and kept in float32, which `state_bytes` counts."""
+        return self.compute is not None and DTYPE_BYTES[self.compute] < MASTER_BYTES
+
+    @property
+    def compute_name(self) -> str:
+        """The name of the precision that computes everything in `compute`."""
+        return _SHORT[self.compute]
 
 
 # Mixed precision as Megatron-LM and torchtitan run it: gradients accumulate in fp32; AdamW holds two fp32 moments and a
@@ -159,6 +181,18 @@ def precision_of(name: str) -> Precision:
     return replace(base, name=name, grad_bytes=2.0) if narrow else base
 
 
+def executed_precision(name: str) -> Precision:
+    """The precision of a name, of those that the runtime computes in. PinError for products in 8 and 4 bits."""
+    found = precision_of(name)
+    if found.matmul is not None:
+        known = ", ".join(n for n, p in PRECISIONS.items() if p.matmul is None)
+        raise PinError(
+            f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
+            f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Degrees and settings of one plan.
@@ -168,7 +202,8 @@ class ParallelConfig:
     None for balanced arithmetic. `recompute`: one value for all layers (of RECOMPUTE, or GROUPS joined by `+`), a
     mapping from block call to one, or how many layers of each stage (chunk) are recomputed in full (a tuple).
     `context_method`: one name of `autoplan.cost_models.context` for all blocks with attention, a mapping from block to
-    one, or None (with cp > 1: not decided).
+    one, or None (with cp > 1: not decided). `zero_replicas`: how many copies of the sharded state there are (hybrid
+    ZeRO): ZeRO shards over dp * cp / zero_replicas neighbours.
     """
 
     dp: int = 1
@@ -186,6 +221,7 @@ class ParallelConfig:
     stages: tuple[int, ...] | None = None
     state_slack: float = 1.02
     context_method: str | Mapping[str, str] | None = None
+    zero_replicas: int = 1
 
     @property
     def num_devices(self) -> int:

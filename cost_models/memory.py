@@ -10,20 +10,24 @@ With P parameter bytes on a rank (after tp and ep), of which L is the largest bl
 | 3 | P / n | two blocks (one in use, one on its way) | G / n + one block's | O / n |
 
 (autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
+With 16-bit parameters (autoplan.runtime.precision) fully_shard stores and shards the float32 master, 4 bytes per
+element, from which 16 bits are gathered, and gradients become float32 shards; without shards the 16-bit copy is stored
+beside the master. Megatron's distributed optimizer keeps 16-bit parameters beside sharded masters.
 Under `Mode.FUSED` it is as Megatron-LM has it: P under ZeRO 0 to 2; gradients in one buffer that is there from the
 start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, since products add to that buffer
 themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
 (`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
-Parameters of experts are sharded over their own replicas. Activations are held for every micro-batch in flight, which
-the schedule's own actions count. A schedule in both directions (DualPipe) has two stages on every rank, each of them on
-two ranks: twice the parameters and gradients, and twice as many replicas to shard over. What counts is the fullest
-moment:
+Hybrid ZeRO (`zero_replicas`) has n / zero_replicas for n. Parameters of experts are sharded over their own replicas.
+Activations are held for every micro-batch in flight, which the schedule's own actions count. A schedule in both
+directions (DualPipe) has two stages on every rank, each of them on two ranks: twice the parameters and gradients, and
+twice as many replicas to shard over. What counts is the fullest moment:
 
 | moment | micro-batches held | gradients |
 |---|---|---|
 | first backward | all that ran forward before it | only of the layers it has passed |
 | a later backward | all in flight | all |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
+| optimizer step (ZeRO 0, 16-bit gradients) | none | all, in float32 |
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, Precision
+from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.cost_models.ladder import Ladder
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
@@ -57,7 +61,7 @@ _ACTIVATION_SPREAD = 0.05  # of the liveness walk (autoplan.search.activations),
 
 
 NOTHING: Mapping[int, str] = MappingProxyType({})
-FIRST, LATER, REDUCTION = "first backward", "backward", "reduction"
+FIRST, LATER, REDUCTION, UPDATE = "first backward", "backward", "reduction", "optimizer step"
 # Terms that no tensor of the program accounts for: outside `torch.cuda.max_memory_allocated`.
 NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmentation"
 
@@ -122,7 +126,7 @@ class MemoryModel:
         c = config
         self.copies = num_copies(c.schedule)
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
-        self.shares = {expert: n * self.copies for expert, n in self.shares.items()}
+        self.shares = {expert: max(1, n // c.zero_replicas) * self.copies for expert, n in self.shares.items()}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
         blocks = {name: self._states(name) for name in workload.blocks}
         self.stored, self.gathered, self.grads, self.states = (
@@ -151,6 +155,10 @@ class MemoryModel:
         self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
         reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
+        # the optimizer takes gradients as wide as the parameters that it changes: sums in 16 bits are copied once more
+        grad_bytes = self.precision.grad_bytes or MASTER_BYTES
+        widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.handwritten
+        self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
         self.buckets = 2 * BUCKET_BYTES if reduced and not self.handwritten else 0
 
     def _schedule(self) -> None:
@@ -178,15 +186,23 @@ class MemoryModel:
         c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
         share = self.shares[p.expert] if c.zero_stage else 1
         whole_always = self.handwritten and c.zero_stage < 3
-        stored = n * width / (1 if whole_always else share)
+        sharded_masters = self._has_master(p) and share > 1 and not self.handwritten
+        stored = n * (MASTER_BYTES if sharded_masters else width) / (1 if whole_always else share)
         gathered = n * width if share > 1 and not whole_always else 0.0
         if not p.trainable:
             return stored, gathered, 0.0, 0.0, 0.0, 0.0
         grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
         state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
+        if sharded_masters:  # the shards that are stored
+            state -= n * MASTER_BYTES
         sharded = c.zero_stage >= 2 or (c.num_micro_batches == 1 and not self.handwritten)
-        kept = grad / share if c.zero_stage >= 2 else grad
-        return stored, gathered, kept, state / share, grad if share > 1 else 0.0, grad / share if sharded else grad
+        shard = (n * MASTER_BYTES if sharded_masters else grad) / share  # fully_shard's are as wide as its parameters
+        kept = shard if c.zero_stage >= 2 else grad
+        return stored, gathered, kept, state / share, grad if share > 1 else 0.0, shard if sharded else grad
+
+    def _has_master(self, p: ParamWork) -> bool:
+        """True for a 16-bit copy of a float32 parameter; what is not trained needs none (if it is given in 16 bits)."""
+        return self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
 
     def _tied_states(self) -> tuple[tuple[int, int, tuple[float, ...]], ...]:
         """(first unit, last unit, as `_states`) of parameters that several units use and a rank holds once.
@@ -278,6 +294,8 @@ class MemoryModel:
                 moments = self._first_backward(units, first, only)
             if later:
                 moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
+        if self.widened and self.config.zero_stage == 0:
+            moments.append(_Moment(UPDATE, self.widened * grads, 0.0, 0.0))
         if self.buckets:
             moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
         fullest = max(moments, key=lambda m: m.num_bytes)

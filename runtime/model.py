@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoplan.runtime.compiled import compile_blocks
+from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.optim import check_elementwise
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
+from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
-from autoplan.runtime.zero import apply_zero
+from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, apply_zero, hybrid_mesh
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -41,12 +45,14 @@ class ParallelModel:
         aliases: further names of tied parameters, for `state_dict`.
         extra_state: persistent buffers of the original model, for `state_dict`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
+        gradient_compression: of the all-reduce of ZeRO 0 (`autoplan.runtime.compression`).
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
         stages: this rank's modules by stage, in model order; with virtual stages several.
-        optimizer: the optimizer over this rank's shards, or None. data_rank, data_world: which part of the global batch
-            is ours.
+        optimizer: the optimizer over this rank's shards, or None. loss_scaler: of a program in float16, else None.
+            precision: the dtypes of a program in mixed precision, else None. data_rank, data_world: which part of the
+            global batch is ours.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class ParallelModel:
         extra_state: Mapping[str, torch.Tensor] | None = None,
         mesh: AxisMesh | None = None,
         compile: str | None = None,
+        gradient_compression: Compression | None = None,
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
@@ -74,6 +81,12 @@ class ParallelModel:
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
+        self._given = {name: t.dtype for name, t in parameters.items()}
+        self.precision = MixedPrecision.of(spec)
+        if self.precision is not None and dtype is not None:
+            raise ValueError(
+                f"dtype={dtype}: this program computes in {spec.compute_dtype} whatever its parameters are"
+            )
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
@@ -81,17 +94,19 @@ class ParallelModel:
             for stage in self.stages.values():
                 compile_blocks(stage, compile)
         self._owners = self._find_owners()
-        self._syncs = {
-            index: apply_zero(
-                stage,
-                self.mesh.submesh(self._replicas),
-                spec.zero_stage,
-                schedule=spec.schedule,
-                apart=self._dispatched(self._specs[index]),
-                apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
+        self._compression = gradient_compression
+        if self.precision is not None and self.precision.scales_loss and isinstance(gradient_compression, PowerSGD):
+            raise ValueError(
+                "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
+                "scale; use bf16"
             )
-            for index, stage in self.stages.items()
-        }
+        self._syncs, self._copies = self._synchronised()
+        self.loss_scaler: LossScaler | None = None
+        if self.precision is not None and self.precision.scales_loss:
+            self.loss_scaler = scaler = LossScaler()
+            last = self.stages.get(len(spec.stages) - 1)
+            if last is not None:  # after the hooks of fully_shard, which then see the loss itself
+                last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         self._tied_groups = self._make_tied_groups()
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -99,6 +114,54 @@ class ParallelModel:
         if optimizer is not None:
             self.optimizer = optimizer(list(self.parameters()))
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+
+    def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
+        """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
+        precision, copies, syncs = self.precision, None, {}
+        if precision is not None and precision.compute != MASTER and self.spec.schedule in SPLIT_BACKWARD_SCHEDULES:
+            raise ValueError(
+                f"{self.spec.compute_dtype} under {self.spec.schedule}: weight gradients of a split backward would be "
+                "summed in 16 bits; use a schedule with a full backward such as 1F1B"
+            )
+        if self._plain_parameters:
+            copies = self._make_copies()
+        # 16-bit sums are reduced as such, where they are: in the copies
+        in_copies = copies is not None and precision is not None and precision.gradients != MASTER
+        with copies.in_place() if copies is not None and in_copies else nullcontext():
+            for index, stage in self.stages.items():
+                mine = self._specs[index]
+                syncs[index] = apply_zero(
+                    stage,
+                    self._zero_mesh(),
+                    self.spec.zero_stage,
+                    schedule=self.spec.schedule,
+                    apart=self._dispatched(mine),
+                    apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
+                    policies=precision.policies(mine.params) if precision is not None and copies is None else None,
+                    compression=self._compression,
+                )
+        # of what fully_shard leaves alone: experts without replicas
+        return syncs, copies if copies is not None else self._make_copies()
+
+    def _zero_mesh(self) -> DeviceMesh:
+        if "rdp" not in self.mesh.axes:
+            return self.mesh.submesh(self._replicas)
+        return hybrid_mesh(self.mesh.submesh("rdp"), self.mesh.submesh(self._shards))
+
+    def _make_copies(self) -> Copies | None:
+        if self.precision is None:
+            return None
+        uses = [
+            (p, self.stages[mine.index].get_submodule(f"blocks.{p.block}"))
+            for mine in self._specs.values()
+            for p in mine.params
+        ]
+        return Copies(uses, self.precision)
+
+    @property
+    def _plain_parameters(self) -> bool:
+        """True if no parameter is sharded by ZeRO."""
+        return self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1
 
     @property
     def stage(self) -> nn.Module:
@@ -109,6 +172,13 @@ class ParallelModel:
     def _replicas(self) -> str:
         """The ranks with the same parameters: of data and, together with them, of context parallelism."""
         return "replicas" if "replicas" in self.mesh.groups else "dp"
+
+    @property
+    def _shards(self) -> str:
+        """The ranks that ZeRO shards over: all replicas, or the neighbours among them (hybrid)."""
+        if "rdp" not in self.mesh.axes:
+            return self._replicas
+        return "shards" if "shards" in self.mesh.groups else "sdp"
 
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
@@ -125,8 +195,11 @@ class ParallelModel:
             temporary.replace(path)
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
         stage: nn.Module = module.Stage()
-        materialise(stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype)
-        if self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1:
+        stored = self.precision.stored if self.precision is not None else None
+        materialise(
+            stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype, stored
+        )
+        if self._plain_parameters:
             self._share_tied(stage, mine)
         return stage
 
@@ -246,9 +319,12 @@ class ParallelModel:
             for i, part in enumerate(parts):
                 part["loss_denominator"] = denominator
                 part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
-            losses = self._runner_for(parts[0]).run(parts)
-            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh)
+            losses = self._run(parts)
+            sent = self.precision.gradients if self.precision is not None else None
+            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent)
             self._sum_tied()
+            if self.loss_scaler is not None:
+                self.loss_scaler.unscale_(self.parameters(), self.device, self.mesh.world_size)
         self._num_steps += 1
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
         total = total.to(torch.float64).detach().clone()
@@ -256,6 +332,16 @@ class ParallelModel:
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         return total.to(denominator.dtype)
+
+    def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward, with the copies in place where there are any."""
+        if self._copies is None:
+            return self._runner_for(parts[0]).run(parts)
+        self._copies.drop_gradients()
+        with self._copies.in_place():
+            losses = self._runner_for(parts[0]).run(parts)
+        self._copies.collect()
+        return losses
 
     def _micro_batches(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         missing = [n for n in self.spec.inputs if n not in batch]
@@ -349,11 +435,13 @@ class ParallelModel:
         sharded = {atom for s in p.shards for atom in self.mesh.atoms(s.axis)}
         if self.spec.zero_stage > 0:
             apart = any(s.axis == "ep" for s in p.shards)
-            sharded.update(self.mesh.atoms("edp" if apart else self._replicas))
+            sharded.update(self.mesh.atoms("edp" if apart else self._shards))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:
-        """L2 norm of the whole gradient, each logical element once, on every rank."""
+        """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
+        if self.loss_scaler is not None and self.loss_scaler.skipped:
+            return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for p, parameter in self._places():
             if parameter.grad is not None and self._counts_here(p):
@@ -397,8 +485,7 @@ class ParallelModel:
                 dist.broadcast(present, source, group=self.mesh.group("pp"))
                 if not int(present):
                     continue
-                dtype = self._dtype or next(p.dtype for p in stage.params if p.name == name)
-                dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+                dtype = self._stored_dtype(next(p for p in stage.params if p.name == name))
                 tensor = (
                     mine[name].contiguous()
                     if index in self.stages
@@ -407,6 +494,12 @@ class ParallelModel:
                 dist.broadcast(tensor, source, group=self.mesh.group("pp"))
                 out[name] = tensor
         return out
+
+    def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
+        if self.precision is not None:
+            return self.precision.stored(p, self._given[p.name])
+        dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
+        return dtype
 
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))

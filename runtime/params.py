@@ -97,8 +97,14 @@ def materialise(
     coordinate: Callable[[str], int],
     device: torch.device,
     dtype: torch.dtype | None = None,
+    stored: Callable[[ParamSpec, torch.dtype], torch.dtype] | None = None,
 ) -> None:
-    """Give a freshly built stage its values, in place. `dtype` replaces every floating dtype (parity runs)."""
+    """Give a freshly built stage its values, in place.
+
+    Args:
+        dtype: replaces every floating dtype (parity runs).
+        stored: the dtype of a parameter, given that of its values (mixed precision); None: the latter.
+    """
 
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
@@ -107,7 +113,8 @@ def materialise(
         for p in spec.params:
             block = stage.get_submodule(f"blocks.{p.block}")
             local = shard(parameters[p.name].detach(), p, size, coordinate)
-            setattr(block, p.attr, nn.Parameter(cast(local).clone(), requires_grad=p.trainable))
+            value = cast(local).clone() if stored is None else local.to(device, stored(p, local.dtype), copy=True)
+            setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
         for b in spec.buffers:
             setattr(buffer_owner(stage, b), b.attr, cast(buffers[b.name].detach()).clone())
 
@@ -117,8 +124,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def reduce_deferred(pairs: Sequence[tuple[nn.Parameter, ParamSpec]], mesh: AxisMesh) -> None:
-    """Sum the gradients that are pending on a sub-axis, once per step, several in one message."""
+def reduce_deferred(
+    pairs: Sequence[tuple[nn.Parameter, ParamSpec]], mesh: AxisMesh, dtype: torch.dtype | None = None
+) -> None:
+    """Sum the gradients that are pending on a sub-axis, once per step, several in one message.
+
+    `dtype`: they are sent and summed in (16-bit gradients); None: in their own.
+    """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter, spec in pairs:
         axes = tuple(a for a in spec.reduce_axes if mesh.size(a) > 1)
@@ -126,16 +138,19 @@ def reduce_deferred(pairs: Sequence[tuple[nn.Parameter, ParamSpec]], mesh: AxisM
             by_axes.setdefault(axes, []).append(local_of(parameter.grad))
     for axes, gradients in by_axes.items():
         for axis in axes:
-            all_reduce_flat(gradients, mesh.group(axis))
+            all_reduce_flat(gradients, mesh.group(axis), dtype)
 
 
-def all_reduce_flat(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """In-place sum of several tensors over a group, one message per dtype."""
+def all_reduce_flat(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> None:
+    """In-place sum of several tensors over a group, one message per dtype; `dtype`: what they are sent in."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for t in tensors:
         by_dtype.setdefault(t.dtype, []).append(t)
     for same in by_dtype.values():
         flat = torch.cat([t.reshape(-1) for t in same])
+        flat = flat if dtype is None else flat.to(dtype)
         dist.all_reduce(flat, group=group)
         offset = 0
         for t in same:

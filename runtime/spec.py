@@ -119,7 +119,7 @@ class TiedSpec:
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """Everything a rank needs beside the emitted modules."""
+    """Everything a rank needs beside the emitted modules (mixed precision: `autoplan.runtime.precision`)."""
 
     model: str
     axes: tuple[tuple[str, int], ...]  # sub-axes, major to minor over ranks
@@ -136,6 +136,8 @@ class ProgramSpec:
     stage_ranks: tuple[int, ...] = ()  # the pipeline rank that holds each stage; several per rank: virtual stages
     version: int = SPEC_VERSION
     input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; none in older programs
+    compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
+    gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""

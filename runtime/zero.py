@@ -10,6 +10,9 @@ divided by the token count of the whole batch. With dp ranks and P parameter byt
 | 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
 | 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
 
+Hybrid ZeRO (Zhao et al., PyTorch FSDP, 2023, section 3.2.2) shards over dp / R neighbours and keeps R copies of that:
+the table with dp / R for dp, and once per step an all-reduce of the gradients' shards over the copies.
+
 Parameters of experts that tokens travel to are replicated over fewer ranks, and are sharded and reduced over those.
 
 Stage 0 keeps plain parameters. Stages 1 to 3 are ``fully_shard`` per block; parameters become DTensors sharded on
@@ -17,15 +20,17 @@ dim 0 and so do their gradients, so that the optimizer works on the shards witho
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+
+from autoplan.runtime.compression import Compression, Compressor
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
@@ -96,6 +101,7 @@ class _AllReduce(GradientSync):
         bucket_bytes: int,
         apart: Sequence[nn.Parameter] = (),
         apart_group: dist.ProcessGroup | None = None,
+        compression: Compression | None = None,
     ) -> None:
         super().__init__(ZeroStage.NOTHING)
         # Backward order, so that what was written last is read first and may still be in a cache.
@@ -105,10 +111,15 @@ class _AllReduce(GradientSync):
         if apart_group is not None:
             self._replicas.append((apart_group, [p for p in parameters if id(p) in others]))
         self._bucket_bytes = bucket_bytes
+        self.compressors = [Compressor(compression, g) for g, _ in self._replicas] if compression is not None else []
 
     def finish_step(self) -> None:
-        for group, parameters in self._replicas:
-            self._reduce([p.grad for p in parameters if p.grad is not None], group)
+        for index, (group, parameters) in enumerate(self._replicas):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if self.compressors:
+                self.compressors[index].reduce(buckets(gradients, self._bucket_bytes))
+            else:
+                self._reduce(gradients, group)
 
     def _reduce(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
@@ -162,6 +173,7 @@ class _Sharded(GradientSync):
         self._stage.set_is_last_backward(is_last)
         self._stage.set_reshard_after_backward(is_last or self.zero is ZeroStage.PARAMETERS)
         self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
+        self._stage.set_requires_all_reduce(is_last)  # over copies of the shards, if there are several
         self._reduced = is_last
 
     def finish_step(self) -> None:
@@ -186,6 +198,7 @@ class _ShardedSplit(_Sharded):
             self._stage.set_is_last_backward(is_last)
             self._stage.set_reshard_after_backward(is_last)
             self._stage.set_requires_gradient_sync(True)
+            self._stage.set_requires_all_reduce(is_last)
             # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards.
             root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
             for state in root._state_ctx.all_states:
@@ -193,6 +206,14 @@ class _ShardedSplit(_Sharded):
                     group.post_backward()
             root._root_post_backward_final_callback()
         self._reduced = is_last
+
+
+def hybrid_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+    """Of hybrid ZeRO: both meshes, of one axis each, as one of two."""
+    # Private torch API (tried on 2.13.0): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`); slicing
+    # by two names does not know axes that were flattened.
+    mesh: DeviceMesh = DeviceMesh._concatenate([replicas, shards])
+    return mesh
 
 
 def apply_zero(
@@ -204,17 +225,22 @@ def apply_zero(
     bucket_bytes: int = BUCKET_BYTES,
     apart: Sequence[nn.Parameter] = (),
     apart_mesh: DeviceMesh | None = None,
+    policies: Mapping[str, MixedPrecisionPolicy] | None = None,
+    compression: Compression | None = None,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
     Args:
         stage: has ``stage.blocks``, an nn.ModuleDict in execution order that holds every parameter of the stage.
-        mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says.
+        mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says. Two axes,
+            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over (see `hybrid_mesh`).
         zero: 0 to 3, see the table of this module.
         schedule: name of the pipeline schedule the stage will run under.
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
         apart: parameters with fewer replicas (experts that tokens travel to), and ``apart_mesh``: the ranks that have
             them.
+        policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
+        compression: of the all-reduce of ZeRO 0.
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
@@ -225,8 +251,13 @@ def apply_zero(
     """
     zero = ZeroStage(zero)
     check_schedule(zero, schedule)
-    if mesh.ndim != 1:
-        raise ValueError(f"ZeRO needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
+    hybrid = mesh.ndim == 2 and zero is not ZeroStage.NOTHING
+    if mesh.ndim != 1 and not hybrid:
+        raise ValueError(f"ZeRO {zero:d} needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
+    if hybrid and (mesh.size(1) == 1 or apart):
+        raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh}), and no experts that are spread")
+    if compression is not None and zero is not ZeroStage.NOTHING:
+        raise ValueError(f"gradients are compressed in the all-reduce of ZeRO 0 only, not with ZeRO {zero:d}")
     blocks = _blocks_of(stage)
     if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
         apart, apart_mesh = (), None  # the same replicas: FSDP wants one mesh for them
@@ -235,15 +266,16 @@ def apply_zero(
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
-        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group)
+        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression)
 
     _check_shardable(blocks)
     reshard_after_forward = zero is ZeroStage.PARAMETERS
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
     place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
-    for block in blocks.values():
+    for name, block in blocks.items():
         fully_shard(
             block,
+            mp_policy=(policies or {}).get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=place,

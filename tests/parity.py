@@ -24,9 +24,11 @@ from harness import pool
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.api import _aliases, _persistent_buffers
+from autoplan.capture.cast import computing_in
 from autoplan.capture.export import capture
 from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
+from autoplan.cost_models.config import executed_precision
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.plan import make_plan
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
@@ -59,6 +61,8 @@ class Case:
     ep: int = 1
     cp: int = 1
     schedule: str = "1F1B"
+    precision: str = "native"
+    zero_replicas: int = 1
     virtual: int = 1  # stages per rank of the pipeline
     context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
     compile: str | None = None  # backend of torch.compile
@@ -90,6 +94,8 @@ class Case:
             pins["context_method"] = given if isinstance(given, str) else dict(given)
         if self.etp is not None:
             pins["etp"] = self.etp
+        if self.zero_replicas > 1:
+            pins["zero_replicas"] = self.zero_replicas
         if self.schedule != "1F1B":
             pins["schedule"] = self.schedule
         if self.virtual > 1:
@@ -113,6 +119,8 @@ class Case:
             given = self.context_method
             parts += [given if isinstance(given, str) else "-".join(f"{b}-{m}" for b, m in given)]
         parts += [f"etp{self.etp}"] * (self.etp is not None)
+        parts += [f"replicas{self.zero_replicas}"] * (self.zero_replicas > 1)
+        parts += [self.precision] * (self.precision != "native")
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
@@ -148,10 +156,12 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 
 
 @functools.cache
-def graph_of(family: str, dropout: float) -> ModelGraph:
+def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
     loss = None if is_hf(family) else models.gpt_loss
-    return capture(make_model(family, dropout), batch, loss)
+    compute, model = executed_precision(precision).compute, make_model(family, dropout)
+    with computing_in(model, None if compute is None else getattr(torch, compute)):
+        return capture(model, batch, loss)
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -178,17 +188,19 @@ def _compiled(
     methods: tuple[tuple[str, str], ...],
     world: int,
     prices: str,
+    precision: str,
 ) -> Program:
     config = read_pins({**dict(pins), **({"context_method": dict(methods)} if methods else {})}, world)
-    graph = graph_of(family, dropout)
-    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, {"b": 2, "s": SEQ, "t": TARGET})
+    graph = graph_of(family, dropout, precision)
+    env = {"b": 2, "s": SEQ, "t": TARGET}
+    _, layouts, _ = make_plan(graph, cluster_of(world, prices), config, env, precision)
     return compile_program(graph, layouts)
 
 
 def compiled(case: Case) -> Program:
     methods = case.context_method if isinstance(case.context_method, tuple) else ()
     pins = tuple(sorted((k, v) for k, v in case.pins.items() if not (methods and k == "context_method")))
-    return _compiled(case.family, case.dropout, pins, methods, case.world, case.prices)
+    return _compiled(case.family, case.dropout, pins, methods, case.world, case.prices, case.precision)
 
 
 def full_tensors(case: Case, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -427,7 +439,7 @@ def train_job(
         buffers,
         num_micro_batches=case.num_micro_batches,
         optimizer=make,
-        dtype=dtype,
+        dtype=dtype if case.precision == "native" else None,
         aliases=_aliases(model),
         extra_state=_persistent_buffers(model),
         compile=case.compile,

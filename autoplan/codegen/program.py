@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.sends import attention_sends
-from autoplan.cost_models.config import groups_of
+from autoplan.cost_models.config import executed_precision, groups_of
 from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
@@ -46,6 +46,7 @@ class Layouts:
     recompute: Mapping[str, str]  # call -> none, full, selective, offload, or regions (see autoplan.search.regions)
     virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
     context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
+    precision: str = "native"
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def _axis(mesh: Mesh, name: str) -> Axis | None:
 class _Compiler:
     def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
         self.graph, self.layouts = graph, layouts
+        self.precision = executed_precision(layouts.precision)
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         groups[tuple(a.name for a in layouts.axes)] = "tp"  # also where experts cut them further
         self.dispatch, self.inner, self.context = (_axis(layouts.mesh, name) for name in ("ep", "etp", "cp"))
@@ -164,6 +166,8 @@ class _Compiler:
                 for n in self.graph.inputs
                 if n != "loss_denominator"
             ),
+            compute_dtype=self.precision.compute,
+            gradient_dtype=self.precision.gradients,
             stage_ranks=self._stage_ranks(),
         )
         return Program(program, sources)
@@ -266,7 +270,8 @@ class _Compiler:
                 if c.per == "step" and c.what in self._travelled_to(lowered):
                     continue  # reduced over their own replicas, with those of data parallelism
                 axis = canonical(self.layouts.mesh, c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
-                out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(c.bytes), c.phase, c.per))
+                size = c.bytes.scale(self._gradient_width(c.what, lowered)) if c.per == "step" else c.bytes
+                out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
             out += self._dispatches(index, name)
             out += self._contexts(index, name)
         last = len(self.layouts.stages) - 1
@@ -277,6 +282,12 @@ class _Compiler:
             size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
+
+    def _gradient_width(self, param: str, lowered: LoweredBlock) -> Fraction:
+        """Bytes of a gradient that is summed once per step, over those of its parameter."""
+        dtype = lowered.block.values[param].dtype
+        wide = self.precision.gradients if dtype == self.precision.compute else None
+        return Fraction(DTYPE_BYTES[wide or dtype], DTYPE_BYTES[dtype])
 
     def _contexts(self, index: int, call: str) -> list[LedgerEntry]:
         """What attention of cut sequences sends, by its method (`autoplan.runtime.context`)."""

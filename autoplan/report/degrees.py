@@ -12,7 +12,8 @@ from autoplan.cost_models.schedule import SCHEDULES
 from autoplan.search.pins import is_count
 
 DEGREES = (
-    "dp tp pp cp ep etp zero_stage micro_batch_size recompute virtual_stages schedule stages context_method".split()
+    "dp tp pp cp ep etp zero_stage micro_batch_size recompute virtual_stages schedule stages context_method "
+    "zero_replicas".split()
 )  # that may be given
 _COUNTS = ("tp", "pp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
 
@@ -41,6 +42,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
         ep=values.get("ep", 1),
         etp=values.get("etp"),
         zero_stage=values.get("zero_stage", 1),
+        zero_replicas=values.get("zero_replicas", 1),
         micro_batch_size=size,
         num_micro_batches=_num_micro_batches(global_batch_size, dp, size),
         schedule=_schedule(values.get("schedule"), chunks, pp),

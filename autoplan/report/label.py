@@ -48,7 +48,7 @@ def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
     if c.ep > 1 and c.etp is not None and c.etp != c.tp:
         parts.append(f"etp{c.etp}")
     if c.dp * c.cp > 1:
-        parts.append(f"zero{c.zero_stage}")
+        parts.append(f"zero{c.zero_stage}" + (f"-replicas{c.zero_replicas}" if c.zero_replicas > 1 else ""))
     parts.append(f"mbs{c.micro_batch_size} x{c.num_micro_batches}")
     if c.virtual_stages > 1:
         parts.append(f"vpp{c.virtual_stages}")

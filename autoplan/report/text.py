@@ -407,6 +407,8 @@ def estimate_command(model: str, cluster: str, request: PlanRequest, c: Parallel
     if c.etp is not None and c.etp != c.tp:
         words += ["--etp", str(c.etp)]
     words += ["--zero", str(c.zero_stage), "--micro-batch-size", str(c.micro_batch_size)]
+    if c.zero_replicas > 1:
+        words += ["--zero-replicas", str(c.zero_replicas)]
     if c.virtual_stages > 1:
         words += ["--virtual-stages", str(c.virtual_stages)]
     if c.schedule != "1F1B":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.cost_models.schedule import SCHEDULES, takes
-from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors, schedule_of
+from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors, schedule_of, zero_replica_counts
 
 MAX_ACTIONS = 10_000  # of a schedule that is looked at beside 1F1B: with more micro-batches the bubble is small anyway
 ONE_DOMAIN = "tp within one scale-up domain"
@@ -32,6 +32,7 @@ class Candidate:
     virtual_stages: int = 1  # stages per rank of the pipeline
     methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
     etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
+    zero_replicas: int = 1  # copies of what ZeRO shards
 
     @property
     def num_actions(self) -> int:
@@ -97,7 +98,7 @@ def _candidates_at(
     cp: int, limits: Limits, pins: Mapping[str, Any], found: list[Candidate], illegal: Counter[str]
 ) -> bool:
     """Those with one cp, added to `found`. True if some were left out because tp is beyond the scale-up domain."""
-    devices, limited = limits.devices // cp, False
+    devices, limited, copies = limits.devices // cp, False, pins.get("zero_replicas", 1)
     for pp in _degrees(pins, "pp", devices):
         for tp in _degrees(pins, "tp", devices // pp if devices % pp == 0 else devices):
             if devices % (pp * tp):
@@ -127,7 +128,10 @@ def _candidates_at(
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
                 for zero, (ep, etp) in itertools.product(stages, spread):
-                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp)
+                    if copies not in zero_replica_counts(dp, cp, ep, zero):
+                        illegal["ZeRO cannot have as many replicas"] += 1
+                        continue
+                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp, zero_replicas=copies)
                     found += _schedules(plain, pins, limits, illegal)
     return limited
 

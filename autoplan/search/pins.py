@@ -25,12 +25,14 @@ from autoplan.search.folding import folded_mesh, folds, inner_degree, spreads
 _DEGREES = ("tp", "pp", "dp", "ep", "etp", "cp")
 KNOWN = (
     *_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "virtual_stages", "state_slack",
-    "context_method",
+    "context_method", "zero_replicas",
 )  # fmt: skip
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-_COUNTS = ("tp", "pp", "dp", "ep", "etp", "cp", "micro_batch_size", "num_micro_batches", "virtual_stages")
+_COUNTS = (
+    "tp", "pp", "dp", "ep", "etp", "cp", "micro_batch_size", "num_micro_batches", "virtual_stages", "zero_replicas"
+)  # fmt: skip
 _MAX_LISTED = 8  # names in a message
 
 
@@ -181,6 +183,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
             stages=tuple(stages) if stages is not None else None,
             state_slack=float(pins.get("state_slack", 1.02)),
             context_method=pins.get("context_method"),
+            zero_replicas=pins.get("zero_replicas", 1),
         )
     )
 
@@ -318,6 +321,30 @@ def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     chosen_methods(graph, c)
 
 
+def zero_replica_counts(dp: int, cp: int, ep: int, zero_stage: int) -> list[int]:
+    """How many copies of the sharded state there may be: 1, and what leaves several neighbours to shard over.
+
+    A divisor of dp: all of cp shards. With ep, experts have fewer replicas than the rest and are sharded over those.
+    """
+    if zero_stage == 0 or ep > 1:
+        return [1]
+    return [1, *(n for n in divisors(dp) if n > 1 and dp * cp // n > 1)]
+
+
+def check_replicas(c: ParallelConfig) -> None:
+    """Copies of the sharded state that ZeRO cannot have. PinError names the rule and the nearest legal value."""
+    legal = zero_replica_counts(c.dp, c.cp, c.ep, c.zero_stage)
+    if c.zero_replicas in legal:
+        return
+    why = (
+        "ZeRO 0 shards nothing" if c.zero_stage == 0
+        else f"not with ep={c.ep}, where experts have replicas of their own" if c.ep > 1
+        else f"nothing is left to shard over, which is zero_stage=0, of dp={c.dp}" if c.dp * c.cp == c.zero_replicas
+        else f"it must divide dp={c.dp} and leave several ranks to shard over"
+    )  # fmt: skip
+    raise PinError(f"pin zero_replicas={c.zero_replicas}: {why}; nearest legal: {around(c.zero_replicas, legal)}")
+
+
 def check_chunks(c: ParallelConfig, num_units: int, num_ends: int = 0) -> None:
     """Every chunk of the pipeline holds at least one layer, or one of the ends."""
     if c.pp * c.virtual_stages <= num_units + num_ends:
@@ -434,8 +461,8 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
 
 def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
     """pp, dp, cp and tp major to minor over ranks, and the sub-axes that layouts are chosen on: tp, as two where there
-    are fewer key-value heads than tp. Where experts are spread also what they are spread over (`folding`); cp as groups
-    and neighbours in them where Ulysses is one of two methods."""
+    are fewer key-value heads than tp. Where experts are spread also what they are spread over (`folding`); dp as copies
+    of the sharded state and its shards; cp as groups and neighbours in them where Ulysses is one of two methods."""
     kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
     major = math.gcd(config.tp, kv)
     tensor: tuple[Axis, ...] = (Axis("tp", config.tp),)
@@ -452,6 +479,9 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
         return folded_mesh(config, tensor), chosen
     axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
     groups: dict[str, tuple[str, ...]] = {}
+    if config.zero_replicas > 1:  # copies of the sharded state are far apart, its shards are neighbours
+        axes[1:] = [Axis("rdp", config.zero_replicas), Axis("sdp", config.dp // config.zero_replicas)]
+        groups["dp"] = ("rdp", "sdp")
     if config.cp > 1:
         cut = [Axis("cp", config.cp)]
         if neighbours > 1:
@@ -459,6 +489,8 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
             groups["cp"] = ("cpr", "cpu")
         axes += cut
         groups["replicas"] = tuple(a.name for a in axes[1:])
+        if config.zero_replicas > 1:
+            groups["shards"] = ("sdp", *(a.name for a in cut))
     if len(tensor) > 1:
         groups["tp"] = ("tp0", "tp1")
     return Mesh((*axes, *tensor), groups), chosen

@@ -13,7 +13,9 @@ from autoplan.search.degrees import Candidate, Limits, candidates
 from autoplan.search.pins import around, check_chunks, check_schedule, divisors, schedule_of
 
 # Which pin is blamed first where several exclude each other.
-_BLAMED = ("dp", "ep", "etp", "cp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches")
+_BLAMED = (
+    "dp", "ep", "etp", "cp", "tp", "stages", "pp", "micro_batch_size", "num_micro_batches", "zero_replicas"
+)  # fmt: skip
 
 
 def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mapping[str, int]) -> PinError:
@@ -69,6 +71,8 @@ def _legal(limits: Limits, pins: Mapping[str, Any], name: str) -> set[int]:
     """Values of one pin (for stages, their number) that leave some plan under the other pins."""
     attribute = "pp" if name == "stages" else name
     others = {k: v for k, v in pins.items() if k != name}
+    if name == "zero_replicas":  # not searched
+        return {d for d in divisors(limits.devices) if candidates(limits, {**others, name: d}).candidates}
     if name == "cp":  # of short sequences not searched
         return {d for d in divisors(limits.devices) if candidates(limits, {**others, name: d}).candidates}
     return {getattr(c, attribute) for c in candidates(limits, others).candidates}
@@ -106,6 +110,9 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
             return f"pin ep={value}: the model has no experts"
         if any(count % value for count in limits.experts):
             return f"pin ep={value} does not divide the {math.gcd(*limits.experts)} experts"
+        if pins.get("zero_replicas", 1) > 1:
+            copies = pins["zero_replicas"]
+            return f"pin ep={value} with zero_replicas={copies}: experts that are spread have replicas of their own"
         others = {k: pins[k] for k in ("etp", "dp", "cp", "tp", "pp") if k in pins}
         if others:
             beside = ", ".join(f"{k}={v}" for k, v in others.items())
@@ -116,6 +123,12 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
         return f"pin stages={list(value)} has {len(value)} stages, which do not divide the {devices} devices"
     if name != "stages" and devices % value:
         return f"pin {name}={value} does not divide the {devices} devices"
+    if name == "zero_replicas":
+        given = ", ".join(f"{k}={pins[k]}" for k in ("dp", "cp", "ep", "zero_stage") if k in pins)
+        return (
+            f"pin zero_replicas={value}{' with ' + given if given else ''}: ZeRO 1 to 3 needs it to divide dp and to "
+            "leave several ranks to shard over, without ep"
+        )
     if name == "tp":
         for where, count in limits.heads:
             if count % value:

@@ -33,7 +33,7 @@ SEARCHED = (
     "pp", "dp", "tp", "ep", "etp", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
     "schedule", "virtual_stages",
 )  # fmt: skip
-KNOWN_PINS = (*SEARCHED, "state_slack", "context_method")
+KNOWN_PINS = (*SEARCHED, "state_slack", "context_method", "zero_replicas")
 # Looked at beside 1F1B: GPipe is never shorter than that, and ZBV holds what DualPipeV holds twice.
 SCHEDULES = (
     *(("Interleaved1F1B", v) for v in (2, 4, 8)),
@@ -63,17 +63,24 @@ def space(
     *,
     executed: bool = True,
     seq_len: int = 0,
+    split_backward: bool = True,
 ) -> Space:
     """Enumerate. Every pin is kept; a pin that leaves nothing is a PinError that names the rule and the nearest value.
 
     Args:
         global_batch_size: sequences per step, over all data-parallel ranks.
         seq_len: their length; 0: cp is 1 unless pinned.
+        split_backward: schedules with one are allowed (the runtime has them where no 16-bit copies are computed with).
     """
     check_pins(pins, executed=executed)
     if not is_count(global_batch_size):
         raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
     check_recompute(graph, pins.get("recompute"))
+    if not split_backward and SCHEDULE_RULES[pins.get("schedule", "1F1B")].split_backward:
+        raise PinError(
+            f"pin schedule={pins['schedule']!r} splits the backward, whose weight gradients would add up in 16 "
+            "bits: not with 16-bit copies of float32 parameters; nearest legal: schedule=1F1B"
+        )
     limits = Limits(
         cluster.num_devices,
         global_batch_size,
@@ -83,7 +90,7 @@ def space(
         batch_obstacle(graph),
         expert_counts(graph),
         _contexts(graph, cluster, seq_len) if "cp" not in pins else (1,),
-        _schedules(graph, executed),
+        _schedules(graph, executed, split_backward),
         inner_sizes(graph),
     )
     if executed:
@@ -98,9 +105,9 @@ def space(
     return found
 
 
-def _schedules(graph: ModelGraph, executed: bool) -> tuple[tuple[str, int], ...]:
+def _schedules(graph: ModelGraph, executed: bool, split_backward: bool) -> tuple[tuple[str, int], ...]:
     """Those looked at beside 1F1B; a split backward runs only where one tensor goes from stage to stage."""
-    if not executed or not several_cross(graph):
+    if split_backward and not (executed and several_cross(graph)):
         return SCHEDULES
     return tuple(s for s in SCHEDULES if not SCHEDULE_RULES[s[0]].split_backward)
 

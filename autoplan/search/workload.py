@@ -317,6 +317,8 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     for c in collectives(kept, works.graph.factors, works.axes):
         if c.per == "micro_batch" or c.what not in away:
             scale = ratio.get(c.what, 1.0)
+            if c.per == "step" and works.precision.grad_bytes is not None:  # a sum of gradients
+                scale = works.precision.grad_bytes / DTYPE_BYTES[block.values[c.what].dtype]
             comms.append(CommWork(c.what, c.kind, works.number(c.bytes) * scale, _axis_name(c.axes), c.phase, c.per))
     return BlockWork(
         name=block.name,

@@ -1,0 +1,130 @@
+"""Compressed all-reduce of gradients (ZeRO 0): in 16 bits, or of low rank (PowerSGD).
+
+The arithmetic is that of PyTorch's own communication hooks (torch.distributed.algorithms.ddp_comm_hooks), which take
+any object with the interface of a bucket; DDP itself is not needed. They average, our gradients are sums: the result is
+multiplied by the number of ranks. Every data-parallel group has a state of its own, and under tp every rank compresses
+its shard. The state of PowerSGD (what was left out so far, on this rank) is not in any checkpoint.
+
+Sources: default_hooks.py (fp16_compress_hook, bf16_compress_hook); powerSGD_hook.py, after Vogels et al., PowerSGD:
+Practical Low-Rank Gradient Compression for Distributed Optimization, 2019, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices are sent as two factors of low rank; what that leaves out is added to the next step's gradient.
+
+    Of a gradient [n, ...], seen as a matrix of n rows and m columns, (n + m) * rank numbers are sent instead of n * m;
+    vectors, and matrices of which that saves too little, are sent whole.
+
+    Attributes:
+        rank: of the approximation; 1 to 4 is common, up to 32 for language models.
+        start_step: gradients are sent whole before this step, a count from 0 (the first ones matter most); at least 2.
+        min_compression_rate: a matrix is sent whole unless (n + m) * rank * this is less than n * m.
+        error_feedback: keep what was left out. Without it training may not converge.
+        warm_start: begin with the factors of the step before.
+
+    Raises: ValueError for values that cannot be.
+    """
+
+    rank: int = 4
+    start_step: int = 10
+    min_compression_rate: float = 2.0
+    error_feedback: bool = True
+    warm_start: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"PowerSGD rank={self.rank}: must be at least 1")
+        if self.start_step < 2:
+            raise ValueError(f"PowerSGD start_step={self.start_step}: must be at least 2")
+        if self.min_compression_rate < 0:
+            raise ValueError(f"PowerSGD min_compression_rate={self.min_compression_rate}: must be at least 0")
+
+
+Compression = str | PowerSGD  # "bf16", "fp16", or PowerSGD
+_Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+_NARROW: Mapping[str, _Hook] = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+# A matrix of zeros (of experts that no token chose) has no direction; torch's own default divides by its norm, 0. Far
+# below the norm of any gradient, so that directions keep their length.
+_EPSILON = 1e-20
+
+
+def check_compression(compression: Compression) -> None:
+    """ValueError for what is no compression."""
+    if not isinstance(compression, PowerSGD) and compression not in _NARROW:
+        raise ValueError(
+            f"gradient_compression={compression!r} is not known; use {', '.join(map(repr, _NARROW))} or "
+            "PowerSGD(rank=4)"
+        )
+
+
+class _Bucket:
+    """What PyTorch's hooks read of a `torch.distributed.GradBucket`."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor], index: int, last: bool) -> None:
+        self._flat = torch.cat([g.reshape(-1) for g in gradients])
+        parts = torch.split(self._flat, [g.numel() for g in gradients])
+        self._views = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
+        self._index, self._last = index, last
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._views
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+class Compressor:
+    """Sums gradients over a group of ranks with compression, bucket by bucket."""
+
+    def __init__(self, compression: Compression, group: dist.ProcessGroup) -> None:
+        check_compression(compression)
+        self.group = group
+        self._hook: _Hook
+        self._state: Any = group
+        if isinstance(compression, PowerSGD):
+            self._hook = powerSGD_hook.powerSGD_hook
+            self._state = powerSGD_hook.PowerSGDState(
+                group,
+                matrix_approximation_rank=compression.rank,
+                start_powerSGD_iter=compression.start_step,
+                min_compression_rate=compression.min_compression_rate,
+                use_error_feedback=compression.error_feedback,
+                warm_start=compression.warm_start,
+                orthogonalization_epsilon=_EPSILON,
+            )
+        else:
+            self._hook = _NARROW[compression]
+
+    def reduce(self, buckets: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Sum in place. PowerSGD needs the same buckets in every step, and more exponents than float16 has."""
+        for index, gradients in enumerate(buckets):
+            bucket = _Bucket(gradients, index, index == len(buckets) - 1)
+            if bucket.buffer().dtype == torch.float16 and self._hook is powerSGD_hook.powerSGD_hook:
+                raise ValueError("PowerSGD of float16 gradients: their squares underflow; use bf16")
+            self._hook(self._state, bucket).wait()
+            for gradient, view in zip(gradients, bucket.gradients(), strict=True):
+                torch.mul(view, self.group.size(), out=gradient)
+
+    def sent_share(self) -> float:
+        """Numbers that PowerSGD sent over those that there were, since it began; 1 before, and where it is not used."""
+        if not isinstance(self._state, powerSGD_hook.PowerSGDState) or not self._state.total_numel_before_compression:
+            return 1.0
+        return float(self._state.total_numel_after_compression / self._state.total_numel_before_compression)

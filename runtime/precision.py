@@ -1,0 +1,300 @@
+"""Mixed precision: float32 parameters, forward and backward in 16 bits.
+
+What the optimizer, `state_dict` and `load_state_dict` see are the float32 parameters, the *masters*. The emitted
+modules compute with copies of them in the compute dtype, made when a step begins; norms, tables and the loss are in the
+dtype that the captured graph gives them. Per step of M micro-batches and data-parallel ranks:
+
+| gradients | summed over micro-batches | summed over ranks | what the optimizer sees |
+|---|---|---|---|
+| float32 | in float32, each micro-batch's as it comes out of the backward | in float32 | float32 |
+| 16 bits (`-grad16`) | ZeRO 0, 1: in 16 bits; ZeRO 2, 3: as float32 shards | in 16 bits | float32 |
+
+ZeRO 1 to 3 leave this to `fully_shard` (its MixedPrecisionPolicy): shards are the masters, what is gathered is the
+16-bit copy, and a backward that does not reduce adds to a float32 tensor (`FSDPParam.unsharded_accumulated_grad`). All
+other parameters are `Copies` of this module. Sources: Micikevicius et al., Mixed Precision Training, 2018, section 3.1
+(masters), 3.2 (scaling); Megatron-LM's `main_grad` (sums in float32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from autoplan.runtime.params import local_of
+from autoplan.runtime.spec import ParamSpec, ProgramSpec
+
+MASTER = torch.float32
+COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtypes a program computes and sums gradients.
+
+    Attributes:
+        compute: of parameters and activations in the forward and backward; float32: the masters themselves are used.
+        gradients: of sums of gradients over micro-batches and ranks: float32, or `compute`.
+
+    Raises: ValueError for other dtypes.
+    """
+
+    compute: torch.dtype
+    gradients: torch.dtype = MASTER
+
+    def __post_init__(self) -> None:
+        if self.compute not in COMPUTE:
+            raise ValueError(f"cannot compute in {self.compute}; use {', '.join(map(str, COMPUTE))}")
+        if self.gradients not in (MASTER, self.compute):
+            raise ValueError(f"gradients in {self.gradients} with {self.compute}; use {MASTER} or {self.compute}")
+
+    @staticmethod
+    def of(spec: ProgramSpec) -> MixedPrecision | None:
+        """That of a program; None if it computes in the dtypes that its parameters have."""
+        if spec.compute_dtype is None:
+            return None
+        gradients = getattr(torch, spec.gradient_dtype) if spec.gradient_dtype is not None else MASTER
+        return MixedPrecision(getattr(torch, spec.compute_dtype), gradients)
+
+    @property
+    def scales_loss(self) -> bool:
+        """float16 gradients below 2^-24 are lost unless the loss is scaled; the others have float32's exponents."""
+        return self.compute == torch.float16
+
+    def stored(self, spec: ParamSpec, given: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter is kept between steps, `given` with that of the model.
+
+        What is not trained needs no master and stays as it was given; what the model computes in another dtype than
+        most of its parameters is no copy.
+        """
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if dtype != self.compute:
+            return dtype
+        return MASTER if spec.trainable else given
+
+    def policies(self, params: Iterable[ParamSpec]) -> dict[str, MixedPrecisionPolicy]:
+        """For `fully_shard`, by block: those with parameters that are copied.
+
+        Inputs are not cast: the graph says in which dtype every value is.
+
+        Raises: ValueError for a block with parameters of several dtypes, which `fully_shard` would cast alike.
+        """
+        copied: dict[str, set[str]] = {}
+        for p in params:
+            copied.setdefault(p.block, set()).add(p.dtype)
+        out = {}
+        for block, dtypes in copied.items():
+            if not any(getattr(torch, d) == self.compute != MASTER for d in dtypes):
+                continue
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"block {block!r} computes with parameters in {', '.join(sorted(dtypes))}: fully_shard casts all "
+                    "of a block; use ZeRO 0"
+                )
+            out[block] = MixedPrecisionPolicy(self.compute, self.gradients, cast_forward_inputs=False)
+        return out
+
+
+Place = tuple[ParamSpec, nn.Module]  # a use of a parameter, and the block that holds it
+
+
+@dataclass
+class _Copy:
+    master: nn.Parameter
+    copy: nn.Parameter
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class Copies:
+    """Copies in the compute dtype of those parameters that `fully_shard` does not hold.
+
+    Between steps the blocks hold the masters. `in_place` puts the copies there, with the masters' present values; what
+    a backward then leaves in a copy's `.grad` is added to the master's at once (float32 sums), or when `collect` is
+    called (16-bit sums).
+
+    Args:
+        places: every use of every parameter; a parameter that several blocks share has one copy.
+        precision: of the program.
+    """
+
+    def __init__(self, places: Iterable[Place], precision: MixedPrecision) -> None:
+        self.precision = precision
+        self._at_once = precision.gradients == MASTER
+        found: dict[int, _Copy] = {}
+        for spec, block in places:
+            master = block.get_parameter(spec.attr)
+            computed = getattr(torch, spec.dtype)
+            if isinstance(master, DTensor) or master.dtype == computed:
+                continue
+            if id(master) not in found:
+                copy = nn.Parameter(master.detach().to(computed), requires_grad=master.requires_grad)
+                found[id(master)] = _Copy(master, copy)
+                if self._at_once and master.requires_grad:
+                    copy.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[no-untyped-call]
+            found[id(master)].places.append((block, spec.attr))
+        self._copies = list(found.values())
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the blocks compute with copies of what the masters are now."""
+        self.refresh()
+        self._put(lambda c: c.copy)
+        try:
+            yield
+        finally:
+            self._put(lambda c: c.master)
+
+    def _put(self, which: Any) -> None:
+        for c in self._copies:
+            for block, attr in c.places:
+                block._parameters[attr] = which(c)
+
+    def refresh(self) -> None:
+        """The values of the masters, rounded."""
+        with torch.no_grad():
+            for c in self._copies:
+                c.copy.copy_(c.master)
+
+    def collect(self) -> None:
+        """Add to the masters' gradients what backwards left in those of the copies.
+
+        For 16-bit sums, after their reduction over ranks; and for schedules that write `.grad` without autograd's
+        hooks.
+        """
+        for c in self._copies:
+            if c.copy.grad is not None:
+                _add(c.master, c.copy)
+
+    def drop_gradients(self) -> None:
+        """Forget what an interrupted step left."""
+        for c in self._copies:
+            c.copy.grad = None
+
+
+def _adder(master: nn.Parameter) -> Any:
+    return lambda copy: _add(master, copy)
+
+
+def _add(master: nn.Parameter, copy: nn.Parameter) -> None:
+    grad, copy.grad = copy.grad, None
+    if master.grad is None:
+        master.grad = grad.to(master.dtype)  # type: ignore[union-attr]  # called where there is one
+    else:
+        master.grad.add_(grad)  # type: ignore[arg-type]  # rounds once, to float32
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------------
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied: the loss that is reported stays what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.scale, None
+
+
+@dataclass
+class LossScaler:
+    """Dynamic scaling of the loss, for float16: what `torch.amp.GradScaler` does, for all ranks of a program together.
+
+    `ParallelModel.step` scales, unscales what the backward left, and decides: where any rank of the whole job has a
+    gradient that is not finite, the gradients of all ranks are dropped, so that `optimizer.step()` changes nothing
+    anywhere (torch's optimizers leave out parameters without a gradient, their state and weight decay included).
+
+    Attributes:
+        scale: what the next loss is multiplied by. Set it on all ranks alike, or not at all.
+        growth_factor, backoff_factor, growth_interval: as in torch.amp.GradScaler, with its defaults.
+        skipped: True if the last step was dropped; `num_skipped`: how many were.
+    """
+
+    scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    growth_tracker: int = 0
+    skipped: bool = False
+    num_skipped: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0 or not self.growth_factor > 1 or not 0 < self.backoff_factor < 1:
+            raise ValueError(
+                f"scale={self.scale}, growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}: must "
+                "be above 0, above 1, and between 0 and 1"
+            )
+        if self.growth_interval < 1:
+            raise ValueError(f"growth_interval={self.growth_interval}: must be at least 1")
+
+    def scaled(self, output: Any) -> Any:
+        """The output of the last stage, its gradient to be multiplied by `scale`."""
+        if isinstance(output, torch.Tensor):
+            return _ScaledGradient.apply(output, self.scale)  # type: ignore[no-untyped-call]
+        return (_ScaledGradient.apply(output[0], self.scale), *output[1:])  # type: ignore[no-untyped-call]
+
+    def unscale_(self, parameters: Iterable[nn.Parameter], device: torch.device, num_ranks: int) -> None:
+        """Divide the gradients of this rank by the scale, or drop all ranks' alike; then adapt the scale.
+
+        A collective over all ranks of the job, of one number.
+        """
+        mine = [p for p in parameters if p.grad is not None]
+        with torch.no_grad():
+            bad = torch.zeros((), device=device)
+            for p in mine:
+                grad = local_of(p.grad)  # type: ignore[arg-type]  # there is one
+                grad.mul_(1.0 / self.scale)
+                bad = torch.maximum(bad, (~torch.isfinite(grad)).any().to(bad))
+        if num_ranks > 1:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        self._update(bool(bad))
+        if self.skipped:
+            for p in mine:
+                p.grad = None
+
+    def _update(self, overflow: bool) -> None:
+        # torch._amp_update_scale_, with whose states this must agree
+        self.skipped = overflow
+        if overflow:
+            self.num_skipped += 1
+            self.scale *= self.backoff_factor
+            self.growth_tracker = 0
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker == self.growth_interval:
+            grown = self.scale * self.growth_factor
+            self.scale = grown if grown < float("inf") else self.scale
+            self.growth_tracker = 0
+
+    def state_dict(self) -> dict[str, float | int]:
+        """In the form of torch.amp.GradScaler's; the same on every rank."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.growth_tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of this class or of torch.amp.GradScaler. KeyError names what is missing."""
+        for name in self.state_dict():
+            if name not in state:
+                raise KeyError(f"the state of the loss scaler has no {name!r}")
+        self.scale = float(state["scale"])
+        self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        self.growth_interval, self.growth_tracker = int(state["growth_interval"]), int(state["_growth_tracker"])
+        self.__post_init__()

@@ -1,0 +1,147 @@
+"""Hybrid ZeRO: shards among neighbours, copies of them elsewhere. Float64 against one device, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parity import SEQ, Case, cluster_of, compiled, graph_of, train_reference, trained, worst
+from typer.testing import CliRunner
+
+from autoplan.catalog import load_model
+from autoplan.cli import app
+from autoplan.cost_models.blocks import mesh_groups
+from autoplan.cost_models.cluster import Cluster, Group
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.errors import PinError
+from autoplan.estimate import estimate_config
+from autoplan.planner import search_plan
+from autoplan.points import PlanRequest
+from autoplan.report.label import plan_label
+from autoplan.report.text import estimate_command
+from autoplan.search.pins import zero_replica_counts
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+
+CASES = [
+    *[Case("llama", dp=4, zero=zero, zero_replicas=2, num_micro_batches=3, labels="unequal") for zero in (1, 2, 3)],
+    Case("llama-tied", dp=2, cp=2, zero=3, zero_replicas=2, num_micro_batches=2, recompute="full"),
+    Case("gpt-untied", dp=2, cp=2, zero=1, zero_replicas=2),
+    Case("gpt", dp=4, tp=2, zero=2, zero_replicas=2, num_micro_batches=3, prices="latency"),
+    Case("llama", dp=4, pp=2, zero=3, zero_replicas=2, num_micro_batches=3, labels="unequal"),
+    Case("mixtral", dp=4, zero=2, zero_replicas=2, num_micro_batches=3),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_one_device(case: Case) -> None:
+    got = trained(case)
+    want = train_reference(case, torch.float64, 3, "adamw")
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    error, name = worst(got.gradients, want.gradients)
+    assert error < 1e-12, name
+    assert got.norm == pytest.approx(want.norm, rel=1e-11)
+    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
+    assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
+
+
+def test_copies_are_far_apart_and_shards_are_neighbours() -> None:
+    spec = compiled(Case("llama", dp=4, tp=2, zero=2, zero_replicas=2)).spec
+    assert dict(spec.axes) == {"pp": 1, "rdp": 2, "sdp": 2, "tp": 2}
+    groups = mesh_groups(ParallelConfig(dp=16, cp=2, tp=4, zero_replicas=4), (("tp", 4),))
+    assert groups["replicas"] == Group(8, 4) and groups["zero_replicas"] == Group(4, 32)
+
+
+def request(devices: int, batch: int, pins: dict[str, Any] | None = None, **kw: Any) -> PlanRequest:
+    return PlanRequest(
+        graph_of("llama", 0.0), cluster_of(devices, "bandwidth"), SEQ, batch, pins or {}, precision="native", **kw
+    )
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_it_costs(zero: int) -> None:
+    """Sharded state as of the ranks that share it; less time than over all nodes where every micro-batch moves it."""
+
+    def memory(copies: int, dp: int = 8) -> dict[str, float]:
+        given = ParallelConfig(dp=dp, zero_stage=zero, num_micro_batches=2, zero_replicas=copies)
+        stage = estimate_config(request(dp, 2 * dp), given).estimate.stages[0]
+        return {k: q.mid for k, q in stage.memory.items()}
+
+    assert memory(2) == memory(1, dp=4) != memory(1)
+    assert memory(4) == memory(1, dp=2)
+    nodes = Cluster.parse("4x8xh100-sxm5-80gb")
+    seconds = {}
+    for copies in (1, 4):
+        given = ParallelConfig(dp=32, zero_stage=zero, num_micro_batches=2, zero_replicas=copies)
+        asked = PlanRequest(load_model("llama-3.1-8b"), nodes, 1024, 64, precision="bf16")
+        seconds[copies] = estimate_config(asked, given).estimate.breakdown["dp_comm"].mid
+    # an all-reduce sends twice what a reduce-scatter sends: once per step (ZeRO 1) that is more than sharding over all
+    assert 0 < seconds[4] < seconds[1] if zero > 1 else seconds[4] > seconds[1] > 0
+
+
+def test_a_pin_is_kept_and_the_sum_over_copies_is_priced() -> None:
+    pins = {"dp": 4, "zero_stage": 3, "zero_replicas": 2, "num_micro_batches": 1}
+    found = search_plan(request(4, 4, pins, executed=True, memory_margin=0.0))
+    assert found.plans[0].config.zero_replicas == 2
+    assert "zero_replicas pinned to 2" in found.certificate.restrictions
+    alone = search_plan(request(2, 2, {**pins, "dp": 2, "zero_replicas": 1}, executed=True, memory_margin=0.0))
+    assert "zero_replicas = 1: ZeRO shards over all replicas" not in alone.certificate.restrictions  # pinned
+    dp_comm = [p.plans[0].estimate.breakdown["dp_comm"].mid for p in (found, alone)]
+    assert dp_comm[0] > dp_comm[1]
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"dp": 4, "zero_replicas": 3}, r"pin zero_replicas=3 .*divide"),
+        ({"dp": 4, "zero_replicas": 4, "zero_stage": 1}, r"leave several ranks.*nearest legal: (zero_replicas=)?2"),
+        ({"dp": 4, "zero_replicas": 2, "zero_stage": 0}, r"zero_replicas=2 with dp=4, zero_stage=0.*nearest legal: "),
+        ({"zero_replicas": 0}, r"zero_replicas=0: must be a whole number of at least 1"),
+        ({"zero_replica": 2}, r"did you mean 'zero_replicas'"),
+    ],
+)
+def test_refused(pins: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        search_plan(request(4, 8, pins, executed=True))
+
+
+def test_refused_with_experts_that_are_spread() -> None:
+    asked = PlanRequest(
+        graph_of("mixtral", 0.0), cluster_of(4, "bandwidth"), SEQ, 12, {"dp": 4, "ep": 2, "zero_replicas": 2}
+    )
+    with pytest.raises(PinError, match=r"pin ep=2 with zero_replicas=2: experts .*nearest legal: 1"):
+        search_plan(asked)
+
+
+def test_no_split_backward_in_16_bits() -> None:
+    pins = {"pp": 2, "schedule": "ZB-H1"}
+    asked = PlanRequest(
+        graph_of("llama", 0.0, "bf16"), cluster_of(2, "bandwidth"), SEQ, 12, pins, precision="bf16", executed=True
+    )
+    with pytest.raises(PinError, match=r"schedule='ZB-H1' splits the backward.*nearest legal: schedule=1F1B"):
+        search_plan(asked)
+
+
+def test_legal_counts() -> None:
+    assert zero_replica_counts(8, 1, 1, 1) == [1, 2, 4]
+    assert zero_replica_counts(8, 2, 1, 3) == [1, 2, 4, 8]
+    assert zero_replica_counts(8, 2, 1, 0) == zero_replica_counts(8, 1, 2, 1) == zero_replica_counts(1, 4, 1, 1) == [1]
+    with pytest.raises(PinError, match=r"nothing is left to shard over, which is zero_stage=0.*nearest legal: 2"):
+        compiled(Case("llama", dp=4, zero=1, zero_replicas=4))
+    with pytest.raises(PinError, match=r"not with ep=2.*nearest legal: 1"):
+        compiled(Case("mixtral", dp=4, ep=2, zero=1, zero_replicas=2))
+
+
+def test_on_the_command_line() -> None:
+    """Named in the label of a plan, and what the printed command prices again."""
+    config = ParallelConfig(dp=32, zero_stage=3, num_micro_batches=2, zero_replicas=4)
+    asked = PlanRequest(load_model("llama-3.1-8b"), Cluster.parse("4x8xh100-sxm5-80gb"), 1024, 64)
+    assert plan_label(config) == "dp32 zero3-replicas4 mbs1 x2"
+    words = estimate_command("llama-3.1-8b", "4x8xh100-sxm5-80gb", asked, config).split()
+    result = CliRunner().invoke(app, [*words[1:], "--json"])
+    assert result.exit_code in (0, 3), result.output
+    assert '"zero_replicas": 4' in result.output
+    wrong = CliRunner().invoke(app, [*words[1:], "--zero-replicas", "5"])
+    assert wrong.exit_code == 2 and "zero_replicas=5" in wrong.output and "nearest legal: 4 or 8" in wrong.output
