@@ -190,6 +190,11 @@ def executed_precision(name: str) -> Precision:
             f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
             f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
         )
+    if found.compute == "float16" and found.grad_bytes == DTYPE_BYTES["float16"]:
+        raise PinError(
+            f"precision {name!r} is priced, but not executed: sums of scaled gradients in float16 were not equal to the "
+            "same by hand; nearest: fp16"
+        )
     return found
 
 
