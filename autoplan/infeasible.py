@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.cost_models.errors import InfeasibleError, PinError
-from autoplan.points import ILP_LIMIT_S, PlanRequest, Points, QuickMemory, least_memory_first, no_layout
+from autoplan.points import ILP_LIMIT_S, PlanRequest, Points, QuickMemory, least_memory_first, no_layout, space_of
 from autoplan.search.intra import StoppedError
-from autoplan.search.space import Candidate, space
+from autoplan.search.space import Candidate
 from autoplan.search.stages import Shortage
 
 _BUDGET_S = 30.0  # to find the cheapest change
@@ -127,14 +127,7 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
     Of each mesh the smallest micro-batches with the least and the most ZeRO are tried: the others need more memory.
     """
     try:
-        found = space(
-            request.graph,
-            request.cluster,
-            request.global_batch_size,
-            request.pins,
-            executed=request.executed,
-            seq_len=request.seq_len,
-        ).candidates
+        found = space_of(request).candidates
     except PinError:
         return False
     points = Points(request)

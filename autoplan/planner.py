@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import InfeasibleError
 from autoplan.cost_models.ladder import as_mapping
 from autoplan.cost_models.price import Pricer, ranges_of
@@ -43,13 +43,14 @@ from autoplan.points import (
     candidate_config,
     check_task,
     least_memory_first,
+    space_of,
 )
 from autoplan.search.chunks import ChunkCutter
 from autoplan.search.context_pins import chosen_methods
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
 from autoplan.search.pins import check_compiled, check_context
-from autoplan.search.space import LEAST_PART, Candidate, Space, space
+from autoplan.search.space import LEAST_PART, Candidate, Space
 from autoplan.search.stages import Cut, Cutter, Shortage
 
 __all__ = [
@@ -182,15 +183,7 @@ class _Search:
         """Bound all, then refine and evaluate best first."""
         r = self.request
         with self._phase("space"):
-            checked = space(
-                r.graph,
-                r.cluster,
-                r.global_batch_size,
-                r.pins,
-                executed=r.executed,
-                seq_len=r.seq_len,
-                split_backward=not (r.executed and precision_of(r.precision).has_masters),
-            )
+            checked = space_of(r)
         if r.executed and r.mode is Mode.COMPILED:
             check_compiled(r.pins)
         if r.executed:

@@ -32,7 +32,7 @@ from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.space import Candidate
+from autoplan.search.space import Candidate, Space, space
 from autoplan.search.stages import Cutter
 from autoplan.search.whole_tokens import with_whole_tokens
 from autoplan.search.workload import ExpertDegrees, Lowered, lower_all, workload
@@ -341,6 +341,21 @@ class Points:
                 return None
             self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, self._recompute(), stages)
         return self._cutters[candidate]
+
+
+def space_of(request: PlanRequest) -> Space:
+    """Its candidates. Raises: PinError for pins that leave none."""
+    r = request
+    return space(
+        r.graph,
+        r.cluster,
+        r.global_batch_size,
+        r.pins,
+        executed=r.executed,
+        seq_len=r.seq_len,
+        # weight gradients of a split backward would add up in 16 bits
+        split_backward=not (r.executed and precision_of(r.precision).has_masters),
+    )
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:

@@ -73,7 +73,7 @@ REFUSED = [
     ({"pins": {"zero_stage": 4}}, r"zero_stage=4 does not exist; use 0, 1, 2 or 3"),
     ({"pins": {"pp": 2, "stages": [4]}}, r"stages=\[4\] has 1 entries for pp=2"),
     ({"pins": {"pp": 2, "stages": [4, 4]}}, r"add up to the model's 4 layers"),
-    ({"pins": {"schedule": "ZBV"}}, r"schedule='ZBV' is not supported; nearest legal: 1F1B"),
+    ({"pins": {"schedule": "ZB"}}, r"schedule='ZB' is not supported; nearest legal: ZBV"),
     ({"pins": {"recompute": "some"}}, r"recompute='some' is not supported; use none, selective, full, offload"),
     ({"pins": {"recompute": {"layer9": "full"}}}, r"recompute names 'layer9', which is not a block"),
     ({"pins": {"num_micro_batches": 0}}, r"num_micro_batches=0: must be a whole number of at least 1"),

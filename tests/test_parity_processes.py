@@ -138,8 +138,8 @@ def test_ledger_of_travelling_tokens(case: Case) -> None:
     spec = compiled(case).spec
     env = {"b": 12 // case.dp // case.num_micro_batches, "s": 16 // case.cp}
     entries = [e for e in spec.ledger if e.kind == "all_to_all" and " " in e.what]
-    whats = {"counts": 3, "dispatch": 6, "combine": 6}  # of 3 layers
-    split = {"counts": 6, "gather": 6, "scatter": 6} if case.etp == 2 else {}
+    whats = {"counts": 4, "dispatch": 8, "combine": 8}  # of 4 layers
+    split = {"counts": 8, "gather": 8, "scatter": 8} if case.etp == 2 else {}
     assert Counter(e.what.split()[-1] for e in entries) == {**whats, **split}
     axes = {axis for axis, size in spec.axes if size > 1}
     assert {e.axis for e in entries} <= axes | set(dict(spec.groups))

@@ -20,7 +20,7 @@ from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.quantity import ZERO
 from autoplan.plan import make_plan
-from autoplan.runtime.spec import LedgerEntry, ProgramSpec, evaluate
+from autoplan.runtime.spec import SPEC_VERSION, LedgerEntry, ProgramSpec, evaluate
 from autoplan.search.pins import read_pins
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.problem import evaluate as evaluate_cost
@@ -158,7 +158,7 @@ def test_spec_round_trip() -> None:
     spec = compiled(CASES[4]).spec
     assert ProgramSpec.from_json(spec.to_json()) == spec
     with pytest.raises(ValueError, match="version 99"):
-        ProgramSpec.from_json(spec.to_json().replace('"version": 1', '"version": 99'))
+        ProgramSpec.from_json(spec.to_json().replace(f'"version": {SPEC_VERSION}', '"version": 99'))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
