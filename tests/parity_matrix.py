@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -281,15 +282,30 @@ def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Resu
     )
 
 
+def kept(path: Path | None) -> dict[str, Result]:
+    """What an interrupted run had found, by the name of the case."""
+    if path is None or not path.exists():
+        return {}
+    return {name: Result(**fields) for name, fields in json.loads(path.read_text()).items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where the document goes; otherwise it is printed")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="results so far: a run that was interrupted goes on")
     args = parser.parse_args()
-    start, found = time.perf_counter(), {}
-    for pair in pairs():
-        found[pair] = check(case_of(*pair))
-        print(f"{time.perf_counter() - start:5.0f} s  {' x '.join(pair)}: {found[pair]}", file=sys.stderr, flush=True)
-    together = {case: check(case) for case in TOGETHER}
+    start, known = time.perf_counter(), kept(args.keep)
+
+    def result(case: Case, name: str) -> Result:
+        if str(case) not in known:
+            known[str(case)] = check(case)
+            print(f"{time.perf_counter() - start:5.0f} s  {name}: {known[str(case)]}", file=sys.stderr, flush=True)
+            if args.keep:
+                write_text(args.keep, json.dumps({n: asdict(r) for n, r in known.items()}))
+        return known[str(case)]
+
+    found = {pair: result(case_of(*pair), " x ".join(pair)) for pair in pairs()}
+    together = {case: result(case, str(case)) for case in TOGETHER}
     text = render(found, together)
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)

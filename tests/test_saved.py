@@ -142,7 +142,7 @@ def test_an_operation_keeps_what_the_table_says(case: OpCase, turned: bool, one_
 
 def test_every_operation_has_a_line() -> None:
     """Every op of the rule table, and nothing else but the special forms."""
-    attention = {"attention_own_mask", "attention_written_out", "attention_windowed"}
+    attention = {f"attention_{form}" for form in ("own_mask", "learned_mask", "written_out", "windowed")}
     forms = {"vocab_embedding", "vocab_cross_entropy"} | attention
     assert set(RULES) - forms - {"experts"} == set(BUILDERS) - {"experts"}
     assert forms < set(RULES)

@@ -311,6 +311,16 @@ def check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
         raise PinError(f"pin ep={c.ep}: {why}; nearest legal: {around(c.ep, legal)}{hint}")
 
 
+def check_product(c: ParallelConfig) -> None:
+    """PinError for products of methods of context parallelism where experts are spread: no sub-axes are of both."""
+    neighbours = product_degree(c)
+    if neighbours > 1 and spreads(c):
+        raise PinError(
+            f"pin context_method: the two parts of a product (ulysses{neighbours}) are no ranks of experts, which are "
+            f"spread over ep={c.ep}; nearest legal: ring, gather or ulysses"
+        )
+
+
 def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     """What cannot be cut along the sequence by the runtime. PinError names the operation, and what to do."""
     if c.cp == 1:
@@ -319,6 +329,7 @@ def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     if found is not None:
         raise PinError(f"pin cp={c.cp}: {found}; nearest legal: cp=1")
     chosen_methods(graph, c)
+    check_product(c)
 
 
 def zero_replica_counts(dp: int, cp: int, ep: int, zero_stage: int) -> list[int]:
@@ -471,11 +482,7 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
     chosen = tensor if config.tp > 1 else ()
     neighbours = product_degree(config)
     if expert_counts(graph) and spreads(config):
-        if neighbours > 1:
-            raise PinError(
-                f"context_method: the two parts of a product (ulysses{neighbours}) are no ranks of experts, which are "
-                f"spread over ep={config.ep}; nearest legal: ring, gather or ulysses"
-            )
+        check_product(config)
         return folded_mesh(config, tensor), chosen
     axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
     groups: dict[str, tuple[str, ...]] = {}
