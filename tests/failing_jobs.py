@@ -52,7 +52,8 @@ def fail_in_pipeline(rank: int, world: int, bad: int, timeout_s: float) -> tuple
     from toy_stages import batch, make_runner
 
     prepare(timeout_s)
-    stage, _, runner = make_runner((2, 2), 2)
+    (part,), runner = make_runner((2, 2), 2)
+    stage = part.module
     inputs = batch(2, 4, 0)[worker_mesh((2, 2), ("pp", "dp"))["dp"].get_local_rank()]
     if rank == bad:
         calls = []
