@@ -58,7 +58,7 @@ class Pool:
 
     def __init__(self, world: int, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.world = world
-        self.alive = True
+        self.alive, self.num_jobs = True, 0
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -102,6 +102,7 @@ class Pool:
         """
         if not self.alive:
             raise RuntimeError("this pool has ended; call pool(world) for a new one")
+        self.num_jobs += 1
         job = pickle.dumps((fn, args))  # by reference: fn must be importable by its module's name
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # a dead worker, which _collect reports
@@ -156,9 +157,16 @@ _started: list[Pool] = []
 _pools: dict[int, Pool] = {}
 
 
+# Every process group that a job makes has threads of gloo for good (torch's caches name the groups, so that they cannot
+# be destroyed), and hundreds of them slow down every job of the machine.
+MOST_JOBS = 40
+
+
 def pool(world: int) -> Pool:
-    """The session's pool of ``world`` workers, started at first use and again after it ended."""
+    """The session's pool of ``world`` workers, started at first use and again after it ended or ran MOST_JOBS."""
     found = _pools.get(world)
+    if found is not None and found.alive and found.num_jobs >= MOST_JOBS:
+        found.kill()
     if found is None or not found.alive:
         found = _pools[world] = Pool(world)
     return found
