@@ -84,7 +84,7 @@ def degrees_of(r: PlanRequest, devices: int) -> set[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize("latency_s", [1e-7, 1e-4])
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_search_is_exhaustive_enumeration(devices: int, latency_s: float) -> None:
     """With all of the memory, and with as little as leaves one plan: the fastest is found, and proved."""
     r = request(devices, {"pp": 1, "recompute": "none"}, latency_s=latency_s)
@@ -185,7 +185,7 @@ def test_search_with_experts_and_cut_sequences_is_enumeration(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "windows"])
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method in every block, where a part of 4 tokens is long enough: with all of the memory, with the median of
     what plans need, and with as little as leaves one plan."""
