@@ -16,6 +16,7 @@ from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layo
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.folding import inner_degree
+from autoplan.search.offload_pins import check_offload
 from autoplan.search.pins import (
     ZERO_STAGES,
     around,
@@ -186,6 +187,7 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
         )
     check_degrees(request.graph, c, ends=True)
     check_replicas(c)
+    check_offload(c)
     check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))

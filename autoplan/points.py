@@ -29,6 +29,7 @@ from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.offload_pins import state_offload, with_offload
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
@@ -76,6 +77,9 @@ class PlanRequest:
     memory_margin: float = 0.05
     executed: bool = False
     target_len: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pins", with_offload(self.pins))
 
     def env(self, size: int, cp: int = 1) -> dict[str, int]:
         """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
@@ -385,6 +389,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         state_slack=pins.get("state_slack", 1.02),
         context_method=dict(c.methods) if c.methods else None,
         zero_replicas=c.zero_replicas,
+        offload=state_offload(pins),
     )
 
 

@@ -138,6 +138,7 @@ class ProgramSpec:
     input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; none in older programs
     compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
     gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
+    offload: tuple[str, ...] = ()  # what is on the host: optimizer, parameters (autoplan.runtime.offload)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""
