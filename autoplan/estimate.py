@@ -99,7 +99,8 @@ def _priced(
     if config.stages is not None:
         chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
-        relaxed = Cutter(pricer, math.inf, config.recompute if isinstance(config.recompute, str) else "none")
+        how = config.recompute if isinstance(config.recompute, str) else "none"
+        relaxed = Cutter(pricer, math.inf, how, host_capacity_bytes=math.inf)
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:
         n = pricer.num_units

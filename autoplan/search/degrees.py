@@ -34,6 +34,7 @@ class Candidate:
     methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
     etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
     zero_replicas: int = 1  # copies of what ZeRO shards
+    offload: tuple[str, ...] = ()  # what is on the host, if that is searched: optimizer, activations of some layers
 
     @property
     def num_actions(self) -> int:

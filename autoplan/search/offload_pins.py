@@ -13,6 +13,8 @@ from autoplan.cost_models.config import OFFLOADS, ParallelConfig
 from autoplan.cost_models.errors import PinError
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS = OFFLOADS
+# What a search looks at beside nothing; activations as a step of recompute, of as many layers as it takes.
+SEARCHED = ((OPTIMIZER,), (ACTIVATIONS,), (ACTIVATIONS, OPTIMIZER))
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
@@ -48,6 +50,13 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
 def state_offload(pins: Mapping[str, Any]) -> tuple[str, ...]:
     """What a pin says of state: `ParallelConfig.offload`."""
     return tuple(name for name in read_offload(pins.get("offload", "none")) if name != ACTIVATIONS)
+
+
+def searched_offload(pins: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """What a search looks at beside offloading nothing, under these pins."""
+    if "offload" in pins:
+        return ()
+    return tuple(kind for kind in SEARCHED if ACTIVATIONS not in kind or "recompute" not in pins)
 
 
 def lacks_shards(offload: tuple[str, ...], zero_stage: int, shards: int) -> bool:
