@@ -441,7 +441,10 @@ class Pricer:
         low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
         times = self.chunk_times(chunks, recompute, "mid")
         breakdown = self._breakdown(chunks, recompute, times, mid)
+        terms = low, high
         low, high = self._interval_s(low, mid, high, breakdown.get("launch", ZERO).mid / mid)
+        if "offload" in breakdown or self.config.offload:  # which no published step had
+            low, high = min(low, terms[0]), max(high, terms[1])
         tag = max(q.tag for q in breakdown.values() if q.high)
         step = Quantity(min(low, mid), mid, max(mid, high), tag)
         c, w = self.config, self.workload
@@ -459,7 +462,9 @@ class Pricer:
                 StageEstimate(
                     index=rank,
                     num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
-                    num_recomputed=sum(len(self.recomputed(ranges[k], recompute[k])) for k in mine),
+                    num_recomputed=sum(
+                        how != "offload" for k in mine for how in self.recomputed(ranges[k], recompute[k]).values()
+                    ),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
                     in_flight=held[rank].in_flight,
