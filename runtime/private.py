@@ -11,11 +11,18 @@
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run (what PipelineStage.perform_reduce_grad does) | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | 2.13.0 |
+| DeviceMesh._concatenate (in zero.py) | hybrid ZeRO's mesh of replicas and shards, made of two axes of one mesh | 2.13.0 |
+| aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | 2.13.0 |
+| _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | 2.13.0 |
+| _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py) | counted collectives are told apart by forward, backward and recompute | 2.13.0 |
+| UntypedStorage._cdata (in recompute.py) | tells views of an argument from values of their own | 2.13.0 |
+| nn.Module._parameters (in precision.py, model.py, params.py, capture/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | 2.13.0 |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | 2.13.0 |
 
-A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py and test_failure.py cover each row.
+A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py, test_failure.py, test_context.py, test_convert.py, test_recompute.py,
+test_precision.py and test_hybrid_zero.py cover each row.
 """  # noqa: E501
 
 import functools

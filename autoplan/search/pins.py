@@ -1,7 +1,7 @@
-"""Pinned degrees: reading them, the legality rules, and the stated defaults for what is not pinned.
+"""Pinned degrees: reading them, the legality rules, and the defaults of a configuration made without a search.
 
-Defaults until the search chooses: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a
-pipeline and 2 * pp with one, no recompute, 1F1B, stages of balanced arithmetic.
+`read_pins` fills in tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and 2 * pp
+with one, no recompute, 1F1B, stages of balanced arithmetic. The planner leaves open what is not pinned instead.
 """
 
 from __future__ import annotations

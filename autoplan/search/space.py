@@ -46,12 +46,8 @@ LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: 
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
 
-def check_pins(pins: Mapping[str, Any], *, executed: bool = True) -> None:
-    """Names and values that no cluster or model could make legal. PinError names the nearest legal one.
-
-    Args:
-        executed: the plan is to be run, not only priced.
-    """
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Names and values that no cluster or model could make legal. PinError names the nearest legal one."""
     check_values(pins, KNOWN_PINS)
 
 
@@ -72,7 +68,7 @@ def space(
         seq_len: their length; 0: cp is 1 unless pinned.
         split_backward: schedules with one are allowed (the runtime has them where no 16-bit copies are computed with).
     """
-    check_pins(pins, executed=executed)
+    check_pins(pins)
     if not is_count(global_batch_size):
         raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
     check_recompute(graph, pins.get("recompute"))
