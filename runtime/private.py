@@ -6,7 +6,8 @@
 | PipelineStage.perform_reduce_grad | would run FSDP's reductions again at the end of the step | 2.13.0 |
 | PipelineStage._setup_forward_recv_info, _setup_backward_recv_info, get_fwd_recv_ops, get_bwd_recv_ops, backward_one_chunk, args_recv_info, grad_recv_info | receive buffers are allocated for all micro-batches for good; here they live from the receive to the backward | 2.13.0 |
 | PipelineStage.forward_maybe_with_nosync | sends need contiguous tensors of the declared shapes | 2.13.0 |
-| pipelining._backward.stage_backward, stage_backward_input, stage_backward_weight | the body of a full backward and of the two parts of a split one, used by backward_maybe_with_nosync | 2.13.0 |
+| pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
+| Tensor._post_accumulate_grad_hooks, Tensor._is_view (in split_backward.py) | a split backward writes .grad itself and calls what would follow; views cannot be detached in place | 2.13.0 |
 | _PipelineScheduleRuntime._prepare_schedule_with_comms, pipeline_order_with_comms, _assert_unsharded | schedules of several stages gather and reshard whole stages by actions of their own; here every block's hooks do, as in the other schedules | 2.13.0 |
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run (what PipelineStage.perform_reduce_grad does) | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     RESHARD,
     UNSHARD,
@@ -44,6 +45,8 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
 
+from autoplan.runtime.program import Block
+from autoplan.runtime.split_backward import Deferred, backward_input, backward_weight
 from autoplan.runtime.zero import GradientSync
 
 # Shape and dtype of one tensor that crosses from a stage to the next.
@@ -124,19 +127,29 @@ class SyncedStage(PipelineStage):
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Any] | None]:
         """A full backward, or the part of it for the stage's inputs ("input") or that for its parameters ("weight")."""
         if backward_type == "weight":
-            stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
+            backward_weight(bwd_kwargs["param_groups"])
             self._sync.after_backward(last_backward)
             return (), None
         self._sync.before_backward(self._backward_chunk, last_backward)
         outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
         if backward_type == "input":
-            return stage_backward_input(outputs, gradients, inputs, self.submod.parameters())
+            return self._backward_input(outputs, gradients, inputs)
         for_inputs = stage_backward(outputs, gradients, inputs)
         self._sync.after_backward(last_backward)
         return for_inputs, None
+
+    def _backward_input(
+        self, outputs: Any, gradients: Any, inputs: Any
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
+        whole = [m for m in self.submod.modules() if isinstance(m, Block) and m.whole_backward]
+        at_once = [p for block in whole for p in block.parameters()]
+        found = backward_input(outputs, gradients, inputs, self.submod.parameters(), at_once)
+        for block in whole:
+            block.let_go()
+        return found
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if grad_scale_factor != 1:
@@ -160,12 +173,6 @@ def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
         # No metadata: a tensor without gradient, nothing comes back.
         if not info.is_root_arg and info.tensor_meta is not None:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
-
-
-def backward_in_parts(output: torch.Tensor, given: torch.Tensor, module: nn.Module) -> None:
-    """The two parts of a split backward, one after the other, of what ``module`` made of ``given``: for its price."""
-    _, groups = stage_backward_input([output], None, [given], module.parameters())
-    stage_backward_weight(module.parameters(), groups)
 
 
 class _ByBlock:
