@@ -15,9 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from context_by_hand import METHODS, cut, make_step
-from measure import run_command
-from models import Size, make_llama, token_batch
-from side_by_side import (
+from in_turn import (
     Contender,
     check,
     grads_of,
@@ -28,6 +26,8 @@ from side_by_side import (
     table_of,
     time_together,
 )
+from measure import run_command
+from models import Size, make_llama, token_batch
 
 import autoplan
 

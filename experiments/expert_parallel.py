@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 from experts_by_hand import gradients, make_step, spread
+from in_turn import Contender, check, reference, report, results_of, run_sizes, table_of, time_together
 from measure import run_command
 from models import Size, make_mixtral, token_batch
-from side_by_side import Contender, check, reference, report, results_of, run_sizes, table_of, time_together
 from torch.nn.parallel import DistributedDataParallel
 
 import autoplan

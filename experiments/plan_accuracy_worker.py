@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from in_turn import slowest
 from models import Size, make_llama, token_batch
-from side_by_side import slowest
 from storage_counter import StorageCounter, forget_peak, resident_bytes
 
 from autoplan.codegen.program import Program

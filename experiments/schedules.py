@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from in_turn import Contender, check, reference, report, results_of, run_sizes, time_together
 from measure import compare, run_command
 from models import Size, make_llama, token_batch
 from pipeline_by_hand import make_step
 from rich.table import Table
-from side_by_side import Contender, check, reference, report, results_of, run_sizes, time_together
 
 import autoplan
 from autoplan.cost_models.schedule import chunks_of_ranks

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import typer
 from dtensor_llama import VARIANTS, CollectiveCount, full_gradients, make_step
+from in_turn import Contender, check, reference, report, run_sizes, time_together
 from measure import compare, make_console, max_relative_difference, run_command
 from models import Size, make_llama, token_batch
 from rich.table import Table
-from side_by_side import Contender, check, reference, report, run_sizes, time_together
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan

@@ -157,8 +157,8 @@ _started: list[Pool] = []
 _pools: dict[int, Pool] = {}
 
 
-# Every process group that a job makes has a thread of gloo for good (torch's caches name the groups, so that they cannot
-# be destroyed) that wakes up a hundred times per second: eight idle workers with 400 threads each take a whole core.
+# Every process group that a job makes has a thread of gloo for good (torch's caches name the groups, so that they
+# cannot be destroyed) that wakes up a hundred times per second: eight idle workers with 400 threads each take a core.
 MOST_JOBS = 12
 
 
