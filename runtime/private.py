@@ -29,6 +29,7 @@ test_precision.py and test_hybrid_zero.py cover each row.
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -46,7 +47,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from autoplan.runtime.program import Block
-from autoplan.runtime.split_backward import Deferred, backward_input, backward_weight
+from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight
 from autoplan.runtime.zero import GradientSync
 
 # Shape and dtype of one tensor that crosses from a stage to the next.
@@ -62,7 +63,7 @@ def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
 
 
 class SyncedStage(PipelineStage):
-    """A PipelineStage in which ``sync`` decides when gradients are reduced."""
+    """A PipelineStage in which ``sync`` decides when gradients are reduced. ``splits``: backwards have two parts."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class SyncedStage(PipelineStage):
         sync: GradientSync,
         carried_in: Sequence[Carried],
         carried_out: Sequence[Carried],
+        splits: bool = False,
     ) -> None:
         inputs, outputs = _examples(carried_in), _examples(carried_out)
         if index == count - 1:
@@ -82,6 +84,7 @@ class SyncedStage(PipelineStage):
         self._sync = sync
         self._carried_out = [(tuple(shape), dtype) for shape, dtype in carried_out]
         self._backward_chunk = -1
+        self._kept = Kept() if splits else None
 
     # Receive buffers live from the receive to the end of the backward.
 
@@ -111,7 +114,8 @@ class SyncedStage(PipelineStage):
     # The module's own calls.
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.submod(*args, **kwargs)
+        with self._kept.forward() if self._kept is not None else nullcontext():
+            output = self.submod(*args, **kwargs)
         if self.is_last:
             return output
         tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
@@ -146,7 +150,7 @@ class SyncedStage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
         whole = [m for m in self.submod.modules() if isinstance(m, Block) and m.whole_backward]
         at_once = [p for block in whole for p in block.parameters()]
-        found = backward_input(outputs, gradients, inputs, self.submod.parameters(), at_once)
+        found = backward_input(outputs, gradients, inputs, self.submod.parameters(), at_once, self._kept)
         for block in whole:
             block.let_go()
         return found

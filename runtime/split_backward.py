@@ -7,16 +7,73 @@ the same, and fails or computes too much where a parameter branches off at sever
 (stages with several inputs, as in encoder-decoders), and where a block is computed again: `torch.utils.checkpoint`
 repeats its forward in every call of autograd, here once for every product. Here such parameters get their gradients in
 the first part.
+
+Between the parts, a graph that autograd kept as a whole would hold more than before the first: the gradients that
+arrived come on top (of a Llama layer 57 %). `Kept` lets go of what only the first part needed, which leaves about as
+much as a forward does (the paper's M_W and M_B).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+
+class _Slot:
+    """Place of a tensor that an operation keeps."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+
+
+class Kept:
+    """What operations keep for their backward, in places that can be emptied before autograd lets go of them.
+
+    with kept.forward():
+        outputs = module(*inputs)
+    backward_input(outputs, gradients, inputs, module.parameters(), kept=kept)
+    """
+
+    def __init__(self) -> None:
+        self._spent: list[_Slot] | None = None  # during a first part: what was used and is not needed again
+        self._branch = False  # inside an operation that the second part runs again
+
+    def forward(self) -> saved_tensors_hooks:
+        """Open around a forward."""
+        return saved_tensors_hooks(_Slot, self._get)
+
+    def _get(self, slot: _Slot) -> torch.Tensor:
+        if slot.tensor is None:
+            raise RuntimeError("a second part of a backward needs what its first part gave up")
+        if self._spent is not None and not self._branch:
+            self._spent.append(slot)
+        return slot.tensor
+
+    def enter(self, _: object) -> None:
+        """A hook before an operation that the second part runs again."""
+        self._branch = True
+
+    def leave(self, *_: object) -> None:
+        """A hook after it."""
+        self._branch = False
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Around a first part: empties what it used."""
+        self._spent = []
+        try:
+            yield
+            for slot in self._spent:
+                slot.tensor = None
+        finally:
+            self._spent, self._branch = None, False
 
 
 @dataclass
@@ -44,6 +101,7 @@ def backward_input(
     inputs: Sequence[object],
     params: Iterable[nn.Parameter],
     at_once: Collection[nn.Parameter] = (),
+    kept: Kept | None = None,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
     """Gradients of the inputs; those of parameters that cannot wait are added to `.grad`.
 
@@ -52,6 +110,7 @@ def backward_input(
         gradients: of the outputs; None: ones.
         inputs: whatever the stage was called with; what needs no gradient gets None.
         params: of the stage. at_once: those of them that do not wait, whatever the graph is.
+        kept: what was open around the forward, if anything.
 
     Returns:
         One gradient per input, and what `backward_weight` does.
@@ -69,14 +128,18 @@ def backward_input(
     wanted = [*(t for _, t in given), *now]
     if made and wanted:
         handles = [d.node.register_prehook(d.remember) for d in deferred]
+        if kept is not None:
+            handles += [d.node.register_prehook(kept.enter) for d in deferred]
+            handles += [d.node.register_hook(kept.leave) for d in deferred]
         try:
-            found = torch.autograd.grad(
-                [t for t, _ in made],
-                wanted,
-                [torch.ones_like(t) if g is None else g for t, g in made],
-                retain_graph=bool(deferred),
-                allow_unused=True,
-            )
+            with kept.spending() if kept is not None else nullcontext():
+                found = torch.autograd.grad(
+                    [t for t, _ in made],
+                    wanted,
+                    [torch.ones_like(t) if g is None else g for t, g in made],
+                    retain_graph=bool(deferred),
+                    allow_unused=True,
+                )
         finally:
             for handle in handles:
                 handle.remove()

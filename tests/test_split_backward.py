@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,11 @@ from parity import Case
 from parity_matrix import check
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime.program import Block
-from autoplan.runtime.split_backward import Deferred, backward_input, backward_weight
+from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight
 
 DIM = 8
 
@@ -133,6 +135,35 @@ def test_what_is_computed_again_is_so_once(at_once: bool) -> None:
     _, deferred = backward_input(outputs, gradients, inputs, stage.parameters(), params)
     backward_weight(deferred)
     assert stage.calls == (2 if at_once else 5)  # forward; both parts, the second of three places
+    for name, p in stage.named_parameters():
+        if name in want:
+            torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_between_the_parts_nothing_is_held_that_only_the_first_needs(lets_go: bool) -> None:
+    stage, inputs, gradients = given()
+    want = in_one(stage, inputs, gradients)
+    made: dict[str, StorageWeakRef] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            made[name] = StorageWeakRef(output.untyped_storage())
+            made[f"into {name}"] = StorageWeakRef(given[0].untyped_storage())
+
+        return hook
+
+    for name in ("up", "down"):
+        getattr(stage, name).register_forward_hook(watch(name))
+    kept = Kept() if lets_go else None
+    with kept.forward() if kept is not None else contextlib.nullcontext():
+        outputs = stage(*inputs)
+    _, deferred = backward_input(outputs, gradients, inputs, stage.parameters(), kept=kept)
+    del outputs
+    assert made["up"].expired() == lets_go  # silu's backward
+    assert not made["into up"].expired() and not made["into down"].expired()  # of the weights
+    backward_weight(deferred)
+    assert made["into up"].expired() and made["into down"].expired()
     for name, p in stage.named_parameters():
         if name in want:
             torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-6)
