@@ -40,6 +40,7 @@ _TERMS = {
     "pp_comm": "pipeline communication, exposed",
     "bubble": "pipeline bubble",
     "recompute": "recompute",
+    "offload": "copies to the host and back, not hidden",
     "launch": "waiting for the host",
     "accumulate": "adding up gradients",
     "optimizer": "optimizer",
