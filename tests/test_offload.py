@@ -11,14 +11,17 @@ import offload_jobs
 import pytest
 import torch
 from harness import pool
-from parity import Case, compiled, fake_group, full_tensors, train_job, train_reference, trained, worst
+from parity import SEQ, Case, compiled, fake_group, full_tensors, graph_of, train_job, train_reference, trained, worst
 
+from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.errors import PinError
+from autoplan.points import PlanRequest, Points
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.offload_pins import read_offload
 from autoplan.search.pins import read_pins
+from autoplan.search.space import Candidate
 
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -136,6 +139,33 @@ def test_copies_go_to_the_host_and_back(case: Case) -> None:
         resident = case.precision == "native"  # else masters have no memory on the device
         for fresh, stale in zip(found["fresh"], found["stale"], strict=True):
             assert all(fresh) and all(stale) and bool(fresh) == resident
+
+
+@ignored
+@pytest.mark.processes
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("zero", "offload"), [(0, "optimizer"), (1, "optimizer"), (2, "parameters"), (3, "optimizer")])
+def test_what_lies_where_is_what_the_memory_model_says(zero: int, offload: str, precision: str) -> None:
+    """To the byte, on the device and on the host, after a step."""
+    case = Case("llama", dp=2, zero=zero, num_micro_batches=2, precision=precision, offload=offload)
+    program = compiled(case)
+    found = pool(2).run(offload_jobs.held, case, program.spec.to_json(), dict(program.sources))
+    request = PlanRequest(
+        graph_of("llama", 0.0, precision),
+        Cluster.parse("local", 2, "cpu").with_(memory_gb=1.0),
+        SEQ,
+        12,
+        {**case.pins, "micro_batch_size": 3},
+        precision=precision,
+        executed=True,
+    )
+    planned = Points(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    assert planned is not None
+    model = planned.memory
+    assert sum(model.states) == 0
+    for rank in found:
+        assert rank["device"] == sum(model.stored)
+        assert rank["host"] == sum(model.hosted)
 
 
 @pytest.mark.processes

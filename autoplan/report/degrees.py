@@ -34,7 +34,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
     tp, pp, cp = (values.get(name, 1) for name in ("tp", "pp", "cp"))
     size, chunks = values.get("micro_batch_size", 1), values.get("virtual_stages", 1)
     dp = _data_parallel(num_devices, values.get("dp"), tp * pp * cp)
-    values = with_offload({name: v for name, v in values.items() if (name, v) != ("recompute", "none")})
+    values = {**with_offload({name: v for name, v in values.items() if (name, v) != ("recompute", "none")})}
     recompute, stages = values.get("recompute", "none"), values.get("stages")
     return ParallelConfig(
         dp=dp,
