@@ -285,6 +285,10 @@ class _Search:
             bound = cutter.bound_s()
             if bound == math.inf:
                 self._too_big(candidate)
+                if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
+                    for each in offloaded(self.request, candidate):  # what has less on the host is too big, too
+                        if set(each.offload) < set(candidate.offload):
+                            self.outcomes.setdefault(each, self.outcomes[candidate])
             else:
                 self.bounds[candidate] = bound
         return bound
@@ -293,10 +297,6 @@ class _Search:
         shortage = self.cutters[candidate].shortage()
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
-        if candidate.offload and self.cutters[candidate].lacks_device_memory():  # those with less on the host too
-            for each in offloaded(self.request, candidate):
-                if set(each.offload) < set(candidate.offload):
-                    self.outcomes.setdefault(each, self.outcomes[candidate])
 
     def _cutoff_s(self) -> float:
         """What a plan must be below to be among those asked for."""

@@ -138,13 +138,6 @@ class ChunkCutter:
                 out[k] = count
         return tuple(out)
 
-    def lacks_device_memory(self) -> bool:
-        """As `Cutter.lacks_device_memory`."""
-        return any(
-            self._needed(rank, mine, self._choices(mine)[-1]) > self.capacity
-            for rank, mine in enumerate(self.chunks_of)
-        )
-
     def _least_recompute(self) -> tuple[int, ...] | None:
         """Layers per chunk: on every rank the least number that fits; None if none does.
 

@@ -342,7 +342,11 @@ class Cutter:
         return float(least[0]) + self.after_s
 
     def lacks_device_memory(self) -> bool:
-        """Where nothing fits: True if that is not for what the host has no room for."""
+        """Where the bound says that nothing fits: True if it is not for what the host has no room for.
+
+        The bound counts the most that any choice of recompute frees, so that with fewer choices nothing fits either.
+        (A single cut may: what comes back from the host takes more room than what is computed again.)
+        """
         self._build()
         return float(self._on_host.max()) <= self.host_capacity
 
