@@ -11,18 +11,21 @@ fails if one differs.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from composed_by_hand import Degrees, make_contender
 from measure import describe, environment, make_console, run_command, write_json
 from models import Size, make_llama, token_batch
 from processes import run_ranks
-from side_by_side import OPTIMIZER, Contender, measure, part_of, program, table_of, train_alone
+from side_by_side import OPTIMIZER, Contender, Reference, measure, part_of, program, table_of, train_alone
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -43,13 +46,23 @@ NUM_MICRO_BATCHES = 4
 VARIANTS = ("TP+SP", "TP shared")
 
 
-def measure_rank(
-    rank: int, world: int, size: Size, degrees: Degrees, budget_s: float, folder: str
-) -> list[dict[str, Any]]:
-    """What each process does; the same rows come back from all of them."""
+def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[list[dict[str, Any]]]:
+    """What each process does: rows of each of DEGREES. The same come back from all of them."""
     warnings.filterwarnings("ignore")
+    # of whole tensors from shards in an order that takes two collectives, which only the check asks for
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     batch = token_batch(size)
     truth = train_alone(make_llama(size), batch)
+    return [
+        measure_degrees(degrees, size, batch, truth, budget_s, f"{folder}/{k}")
+        for k, degrees in enumerate(DEGREES[world])
+    ]
+
+
+def measure_degrees(
+    degrees: Degrees, size: Size, batch: Mapping[str, torch.Tensor], truth: Reference, budget_s: float, folder: str
+) -> list[dict[str, Any]]:
+    """Rows of one combination of degrees."""
     mesh = init_device_mesh("cpu", (degrees.pp, degrees.dp, degrees.tp), mesh_dim_names=("pp", "dp", "tp"))
     zero = 0 if degrees.dp == 1 else 3 if degrees.drops else 1
     count = NUM_MICRO_BATCHES if degrees.pp > 1 else 1
@@ -81,7 +94,7 @@ def main(
     processes: Annotated[int, typer.Option(help="4: each pair of axes; 8: all three")] = 4,
     budget_s: Annotated[float, typer.Option(help="seconds of repetitions per model and degrees")] = 40.0,
     quick: Annotated[bool, typer.Option(help="a tiny model, a few repetitions: does it run?")] = False,
-    timeout_s: Annotated[float, typer.Option(help="give up on a model and degrees after this long")] = 400.0,
+    timeout_s: Annotated[float, typer.Option(help="give up on a model after this long")] = 400.0,
     json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
 ) -> None:
     """Time programs with several axes against FSDP2, DTensor and stock pipelining by hand, side by side."""
@@ -91,15 +104,10 @@ def main(
     console = make_console()
     cases = []
     for size in (QUICK,) if quick else SIZES:
-        for degrees in DEGREES[processes]:
-            name = f"llama {size} {degrees}"
-            with console.status(name), tempfile.TemporaryDirectory() as folder:
-                results = run_ranks(
-                    measure_rank, processes, size, degrees, 2.0 if quick else budget_s, folder, timeout_s=timeout_s
-                )
-            cases.append(
-                {"name": f"llama {size}", "size": asdict(size), "degrees": asdict(degrees), "rows": results[0]}
-            )
+        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
+            results = run_ranks(measure_rank, processes, size, 2.0 if quick else budget_s, folder, timeout_s=timeout_s)
+        for degrees, rows in zip(DEGREES[processes], results[0], strict=True):
+            cases.append({"name": f"llama {size}", "size": asdict(size), "degrees": asdict(degrees), "rows": rows})
     console.print(table_of(cases, f"a step of HF Llama, {processes} processes, gloo; {describe(env)}"))
     write_json(json, "composed", env, cases)
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from measure import describe, environment, make_console, run_command, write_json
 from models import Size, make_llama, token_batch
 from processes import run_ranks
 from sharded_by_hand import RECIPES, make_contender
-from side_by_side import OPTIMIZER, Contender, measure, part_of, program, table_of, train_alone
+from side_by_side import OPTIMIZER, Contender, Reference, measure, part_of, program, table_of, train_alone
 
 import autoplan
 
@@ -47,14 +49,25 @@ OF_ONE_MICRO_BATCH = {
 }
 
 
-def measure_rank(
-    rank: int, world: int, size: Size, num_micro_batches: int, budget_s: float, folder: str
-) -> list[dict[str, Any]]:
-    """What each process does; the same rows come back from all of them."""
+def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[list[dict[str, Any]]]:
+    """What each process does: rows of each of MICRO_BATCHES. The same come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
     truth = train_alone(make_llama(size), batch)
     mine = part_of(batch, rank, world)
+    return [measure_cut(world, size, count, mine, truth, budget_s, folder) for count in MICRO_BATCHES]
+
+
+def measure_cut(
+    world: int,
+    size: Size,
+    num_micro_batches: int,
+    mine: Mapping[str, torch.Tensor],
+    truth: Reference,
+    budget_s: float,
+    folder: str,
+) -> list[dict[str, Any]]:
+    """Rows of one number of micro-batches; `mine` is this rank's part of the batch."""
     contenders: dict[str, Contender] = {}
     pairs = []
     for zero, recipes in (OF_ONE_MICRO_BATCH if num_micro_batches == 1 else BY_HAND).items():
@@ -81,9 +94,9 @@ def measure_rank(
 
 def main(
     processes: Annotated[int, typer.Option(help="data-parallel ranks, one local process each")] = 2,
-    budget_s: Annotated[float, typer.Option(help="seconds of repetitions per table section")] = 40.0,
+    budget_s: Annotated[float, typer.Option(help="seconds of repetitions per model and micro-batches")] = 40.0,
     quick: Annotated[bool, typer.Option(help="a tiny model, a few repetitions: does it run?")] = False,
-    timeout_s: Annotated[float, typer.Option(help="give up on a model after this long")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(help="give up on a model after this long")] = 400.0,
     json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
 ) -> None:
     """Time programs under ZeRO 0 to 3 against DDP and fully_shard by hand, side by side."""
@@ -93,13 +106,11 @@ def main(
     console = make_console()
     cases = []
     for size in (QUICK,) if quick else SIZES:
-        for count in MICRO_BATCHES:
+        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
+            results = run_ranks(measure_rank, processes, size, 2.0 if quick else budget_s, folder, timeout_s=timeout_s)
+        for count, rows in zip(MICRO_BATCHES, results[0], strict=True):
             name = f"llama {size} m{count}"
-            with console.status(name), tempfile.TemporaryDirectory() as folder:
-                results = run_ranks(
-                    measure_rank, processes, size, count, 2.0 if quick else budget_s, folder, timeout_s=timeout_s
-                )
-            cases.append({"name": name, "size": asdict(size), "num_micro_batches": count, "rows": results[0]})
+            cases.append({"name": name, "size": asdict(size), "num_micro_batches": count, "rows": rows})
     console.print(table_of(cases, f"a step of HF Llama, {processes} processes, gloo; {describe(env)}"))
     write_json(json, "fully_sharded", env, cases)
 

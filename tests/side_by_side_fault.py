@@ -1,6 +1,8 @@
 """Run by test_side_by_side.py: what the check of the experiments says of contenders that train something else.
 
     python tests/side_by_side_fault.py FAULT
+
+Prints a line per rank.
 """
 
 from __future__ import annotations
