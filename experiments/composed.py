@@ -21,12 +21,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from composed_by_hand import Degrees, make_contender
+from composed_by_hand import Degrees, make_trainer
 from measure import describe, environment, make_console, run_command, write_json
 from models import Size, make_llama, token_batch
 from processes import run_ranks
-from side_by_side import OPTIMIZER, Contender, Reference, measure, part_of, program, table_of, train_alone
 from torch.distributed.device_mesh import init_device_mesh
+from training import OPTIMIZER, Reference, Trainer, measure, part_of, program, table_of, train_alone
 
 import autoplan
 
@@ -80,12 +80,12 @@ def measure_degrees(
         folder=folder,
     )  # fmt: skip
     name = f"{degrees} ZeRO {zero}"
-    contenders: dict[str, Contender] = {name: program(pm, part_of(batch, pm.data_rank, degrees.dp))}
+    contenders: dict[str, Trainer] = {name: program(pm, part_of(batch, pm.data_rank, degrees.dp))}
     pairs = []
     for variant in VARIANTS if degrees.tp > 1 else ("",):
         parts = ("FSDP2" if degrees.dp > 1 else "", variant, "1F1B" if degrees.pp > 1 else "")
         by_hand = ", ".join(p for p in parts if p)
-        contenders[by_hand] = make_contender(make_llama(size), degrees, mesh, variant, mine, count)
+        contenders[by_hand] = make_trainer(make_llama(size), degrees, mesh, variant, mine, count)
         pairs.append((name, by_hand))
     return measure(contenders, truth, pairs, budget_s)
 

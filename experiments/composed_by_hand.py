@@ -15,11 +15,11 @@ import torch
 from dtensor_llama import llama_plan
 from pipeline_by_hand import LlamaStage, next_token_loss
 from sharded_by_hand import Recipe, accumulate, shard_by_layer
-from side_by_side import OPTIMIZER, Contender, part_of, whole
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import parallelize_module
+from training import OPTIMIZER, Trainer, part_of, whole
 
 # name in a LlamaForCausalLM -> in a LlamaStage
 STAGE_NAMES = {"model.embed_tokens": "embed", "model.layers": "layers", "model.norm": "norm", "lm_head": "head"}
@@ -43,14 +43,14 @@ class Degrees:
         return " x ".join(f"{n}{k}" for n, k in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if k > 1)
 
 
-def make_contender(
+def make_trainer(
     model: Any,
     degrees: Degrees,
     mesh: DeviceMesh,
     variant: str,
     batch: Mapping[str, torch.Tensor],
     num_micro_batches: int,
-) -> Contender:
+) -> Trainer:
     """Parallelise a Hugging Face Llama in place.
 
     Args:
@@ -70,7 +70,7 @@ def _without_pipeline(
     variant: str,
     batch: Mapping[str, torch.Tensor],
     num_micro_batches: int,
-) -> Contender:
+) -> Trainer:
     if degrees.tp > 1:
         parallelize_module(model, mesh["tp"], llama_plan(len(model.model.layers), variant))
     shard_by_layer(model, drops=degrees.drops, mesh=mesh["dp"])
@@ -86,11 +86,11 @@ def _without_pipeline(
         optimizer.step()
         return loss
 
-    return Contender(
+    return Trainer(
         step,
         lambda: {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None},
-        lambda: {n: whole(p.detach()) for n, p in model.named_parameters()},
-        loss_ranks=degrees.world,
+        parameters=lambda: {n: whole(p.detach()) for n, p in model.named_parameters()},
+        share=1 / degrees.world,
     )
 
 
@@ -101,7 +101,7 @@ def _pipeline(
     variant: str,
     batch: Mapping[str, torch.Tensor],
     num_micro_batches: int,
-) -> Contender:
+) -> Trainer:
     index, num_layers = mesh["pp"].get_local_rank(), len(model.model.layers)
     start, stop = (k * num_layers // degrees.pp for k in (index, index + 1))
     stage = LlamaStage(model, start, stop, length=batch["input_ids"].shape[1])
@@ -130,11 +130,11 @@ def _pipeline(
         optimizer.step()
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
-    return Contender(
+    return Trainer(
         step,
         lambda: {_in_model(n): whole(p.grad) for n, p in stage.named_parameters() if p.grad is not None},
-        lambda: {_in_model(n): whole(p.detach()) for n, p in stage.named_parameters()},
-        loss_ranks=degrees.dp * degrees.tp,
+        parameters=lambda: {_in_model(n): whole(p.detach()) for n, p in stage.named_parameters()},
+        share=1 / (degrees.dp * degrees.tp),
     )
 
 

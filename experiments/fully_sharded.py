@@ -22,8 +22,8 @@ import typer
 from measure import describe, environment, make_console, run_command, write_json
 from models import Size, make_llama, token_batch
 from processes import run_ranks
-from sharded_by_hand import RECIPES, make_contender
-from side_by_side import OPTIMIZER, Contender, Reference, measure, part_of, program, table_of, train_alone
+from sharded_by_hand import RECIPES, make_trainer
+from training import OPTIMIZER, Reference, Trainer, measure, part_of, program, table_of, train_alone
 
 import autoplan
 
@@ -68,7 +68,7 @@ def measure_cut(
     folder: str,
 ) -> list[dict[str, Any]]:
     """Rows of one number of micro-batches; `mine` is this rank's part of the batch."""
-    contenders: dict[str, Contender] = {}
+    contenders: dict[str, Trainer] = {}
     pairs = []
     for zero, recipes in (OF_ONE_MICRO_BATCH if num_micro_batches == 1 else BY_HAND).items():
         name = f"ZeRO {zero}"
@@ -87,7 +87,7 @@ def measure_cut(
         contenders[name] = program(pm, mine)
         for recipe in recipes:
             if recipe not in contenders:
-                contenders[recipe] = make_contender(make_llama(size), RECIPES[recipe], mine, num_micro_batches)
+                contenders[recipe] = make_trainer(make_llama(size), RECIPES[recipe], mine, num_micro_batches)
             pairs.append((name, recipe))
     return measure(contenders, truth, pairs, budget_s)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import OPTIMIZER, Contender, part_of, whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from training import OPTIMIZER, Trainer, part_of, whole
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ RECIPES = {
 }
 
 
-def make_contender(
+def make_trainer(
     model: nn.Module, recipe: Recipe, batch: Mapping[str, torch.Tensor], num_micro_batches: int
-) -> Contender:
+) -> Trainer:
     """Wrap `model` (in place) and its optimizer; `batch` is this rank's part, its labels equally many on every rank."""
     parts = [part_of(batch, i, num_micro_batches) for i in range(num_micro_batches)]
     wrapped = shard_by_layer(model, drops=recipe.drops) if recipe.shards else DistributedDataParallel(model)
@@ -64,11 +64,11 @@ def make_contender(
         return loss
 
     plain: Any = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    return Contender(
+    return Trainer(
         step,
         lambda: {n: whole(p.grad) for n, p in plain.named_parameters() if p.grad is not None},
-        lambda: {n: whole(p.detach()) for n, p in plain.named_parameters()},
-        loss_ranks=dist.get_world_size(),
+        parameters=lambda: {n: whole(p.detach()) for n, p in plain.named_parameters()},
+        share=1 / dist.get_world_size(),
     )
 
 

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 
 from models import Size, make_llama, token_batch
 from processes import run_ranks
-from sharded_by_hand import RECIPES, make_contender
-from side_by_side import check, part_of, train_alone
+from sharded_by_hand import RECIPES, make_trainer
+from training import check, part_of, train_alone
 
 TINY = Size(hidden=16, num_layers=1, seq=8, batch=4, vocab=32)
 
@@ -28,7 +28,7 @@ def faulty(rank: int, world: int, fault: str) -> str:
     truth = train_alone(make_llama(TINY), batch)
     model = make_llama(TINY, seed=1 if fault == "weights" else 0)
     mine = part_of(batch, 0 if fault == "data" else rank, world)
-    contender = make_contender(model, RECIPES["fully_shard"], mine, 1)
+    contender = make_trainer(model, RECIPES["fully_shard"], mine, 1)
     if fault == "no step":
         contender = replace(contender, parameters=lambda: dict(make_llama(TINY).named_parameters()))
     elif fault == "name":

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dtensor_llama import repeats_within, slowest
-from measure import Timings, compare, interleave, max_relative_difference
+from in_turn import TOLERANCE, Contender, grads_of, slowest, time_together
+from measure import Timings, compare, max_relative_difference
 from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-TOLERANCE = 1e-4  # fp32, another order of additions
 NUM_CHECKED = 3  # steps that are compared before anything is timed
 # With AdamW's default of 1e-8 an element with a gradient of rounding errors moves by the whole learning rate.
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-6)
@@ -25,18 +24,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Trainer(Contender):
     """One way to train a model on these processes.
 
     step: forward, backward and optimizer; the loss. gradients, parameters: whole ones by the names of the plain model,
-    all of them or those of this rank's pipeline stage (collectives). loss_ranks: of how many ranks the loss is the
-    mean, the others giving 0; None if every rank gets that of the whole batch.
+    all of them or those of this rank's pipeline stage (collectives).
     """
 
-    step: Callable[[], torch.Tensor]
-    gradients: Callable[[], Tensors]
-    parameters: Callable[[], Tensors]
-    loss_ranks: int | None = None
+    parameters: Callable[[], Tensors] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,9 @@ def train_alone(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Referenc
         optimizer.zero_grad()
         loss = model(**batch, use_cache=False).loss
         torch.autograd.backward(loss)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         if step == 0:
-            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            first = {n: g.clone() for n, g in grads_of(model).items()}
         optimizer.step()
     return Reference(losses, first, {n: p.detach() for n, p in model.named_parameters()})
 
@@ -67,7 +62,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def program(pm: Any, batch: Mapping[str, torch.Tensor]) -> Contender:
+def program(pm: Any, batch: Mapping[str, torch.Tensor]) -> Trainer:
     """A ParallelModel with its optimizer; `batch` is this data-parallel rank's part."""
 
     def step() -> torch.Tensor:
@@ -75,10 +70,10 @@ def program(pm: Any, batch: Mapping[str, torch.Tensor]) -> Contender:
         pm.optimizer.step()
         return loss
 
-    return Contender(step, pm.gradients, pm.state_dict)
+    return Trainer(step, pm.gradients, parameters=pm.state_dict)
 
 
-def check(name: str, contender: Contender, truth: Reference) -> float:
+def check(name: str, contender: Trainer, truth: Reference) -> float:
     """Train NUM_CHECKED steps; the worst relative difference of losses, gradients and parameters.
 
     Raises:
@@ -87,9 +82,9 @@ def check(name: str, contender: Contender, truth: Reference) -> float:
     found: dict[str, float] = {"loss": 0.0}
     for step, expected in enumerate(truth.losses):
         loss = contender.step().detach().clone()
-        if contender.loss_ranks is not None:
+        if contender.share is not None:
             dist.all_reduce(loss)
-            loss /= contender.loss_ranks
+            loss *= contender.share
         found["loss"] = max(found["loss"], abs(float(loss) - expected) / abs(expected))
         if step == 0:
             found["gradients"] = _difference(contender.gradients(), truth.gradients)
@@ -111,12 +106,10 @@ def _difference(mine: Tensors, truth: Tensors) -> float:
     return slowest([max_relative_difference(here, {n: truth[n] for n in here})])[0]
 
 
-def time_in_turn(contenders: Mapping[str, Contender], budget_s: float) -> dict[str, Timings]:
-    """Time the steps side by side: of every repetition the slowest rank's wall time, and all ranks' processor time."""
-    steps = {name: c.step for name, c in contenders.items()}
-    times = interleave(steps, budget_s=budget_s, repeats=repeats_within(budget_s, steps), before=dist.barrier)
+def _timed(contenders: Mapping[str, Trainer], budget_s: float) -> dict[str, Timings]:
+    """As `time_together`, with the processor time of all ranks."""
+    times = time_together(contenders, budget_s)
     for t in times.values():
-        t.wall_s = slowest(t.wall_s)
         total = torch.tensor(t.cpu_s, dtype=torch.float64)
         dist.all_reduce(total)
         t.cpu_s = total.tolist()
@@ -124,11 +117,11 @@ def time_in_turn(contenders: Mapping[str, Contender], budget_s: float) -> dict[s
 
 
 def measure(
-    contenders: Mapping[str, Contender], truth: Reference, pairs: Sequence[tuple[str, str]], budget_s: float
+    contenders: Mapping[str, Trainer], truth: Reference, pairs: Sequence[tuple[str, str]], budget_s: float
 ) -> list[dict[str, Any]]:
     """Check all contenders, time them, and compare those of each pair (program, by hand)."""
     differences = {name: check(name, c, truth) for name, c in contenders.items()}
-    times = time_in_turn(contenders, budget_s)
+    times = _timed(contenders, budget_s)
     rows = []
     for mine, theirs in pairs:
         ratio = compare(times[mine], times[theirs])
