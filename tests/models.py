@@ -142,13 +142,17 @@ def make_mixtral(**extra: Any) -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-def make_qwen3_moe() -> nn.Module:
+# a loss of the routers as large as the cross entropy of these small models, so that its errors are seen
+ROUTER_LOSS = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def make_qwen3_moe(**extra: Any) -> nn.Module:
     """A small HF Qwen3-MoE: 8 experts, 2 per token, routing weights normalised."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         **MOE, num_key_value_heads=2, head_dim=8, intermediate_size=48, moe_intermediate_size=24, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True,
+        num_experts_per_tok=2, norm_topk_prob=True, **extra,
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(config)

@@ -265,6 +265,18 @@ def _experts(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule(inputs, rule.outputs, rule.roles, rule.whole | {"count"}, rule.special, sizes)
 
 
+def _repeat_interleave(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Every element of a dim several times: the dim becomes `it x repeats`."""
+    labels = _dims(ins[0])
+    if node.attrs["dim"] is None and len(labels) != 1:
+        raise RuleError(f"{node.name}: repeat_interleave without a dim flattens; reshape its input first")
+    dim = (node.attrs["dim"] or 0) % len(labels)
+    out = list(labels)
+    out[dim] = (*labels[dim], "repeats")
+    sizes = {"repeats": Expr.of(node.attrs["repeats"]), **{x: ins[0][dim] for x in labels[dim]}}
+    return _linear(labels, out, {"repeats"}, sizes=sizes)
+
+
 def _line(text: str) -> Builder:
     template = parse(text)
 
@@ -300,6 +312,10 @@ LINES: dict[str, str] = {
     "rms_norm": "[*b,n!], [n!] -> [*b,n!]",
     "embedding": "[v@vocab_embedding,h] * #[*b] -> [*b,h]",
     "one_hot": "#[*a] -> [*a,c!]",
+    "histc": "#[*a] -> [c!]",
+    "weighted_count": "#[*a] * [*a] -> [c!]",
+    "batch_sum": UNARY_LINEAR,
+    "batch_part": UNARY_LINEAR,
     "cross_entropy_sum": "~[t,v@vocab_cross_entropy], #[t] -> []",
 }
 
@@ -329,6 +345,7 @@ BUILDERS: dict[str, Builder] = {
     "gather": _indexed,
     "scatter": _indexed,
     "experts": _experts,
+    "repeat_interleave": _repeat_interleave,
     "arange": _factory,
     "full": _factory,
 }
