@@ -117,8 +117,8 @@ def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
 class BlockCost:
     """Seconds of one call of a block on one rank and micro-batch, by kind of work.
 
-    `comm`: collectives inside the block by (family of their axis: tp, cp, ep or dp; phase); `reduced_bytes`: gradients that
-    ZeRO 0 reduces at the end of the step, by group.
+    `comm`: collectives inside the block by (family of their axis: tp, cp, ep or dp; phase); `reduced_bytes`: gradients
+    that ZeRO 0 reduces at the end of the step, by group.
     """
 
     forward: Quantity

@@ -123,8 +123,8 @@ class ModelGraph:
 
     The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known
     before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
-    `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of `loss_target` (!= `ignore_index`),
-    samples, or nothing.
+    `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of
+    `loss_target` (!= `ignore_index`), samples, or nothing.
     """
 
     name: str

@@ -425,7 +425,7 @@ class ParallelModel:
 
     def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype, bool]:
         dtype: torch.dtype = getattr(torch, c.dtype)
-        if self._dtype is not None and dtype.is_floating_point:
+        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts stay what they are
             dtype = self._dtype
         return tuple(evaluate(s, env) for s in c.shape), dtype, c.requires_grad
 

@@ -133,6 +133,7 @@ MOE = {
     "deepseek": models.make_deepseek,
     "mixtral-aux": functools.partial(models.make_mixtral, **models.ROUTER_LOSS),
     "qwen3-moe-aux": functools.partial(models.make_qwen3_moe, **models.ROUTER_LOSS),
+    "mixtral-padded-aux": functools.partial(models.make_mixtral, **models.ROUTER_LOSS),
 }
 
 
@@ -151,6 +152,8 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return ENCODER_DECODER[family]()
     if family == "skips":
         return models.make_skips()
+    if family == "gpt-switch":
+        return models.make_switch()
     if family in ("mistral", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
@@ -172,7 +175,7 @@ def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGra
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if family in ("llama-padded", "llama-packed"):
+    if family in ("llama-padded", "llama-packed", "mixtral-padded-aux"):
         return models.with_documents(batch, packed=family == "llama-packed")
     if family in ENCODER_DECODER:
         ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()

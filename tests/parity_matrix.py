@@ -74,6 +74,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
     "router loss": {"family": "mixtral-aux"},
+    "capacity": {"family": "gpt-switch"},
     "padding": {"family": "llama-padded"},
     "packed": {"family": "llama-packed"},
     "encoder-decoder": {"family": "encdec"},

@@ -141,7 +141,11 @@ def _pure_values(trace: Trace) -> set[str]:
     for kind, index in trace.order:
         if kind == "node":
             node = trace.nodes[index]
-            if not trace.region[node.name] and node.op not in _NEVER_PURE and all(x in pure for x in node.tensor_inputs):
+            if (
+                not trace.region[node.name]
+                and node.op not in _NEVER_PURE
+                and all(x in pure for x in node.tensor_inputs)
+            ):
                 pure |= set(node.outputs)
     return pure
 

@@ -75,6 +75,7 @@ class _Term:
 
     def run(self) -> None:
         """Changes the trace, or leaves it where some operation is not a sum that could be summed further."""
+        self._means_as_sums()
         self.free = set(self.trace.inputs) | set(self.trace.buffers)
         for i in self.cone:
             node = self.trace.nodes[i]
@@ -84,6 +85,26 @@ class _Term:
                 return
         self._rewrite()
         self._share()
+
+    def _means_as_sums(self) -> None:
+        """A mean over tokens is a sum over them by their number, of all parts."""
+        cone = []
+        for i in self.cone:
+            cone.append(i)
+            node = self.trace.nodes[i]
+            if node.op != "mean":
+                continue
+            source, out = self.trace.values[str(node.inputs[0])], self.trace.values[node.outputs[0]]
+            number = source.num_elements.divide(out.num_elements)
+            if number is None or not number.symbols:
+                continue
+            total = f"{node.name}.sum"
+            self.trace.values[total] = replace(out, name=total)
+            self.trace.nodes[i] = replace(node, op="sum", outputs=(total,))
+            cone.append(len(self.trace.nodes))
+            by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
+            self._insert(by, self.trace.order.index(("node", i)) + 1)
+        self.cone = cone
 
     def _places(self, value: str) -> Kinds:
         symbols = {s for size in self.trace.values[value].shape for s in size.symbols}

@@ -22,7 +22,7 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
-from autoplan.capture.experts import capture_experts, capture_hf_experts
+from autoplan.capture.experts import capture_experts, capture_hf_experts, refuse_separate_experts
 from autoplan.capture.huggingface import capture_attention, check_masks, is_hf_model, own_hooks, recorded_outputs
 from autoplan.capture.inplace import (
     ALLOCATIONS,
@@ -123,6 +123,8 @@ def capture(
     Raises: CaptureError naming the op and the source line that cannot be captured.
     """
     check_masks(model, example_inputs)
+    if is_hf_model(model):
+        refuse_separate_experts(model)
     graph = _capture(model, example_inputs, loss_fn, merge=True)
     if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
         graph = _capture(model, example_inputs, loss_fn, merge=False)

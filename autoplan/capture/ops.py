@@ -191,6 +191,17 @@ def _scatter(a: Args) -> Result:
     return Lowered("scatter", (a["self"], a["index"]), {"dim": a["dim"], "scalar": a["value"]})
 
 
+def _extreme(op: str) -> Callable[[Args], Result]:
+    """Along one dim: of all elements there is no place to speak of."""
+
+    def build(a: Args) -> Result:
+        if a.get("dim") is None:
+            raise CaptureError(f"{op} over all elements is not supported; give it a dim")
+        return Lowered(op, (a["self"],), {"dim": a["dim"], "keepdim": bool(a.get("keepdim", False))})
+
+    return build
+
+
 def _histc(a: Args) -> Result:
     bins, low, high = a.get("bins", 100), a.get("min", 0), a.get("max", 0)
     if not low < high:
@@ -266,10 +277,10 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.topk.default": _topk,
     "aten.gather.default": _gather,
     "aten.scatter.value": _scatter,
-    "aten.scatter_add.default": lambda a: Lowered(
-        "scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]}
-    ),
+    "aten.scatter_add.default": lambda a: Lowered("scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]}),
     "aten.histc.default": _histc,
+    "aten.argmax.default": _extreme("argmax"),
+    "aten.max.dim": _extreme("max"),
     "aten.repeat_interleave.self_int": lambda a: Lowered(
         "repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")}
     ),

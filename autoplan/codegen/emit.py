@@ -338,6 +338,8 @@ EMITTERS: dict[str, Callable[[_OpText], str]] = {
     "pow_scalar": _scalar("{x}.pow({c})"),
     "rsub_scalar": _scalar("{c} - {x}"),
     "topk": _topk,
+    "argmax": lambda t: f"torch.argmax({t.a[0]}, dim={t.attrs['dim']}, keepdim={t.attrs['keepdim']})",
+    "max": lambda t: f"torch.max({t.a[0]}, dim={t.attrs['dim']}, keepdim={t.attrs['keepdim']})",
     "gather": lambda t: f"{t.a[0]}.gather({t.attrs['dim']}, {t.a[1]})",
     "scatter": lambda t: f"{t.a[0]}.scatter({t.attrs['dim']}, {t.a[1]}, {_literal(t.attrs['scalar'])})",
     "one_hot": lambda t: f"F.one_hot({t.a[0]}, {_literal(t.attrs['num_classes'])})",

@@ -373,6 +373,8 @@ RULES: dict[str, SavedRule] = {
     "batch_sum": _rule(form=Form.NEW, gradient=Gradient.PASS),
     "batch_part": _rule(form=Form.NEW, gradient=Gradient.PASS),
     "topk": _rule("y1<0", form=Form.NEW),
+    "argmax": _MADE,
+    "max": _rule("y1<0", form=Form.NEW),
     "gather": _rule("x0<0 x1<0", form=Form.NEW),
     "scatter": _rule("x1<0", form=Form.NEW),
     "pad": _rule(form=Form.NEW, gradient=Gradient.PASS),

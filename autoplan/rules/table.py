@@ -235,6 +235,14 @@ def _topk(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule((tuple(labels),), (tuple(out),) * 2, (Role.OTHER,), frozenset({"top", *labels[dim]}))
 
 
+def _extreme(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """The largest along a dim (and its place), or its place alone."""
+    dim = node.attrs["dim"] % len(ins[0])
+    labels = _dims(ins[0])
+    out = labels[:dim] + ([()] if node.attrs["keepdim"] else []) + labels[dim + 1 :]
+    return OpRule((tuple(labels),), (tuple(out),) * len(outs), (Role.OTHER,), frozenset(labels[dim]))
+
+
 def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     """gather and scatter: the index selects along one dim; along the others everything has the same size."""
     dim = node.attrs["dim"] % len(ins[0])
@@ -342,6 +350,8 @@ BUILDERS: dict[str, Builder] = {
     "matmul": _matmul,
     "attention": _attention,
     "topk": _topk,
+    "argmax": _extreme,
+    "max": _extreme,
     "gather": _indexed,
     "scatter": _indexed,
     "experts": _experts,
