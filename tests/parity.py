@@ -231,10 +231,11 @@ def global_batch(case: Case, step: int = 0, samples: int = 12) -> dict[str, torc
         keep = torch.linspace(0.05, 1.0, samples)[:, None]
         batch["labels"][torch.rand(samples, SEQ, generator=g) > keep] = -100
         batch["labels"][0] = -100  # a sample without any
+    batch = names_of(case.family, batch)
     if case.micro_batches_of > 1:  # micro-batch i is micro-batch i of every rank
         order = torch.arange(samples).view(case.micro_batches_of, case.num_micro_batches, -1).transpose(0, 1).flatten()
         batch = {n: x[order] for n, x in batch.items()}
-    return names_of(case.family, batch)
+    return batch
 
 
 def part_of(batch: Mapping[str, torch.Tensor], index: int, parts: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from autoplan.codegen.emit import Context, block_source
+from autoplan.codegen.emit import Context, block_source, py
 from autoplan.codegen.sends import attention_sends
 from autoplan.cost_models.config import executed_precision, groups_of
 from autoplan.cost_models.context import ContextMethod
@@ -455,8 +455,10 @@ class _Compiler:
                 if value.shape[dim] == Expr.symbol("s"):
                     cut = f"context_part({var}, {axis!r}, {dim})"
                 else:  # flattened with the batch
-                    rest = f".flatten({dim}, {dim + 1})"
-                    cut = f"context_part({var}.unflatten({dim}, (b, s)), {axis!r}, {dim + 1}){rest}"
+                    sizes = [self.graph.factors[f] for f in (value.dims or ())[dim]]
+                    at = dim + next(k for k, size in enumerate(sizes) if "s" in size.symbols)
+                    parts = f"{var}.unflatten({dim}, ({', '.join(py(size) for size in sizes)}))"
+                    cut = f"context_part({parts}, {axis!r}, {at}).flatten({dim}, {dim + len(sizes) - 1})"
                 lines.append(f"        {var} = {cut}")
         if any(needs[call.block].get("s") for call in mine):
             lines.append(f"        s = context_length(s, {axis!r})")
