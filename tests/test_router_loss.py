@@ -165,6 +165,7 @@ PROCESSES = [
     Case("qwen3-moe-aux", pp=2, num_micro_batches=6, schedule="Interleaved1F1B", virtual=2),
     Case("mixtral-aux", pp=4, num_micro_batches=3, recompute="full"),
     Case("mixtral-padded-aux", cp=2, dp=2, num_micro_batches=2),
+    Case("mixtral-padded-aux", pp=2, num_micro_batches=2),
 ]
 
 

@@ -11,7 +11,7 @@ their number), as by accumulating the gradients of `loss / number`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoplan.cost_models.graph import LOSS_SHARE, Node, Value
 from autoplan.rules.table import PASSES_PARTIAL
@@ -190,7 +190,7 @@ class _Term:
         index = next(i for i in self.cone if term in self.trace.nodes[i].outputs)
         source, place = self.trace.nodes[index].source, self.trace.order.index(("node", index)) + 1
         users = [i for i, n in enumerate(self.trace.nodes) if term in n.tensor_inputs]
-        steps = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
+        steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
         over = tuple(s for s, kind in zip(SYMBOLS, kinds, strict=True) if kind == "R")
         if over:
             steps.append(("batch_part", f"{term}.part", (), {"over": over}))

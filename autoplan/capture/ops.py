@@ -294,7 +294,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.to.dtype": _to,
     "aten.to.dtype_layout": _to,
     "aten._to_copy.default": _to,
-    "aten.to.device": lambda a: Alias(a["self"]),
+    "aten.to.device": _to,  # it takes a dtype, too
     "aten.contiguous.default": _first("self"),
     "aten.clone.default": _first("self"),
     "aten.alias.default": _first("self"),
