@@ -24,7 +24,6 @@ from autoplan.search.pins import (
     check_dispatch,
     check_recompute,
     check_replicas,
-    check_split,
     layer_calls,
     make_mesh,
     pipeline_units,
@@ -123,7 +122,6 @@ def make_plan(
     check_degrees(graph, config)
     check_dispatch(graph, config)
     check_context(graph, config)
-    check_split(graph, config.schedule)
     check_replicas(config)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(

@@ -346,16 +346,7 @@ class Points:
 def space_of(request: PlanRequest) -> Space:
     """Its candidates. Raises: PinError for pins that leave none."""
     r = request
-    return space(
-        r.graph,
-        r.cluster,
-        r.global_batch_size,
-        r.pins,
-        executed=r.executed,
-        seq_len=r.seq_len,
-        # weight gradients of a split backward would add up in 16 bits
-        split_backward=not (r.executed and precision_of(r.precision).has_masters),
-    )
+    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len)
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import ParallelConfig, Precision, groups_of, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig, Precision, groups_of, precision_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
@@ -122,6 +122,7 @@ class _Table:
         self.forward = per_unit(lambda b: b.forward_s)
         self.backward = per_unit(lambda b: b.backward_s)
         self.weight = per_unit(lambda b: b.weight + b.accumulate)
+        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, again=True)
         self.again = per_unit(lambda b: b.again_s, again=True)
         self.selective = per_unit(lambda b: b.selective)
         self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
@@ -290,21 +291,27 @@ class Pricer:
         fixed = getattr(self.free_forward, which) + self.action_s
         split = self.costs.overhead_s("split_layer_s")
         for units, again in zip(ranges_of(chunks), recompute, strict=True):
-            repeated = sum(table.repeated(u, how) for u, how in self.recomputed(units, again).items())
+            how = self.recomputed(units, again)
+            repeated = sum(table.repeated(u, name) for u, name in how.items())
             if self.config.recompute == "selective":
                 repeated += sum(table.selective[u] for u in units)
+            whole = self._whole(units, how)
             out.append(
                 ChunkTimes(
                     sum(table.forward[u] for u in units) + fixed,
                     sum(table.backward[u] for u in units) + repeated + self.action_s,
-                    sum(table.weight[u] for u in units),
+                    max(0.0, sum(table.weight[u] for u in units) - sum(table.weight_of_layers[u] for u in whole)),
                     sum(table.first[u] for u in units) if self.chained else 0.0,
                     sum(table.last[u] for u in units) if self.chained else 0.0,
-                    # stock torch runs a checkpointed forward again for each of the two parts of the backward
-                    repeated + split * sum(self.workload.layers[u] for u in units),
+                    split * sum(self.workload.layers[u] for u in units if u not in whole),
                 )
             )
         return out
+
+    def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
+        """The units of which a split backward keeps the layers' together (`Block.whole_backward` of the runtime)."""
+        selective = self.config.recompute == "selective"
+        return units if selective or self.costs.mode is Mode.COMPILED else again
 
     def layer_blocks(self, unit: int) -> list[BlockCost]:
         """Costs of the layers of a unit: what recompute applies to."""
@@ -490,10 +497,9 @@ class Pricer:
         out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
         row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
         split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
-        repeats = m * (1 + split)  # again for each part of a split backward
-        out["recompute"] = total([b.repeated(how) for u, how in again for b in self.layer_blocks(u)]) * repeats
+        out["recompute"] = total([b.repeated(how) for u, how in again for b in self.layer_blocks(u)]) * m
         if c.recompute == "selective":
-            out["recompute"] += total([b.selective for b in blocks]) * repeats
+            out["recompute"] += total([b.selective for b in blocks]) * m
         for family in ("tp", "cp", "ep"):
             out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
@@ -514,7 +520,8 @@ class Pricer:
         updates = [total([b.optimizer for b in self._blocks_of(units)]) for units in rank_units]
         out["optimizer"] = max(updates, key=lambda q: q.mid)
         fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
-        layers = sum(self.workload.layers[u] for u in rank_units[rank])
+        whole = self._whole(rank_units[rank], [u for u, _ in again])
+        layers = sum(self.workload.layers[u] for u in rank_units[rank] if u not in whole)
         fixed += self.costs.overhead_s("split_layer_s") * split * m * layers
         out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
         rest = step_s - sum(q.mid for q in out.values())

@@ -24,7 +24,7 @@ from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
-from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, apply_zero, hybrid_mesh
+from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -118,11 +118,6 @@ class ParallelModel:
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
         """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
         precision, copies, syncs = self.precision, None, {}
-        if precision is not None and precision.compute != MASTER and self.spec.schedule in SPLIT_BACKWARD_SCHEDULES:
-            raise ValueError(
-                f"{self.spec.compute_dtype} under {self.spec.schedule}: weight gradients of a split backward would be "
-                "summed in 16 bits; use a schedule with a full backward such as 1F1B"
-            )
         if self._plain_parameters:
             copies = self._make_copies()
         # 16-bit sums are reduced as such, where they are: in the copies

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from autoplan.runtime.private import Carried, SyncedStage, by_block, run_schedule
-from autoplan.runtime.zero import GradientSync, check_schedule
+from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_schedule
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -115,6 +115,7 @@ class PipelineRunner:
                         part.sync,
                         part.carried_in,
                         part.carried_out,
+                        splits=schedule in SPLIT_BACKWARD_SCHEDULES,
                     )
                 )
 

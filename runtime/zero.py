@@ -194,17 +194,17 @@ class _ShardedSplit(_Sharded):
         self._stage.set_requires_gradient_sync(False)
 
     def after_backward(self, is_last: bool) -> None:
-        if is_last or self.zero >= ZeroStage.GRADIENTS:
-            self._stage.set_is_last_backward(is_last)
-            self._stage.set_reshard_after_backward(is_last)
-            self._stage.set_requires_gradient_sync(True)
-            self._stage.set_requires_all_reduce(is_last)
-            # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards.
-            root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
-            for state in root._state_ctx.all_states:
-                for group in state._fsdp_param_groups:
-                    group.post_backward()
-            root._root_post_backward_final_callback()
+        self._stage.set_is_last_backward(is_last)
+        self._stage.set_reshard_after_backward(is_last)
+        self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
+        self._stage.set_requires_all_reduce(is_last)
+        # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards. Where
+        # nothing is reduced, 16-bit gradients are added to float32 ones.
+        root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
+        for state in root._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        root._root_post_backward_final_callback()
         self._reduced = is_last
 
 

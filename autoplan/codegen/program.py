@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source, py
-from autoplan.codegen.sends import attention_sends
+from autoplan.codegen.sends import attention_sends, document_sends
 from autoplan.cost_models.config import executed_precision, groups_of
 from autoplan.cost_models.context import ContextMethod
 from autoplan.cost_models.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph
@@ -314,7 +314,7 @@ class _Compiler:
             if op.node.attrs.get("documents"):
                 ids = op.inputs[3]
                 size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
-                sent.append((ids.name, "all_gather", "cp", size.scale(Fraction(self.context.size)), "forward"))
+                sent += document_sends(self.layouts.context[lowered.block.name], ids.name, size)
             for name, kind, over, size, phase in sent:
                 axis = canonical(self.layouts.mesh, over)
                 out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))

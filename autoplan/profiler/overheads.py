@@ -25,8 +25,8 @@ from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_progr
 from autoplan.runtime.convert import record_collectives
 from autoplan.runtime.mesh import use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.private import backward_in_parts
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.split_backward import backward_input, backward_weight
 
 _REPEATS = 15
 _ZERO_REPEATS = 9
@@ -350,7 +350,8 @@ def _split(runs: _Runs) -> dict[str, float]:
                 if how == "full":
                     loss.backward()
                 else:
-                    backward_in_parts(loss, inputs["x"], pm.stage)
+                    _, deferred = backward_input([loss], None, [inputs["x"]], pm.stage.parameters())
+                    backward_weight(deferred)
                 runs.job.synchronize()
                 taken.append(runs.now() - start)
             for p in pm.stage.parameters():

@@ -1,7 +1,7 @@
-"""Pinned degrees: reading them, the legality rules, and the stated defaults for what is not pinned.
+"""Pinned degrees: reading them, the legality rules, and the defaults of a configuration made without a search.
 
-Defaults until the search chooses: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a
-pipeline and 2 * pp with one, no recompute, 1F1B, stages of balanced arithmetic.
+`read_pins` fills in tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and 2 * pp
+with one, no recompute, 1F1B, stages of balanced arithmetic. The planner leaves open what is not pinned instead.
 """
 
 from __future__ import annotations
@@ -212,28 +212,6 @@ def check_schedule(c: ParallelConfig) -> ParallelConfig:
             "legal: zero_stage=2"
         )
     return c
-
-
-def several_cross(graph: ModelGraph) -> bool:
-    """True if there is a cut between layers at which more than one tensor goes from a stage to the next."""
-    calls = {c.name: c for c in graph.calls}
-    made: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for u, unit in enumerate(pipeline_units(graph)):
-        for name in unit:
-            last |= dict.fromkeys((v for v in calls[name].inputs if v in made), u)
-            made |= dict.fromkeys(calls[name].outputs, u)
-    cuts = [cut for value, end in last.items() for cut in range(made[value], end)]
-    return len(cuts) > len(set(cuts))
-
-
-def check_split(graph: ModelGraph, schedule: str) -> None:
-    """PinError for a schedule that splits the backward where the runtime cannot."""
-    if schedule in SCHEDULE_RULES and SCHEDULE_RULES[schedule].split_backward and several_cross(graph):
-        raise PinError(
-            f"schedule {schedule!r} splits the backward, which does not run where several tensors go from stage to "
-            f"stage, as in {graph.name}; nearest legal: schedule=1F1B"
-        )
 
 
 def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
