@@ -313,6 +313,8 @@ class ParallelModel:
             first = self.data_rank * size * len(parts)
             for i, part in enumerate(parts):
                 part["loss_denominator"] = denominator
+                if self.spec.loss_share:
+                    part["loss_share"] = torch.ones_like(denominator) / len(parts)
                 part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
@@ -416,11 +418,11 @@ class ParallelModel:
             self._runner_shape = shape
         return self._runner
 
-    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
+    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype, bool]:
         dtype: torch.dtype = getattr(torch, c.dtype)
-        if self._dtype is not None and dtype.is_floating_point:
+        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts stay what they are
             dtype = self._dtype
-        return tuple(evaluate(s, env) for s in c.shape), dtype
+        return tuple(evaluate(s, env) for s in c.shape), dtype, c.requires_grad
 
     def _counts_here(self, p: ParamSpec) -> bool:
         """True on exactly one of the ranks that hold the same elements."""
