@@ -72,7 +72,8 @@ def parallelize(
             that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
         pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute
             ('none', 'full', 'selective', regions as in 'attention+mlp+norms', 'offload', or a mapping block -> one),
-            stages (layers per pipeline stage), schedule. The rest is searched.
+            stages (layers per pipeline stage), schedule, offload ('none', or what is on the host: 'activations',
+            'optimizer', 'parameters' joined by '+'; the loop stays as it is). The rest is searched.
         profile: measured times, a Profile or the name or path of one. None with 'local': the profile of this machine,
             measured now (bounded, once) where it is not known; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default a temporary
