@@ -18,7 +18,7 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.runtime.optim import check_elementwise
+from autoplan.runtime.optim import check_elementwise, on_local_shards
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
@@ -50,9 +50,9 @@ class ParallelModel:
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
         stages: this rank's modules by stage, in model order; with virtual stages several.
-        optimizer: the optimizer over this rank's shards, or None. loss_scaler: of a program in float16, else None.
-            precision: the dtypes of a program in mixed precision, else None. data_rank, data_world: which part of the
-            global batch is ours.
+        optimizer: the optimizer over the local parts of this rank's shards, or None. loss_scaler: of a program in
+            float16, else None. precision: the dtypes of a program in mixed precision, else None. data_rank, data_world:
+            which part of the global batch is ours.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ParallelModel:
         self._runner_shape: tuple[int, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            self.optimizer = optimizer(list(self.parameters()))
+            self.optimizer = on_local_shards(optimizer, self.parameters())
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
