@@ -220,6 +220,52 @@ class SwitchGPT(GPT):
         self.blocks = nn.ModuleList(SwitchBlock(32, 4, capacity, flat) for _ in range(4))
 
 
+class BalancedBlock(SwitchBlock):
+    """Hands out what its router thought, as well."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, capacity=0, flat=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x = self.attention(x)
+        hidden = self.norm(x).flatten(0, 1)
+        probabilities = self.router.classifier(hidden).softmax(-1)
+        weights, index = probabilities.topk(1, -1)
+        return x + self.experts(hidden, index, weights).view_as(x), probabilities, index
+
+
+class BalancedGPT(GPT):
+    """Logits, and of every layer the probabilities of all experts and the chosen ones."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=0, tied=False)
+        self.blocks = nn.ModuleList(BalancedBlock() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:  # type: ignore[override]
+        x, routes = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device)), []
+        for block in self.blocks:
+            x, *route = block(x)
+            routes.append(tuple(route))
+        return self.head(self.norm(x)), routes
+
+
+def balanced_loss(out: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """As Switch Transformers write it (Fedus et al., 2022, equations 4 to 6): layer by layer, of means."""
+    logits, routes = out
+    balance = torch.zeros((), dtype=logits.dtype)
+    for probabilities, index in routes:
+        count = probabilities.shape[-1]
+        shares = F.one_hot(index.squeeze(-1), count).to(probabilities.dtype).mean(0)
+        balance = balance + count * (shares * probabilities.mean(0)).sum()
+    return gpt_loss(logits, batch) + 0.3 * balance
+
+
+def make_balanced() -> nn.Module:
+    """A BalancedGPT with random weights."""
+    torch.manual_seed(0)
+    return BalancedGPT()
+
+
 def make_switch(**kwargs: Any) -> nn.Module:
     """A SwitchGPT with random weights: 4 experts, at most 5 of the tokens of a sequence each."""
     torch.manual_seed(0)

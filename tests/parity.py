@@ -160,6 +160,8 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_skips()
     if family == "gpt-switch":
         return models.make_switch()
+    if family == "gpt-balanced-aux":
+        return models.make_balanced()
     if family in ("mistral", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
@@ -174,7 +176,7 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 @functools.cache
 def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
-    loss = None if is_hf(family) else models.gpt_loss
+    loss = None if is_hf(family) else models.balanced_loss if family == "gpt-balanced-aux" else models.gpt_loss
     compute, model = executed_precision(precision).compute, make_model(family, dropout)
     with computing_in(model, None if compute is None else getattr(torch, compute)):
         return capture(model, batch, loss)
@@ -333,7 +335,7 @@ def run_simulated(
                 denominator = float(sum((part["labels_valid"]) for part in count_parts(case, batch)))
                 rng = rank_map(lambda r, f=first: torch.tensor([0, 0, f[r]]))
                 if spec.loss_share:
-                    inputs["loss_share"] = torch.tensor(1.0 / case.num_micro_batches, dtype=dtype)
+                    inputs["loss_share"] = rank_map(lambda _: torch.tensor(1.0 / case.num_micro_batches, dtype=dtype))
                 carried: tuple[torch.Tensor, ...] = ()
                 for stage in stages:
                     out = stage(*carried, **inputs, loss_denominator=torch.tensor(denominator, dtype=dtype), rng=rng)

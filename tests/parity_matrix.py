@@ -119,6 +119,8 @@ TOGETHER = (
     Case("deepseek", dp=2, tp=2, pp=2, ep=4, etp=1, zero=2, num_micro_batches=3, labels="unequal"),
     Case("llama-tied", dp=2, tp=2, pp=2, zero=1, num_micro_batches=3, labels="unequal", precision="bf16"),
     Case("gpt-untied", dp=4, pp=2, zero=3, zero_replicas=2, num_micro_batches=3, recompute="full"),
+    Case("qwen3-moe-aux", dp=2, cp=2, tp=2, ep=4, etp=1, zero=3, num_micro_batches=3, labels="unequal"),
+    Case("mixtral-aux", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", recompute="full"),
 )
 
 

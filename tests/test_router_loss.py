@@ -13,6 +13,7 @@ import torch
 from parity import (
     SEQ,
     Case,
+    cluster_of,
     compiled,
     fake_group,
     full_tensors,
@@ -29,10 +30,12 @@ from parity import (
 
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
+from autoplan.codegen.program import compile_program
+from autoplan.plan import make_plan
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate
-from autoplan.search.pins import pipeline_units
+from autoplan.search.pins import pipeline_units, read_pins
 
 FAMILIES = ("mixtral-aux", "qwen3-moe-aux", "mixtral-padded-aux")
 
@@ -116,6 +119,9 @@ SIMULATED = [
     Case("qwen3-moe-aux", tp=4, dp=2, pp=2, num_micro_batches=2, recompute="full"),
     Case("qwen3-moe-aux", dp=4, num_micro_batches=3),
     Case("mixtral-padded-aux", dp=2, tp=2, num_micro_batches=2),
+    Case("gpt-balanced-aux", dp=2, num_micro_batches=3, labels="unequal"),
+    Case("gpt-balanced-aux", tp=2),
+    Case("gpt-balanced-aux", dp=2, tp=2, pp=2, num_micro_batches=2, recompute="full"),
 ]
 
 
@@ -155,7 +161,20 @@ def test_micro_batches_are_those_of_all_ranks() -> None:
     assert worst(reference(case)[1], reference(apart)[1])[0] > 1e-3
 
 
+def test_a_loss_of_routers_by_hand_is_what_it_says() -> None:
+    """Of a user's own layers, which hand out what their routers thought; means as sums over all that share a batch."""
+    case = Case("gpt-balanced-aux", labels="unequal")
+    # counts are float32, as captured: 128 tokens divide them exactly
+    model, batch = make_model(case.family, 0.0).double(), global_batch(case, samples=8)
+    loss = models.balanced_loss(model(batch["ids"]), batch)
+    loss.backward()
+    got_loss, got = reference(case, torch.float64, batch)
+    assert got_loss == pytest.approx(loss.item(), rel=1e-12)
+    assert worst(got, {n: p.grad for n, p in model.named_parameters()})[0] < 1e-12
+
+
 PROCESSES = [
+    Case("gpt-balanced-aux", dp=2, pp=2, num_micro_batches=2, zero=1),
     Case("mixtral-aux", dp=4, ep=2, zero=1, num_micro_batches=3, labels="unequal"),
     Case("qwen3-moe-aux", tp=2, ep=2, etp=1, num_micro_batches=2),
     Case("mixtral-aux", cp=2, dp=2, num_micro_batches=2, labels="unequal"),
@@ -201,3 +220,15 @@ def test_the_ledger_has_one_sum_of_as_many_numbers_as_experts(case: Case) -> Non
 def test_programs_type_check(case: Case) -> None:
     program = compiled(case)
     check_program(program.spec, program.sources)
+
+
+def test_a_mean_over_a_cut_sequence_is_by_the_length_of_all_parts() -> None:
+    """The model divides by its own sequence length, of which a rank of context parallelism has a part."""
+    batch = {"ids": models.token_batch(2, SEQ)["input_ids"]}
+    graph = capture(models.make_gpt(tied=False), batch, lambda out, batch: out.square().mean())
+    texts = {}
+    for cp in (1, 2):
+        config = read_pins({"cp": cp} if cp > 1 else {}, cp)
+        _, layouts, _ = make_plan(graph, cluster_of(cp, "bandwidth"), config, {"b": 2, "s": SEQ})
+        (texts[cp],) = compile_program(graph, layouts).sources.values()
+    assert "/ (96 * s)" in texts[1] and "/ (192 * s)" in texts[2]  # behind `s = context_length(s, 'cp')`
