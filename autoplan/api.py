@@ -240,12 +240,12 @@ def _capture(
 
 
 def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
-    """The memory this rank really has: of its GPU, or its share of the machine's."""
+    """The memory this rank really has: of its GPU and its share of the host's, or its share of the machine's."""
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cluster.devices_per_node
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cluster.num_devices
-    return cluster.with_(memory_gb=_USABLE * total / 1e9)
+        return cluster.with_(memory_gb=_USABLE * total / 1e9, host_memory_gb=_USABLE * share / 1e9)
+    return cluster.with_(memory_gb=_USABLE * share / 1e9)
 
 
 _USABLE = 0.9  # of the memory: the rest is for the system, the interpreter and its libraries

@@ -361,7 +361,7 @@ def whatif(
 
     Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, host_memory_gb,
     power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins tp, pp, dp,
-    zero_stage, micro_batch_size, num_micro_batches, recompute.
+    zero_stage, micro_batch_size, num_micro_batches, recompute, offload.
     """
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, write_csv

@@ -293,6 +293,10 @@ class _Search:
         shortage = self.cutters[candidate].shortage()
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
+        if candidate.offload and self.cutters[candidate].lacks_device_memory():  # those with less on the host too
+            for each in offloaded(self.request, candidate):
+                if set(each.offload) < set(candidate.offload):
+                    self.outcomes.setdefault(each, self.outcomes[candidate])
 
     def _cutoff_s(self) -> float:
         """What a plan must be below to be among those asked for."""
@@ -317,23 +321,27 @@ class _Search:
     def _memory_binds(self, candidate: Candidate) -> bool:
         """False, and decided, if offloading cannot help the degrees of a candidate."""
         with self._phase("bounds"):
-            binds = self.cutters[replace(candidate, offload=())].binds(self._cutoff_s())
+            cutter, cutoff = self.cutters[replace(candidate, offload=())], self._cutoff_s()
+            binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
         if not binds:
             self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
         return binds
 
     def _best_first(self, bounds: Mapping[Candidate, float]) -> None:
         """Take the least bound; refine it the first time, evaluate it the second."""
-        heap = [(bound, 0, candidate) for candidate, bound in bounds.items()]
+        # of equal ones first what has most on the host: where that is too big, so are the others
+        heap = [(bound, 0, -len(candidate.offload), candidate) for candidate, bound in bounds.items()]
         heapq.heapify(heap)
         while heap:
-            bound, refined, candidate = heap[0]
+            bound, refined, _, candidate = heap[0]
             cutoff = self._cutoff_s()
             if bound >= cutoff:
                 return
             if self._out_of_time() and (self.best or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
+            if candidate in self.outcomes:
+                continue
             if refined:
                 self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 continue
@@ -341,7 +349,7 @@ class _Search:
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
-                heapq.heappush(heap, (bound, 1, candidate))
+                heapq.heappush(heap, (bound, 1, -len(candidate.offload), candidate))
 
     def _prepare(self, candidate: Candidate) -> bool:
         """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""

@@ -244,6 +244,7 @@ class Cluster:
                 64 * GIB,
                 "assumed",
                 overlap_fraction=None,
+                host_bytes_per_s=25 * GB,  # of PCIe 4 x16, 31.5
             )
             link = Link(10 * MICRO, 100.0 * GB, "assumed")
         elif device_type == "cpu":

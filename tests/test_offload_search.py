@@ -16,7 +16,7 @@ from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.memory import MemoryModel
 from autoplan.estimate import estimate_config
 from autoplan.planner import NothingFits, PlanRequest, SearchResult, search_plan
-from autoplan.points import Points
+from autoplan.points import Points, offloaded, space_of
 from autoplan.search.space import Candidate
 
 ROOM = 1 << 40
@@ -120,6 +120,25 @@ def test_memory_that_does_not_bind_is_seen() -> None:
         found = cutter.search()
         assert cutter.binds(found.step_s * (1 + 1e-9)) is binds
         assert any(found.recompute) is binds
+
+
+def test_nothing_on_the_host_beats_the_bound_without_memory() -> None:
+    """`free_bound_s` of every candidate, against its best plan with everything that may be on the host."""
+    pins = {"tp": 1, "pp": 2, "micro_batch_size": 1}
+    r = request(4, int(0.6 * peak_bytes(pins, 4)), pins=pins, host=(ROOM, FAST), mode=Mode.EAGER)
+    points, seen = Points(r), set()
+    for c in space_of(r).candidates:
+        plain = points.cutter(c)
+        assert plain is not None
+        for each in offloaded(r, c):
+            cutter = points.cutter(each)
+            assert cutter is not None
+            cut = cutter.search()
+            assert plain.free_bound_s() <= cut.step_s * (1 + 1e-12), each
+            seen.add((c.schedule, each.offload, cut.chunks is not None))
+    assert {s for s, _, fits in seen if fits} == {
+        "1F1B", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"
+    }  # fmt: skip
 
 
 def test_what_is_on_the_host_costs_its_copies() -> None:

@@ -75,6 +75,7 @@ class ChunkCutter:
         seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
         self.chunks = stages or even_cut(seconds, self.pp * virtual_stages)
         self._found: Cut | None = None
+        self._free_s: float | None = None
 
     @cached_property
     def pricer(self) -> Pricer:
@@ -118,6 +119,31 @@ class ChunkCutter:
         """False if it fits without computing anything again (beyond what is pinned), see `Cutter.binds`."""
         found = self.search()
         return found.chunks is None or (self.fixed is None and any(found.recompute))
+
+    def free_bound_s(self) -> float:
+        """Its step, if memory were without end: what offloading cannot beat either."""
+        if self._free_s is None:
+            split = SCHEDULES[self.schedule].split_backward
+            if split and self.pricer.costs.overhead_s("split_layer_s"):  # which layers that run again do not have
+                self._free_s = self.quick_bound_s()
+            else:
+                self._free_s = self.pricer.step_s(self.chunks, self._pinned())
+        return self._free_s
+
+    def _pinned(self) -> tuple[int, ...]:
+        """Steps down the ladder of every chunk that are pinned; none where recompute is searched."""
+        out = [0] * len(self.chunks)
+        for mine in self.chunks_of:
+            for k, count in zip(mine, self._choices(mine)[0], strict=True):
+                out[k] = count
+        return tuple(out)
+
+    def lacks_device_memory(self) -> bool:
+        """As `Cutter.lacks_device_memory`."""
+        return any(
+            self._needed(rank, mine, self._choices(mine)[-1]) > self.capacity
+            for rank, mine in enumerate(self.chunks_of)
+        )
 
     def _least_recompute(self) -> tuple[int, ...] | None:
         """Layers per chunk: on every rank the least number that fits; None if none does.

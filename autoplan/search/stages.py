@@ -31,6 +31,7 @@ from autoplan.cost_models.quantity import Quantity
 Array = NDArray[np.float64]
 _CLOSE = 1e-9  # relative: equal within rounding
 _BISECTED = 1e-3  # relative: how closely the bound is found
+_MOST_LEVELS = 8  # of recompute, that a shortage is told by
 _MOST_CHECKED = 200  # stages whose memory `Cutter.binds` looks at one by one
 
 
@@ -330,6 +331,21 @@ class Cutter:
         least = [self._least_of(s, range(int(i), int(j))) for s, r in enumerate(relevant) for i, j in np.argwhere(r)]
         return any(n is None or (n > 0 and self.fixed is None) for n in least)
 
+    def free_bound_s(self) -> float:
+        """As `bound_s`, if memory were without end: what offloading cannot beat either."""
+        self._build()
+        least = np.full(self.num_units + 1, math.inf)
+        least[self.num_units] = 0.0
+        for shape, each in reversed(self._shapes):
+            own = np.where(shape, np.maximum(self.m * each + self._once_s, each + least[None, :]), math.inf)
+            least = own.min(axis=1)
+        return float(least[0]) + self.after_s
+
+    def lacks_device_memory(self) -> bool:
+        """Where nothing fits: True if that is not for what the host has no room for."""
+        self._build()
+        return float(self._on_host.max()) <= self.host_capacity
+
     def _even(self) -> tuple[int, ...]:
         """The cut with the least longest stage: where the search starts from, beside the one with the least bound."""
         ends = np.full(self.num_units + 1, math.inf)
@@ -464,7 +480,9 @@ class Cutter:
         found = []
         for s, units in enumerate(ranges):
             layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
-            options = [self._memory(s, units, count) for count in self._counts(units, layers)]
+            counts = self._counts(units, layers)
+            some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last needs least, nearly always
+            options = [self._memory(s, units, count) for count in sorted(some)]
             found.append(shortage_of(s, options, self.capacity, self.host_capacity))
         return worst_of(found)
 
