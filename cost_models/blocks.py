@@ -71,7 +71,8 @@ def _weight_share(op: OpWork) -> float:
 
 
 def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
-    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
+    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp. `batch`: the
+    ranks of one stage that share a micro-batch.
 
     Args:
         axes: the sub-axes that tp is made of, major to minor.
@@ -83,6 +84,7 @@ def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict
         "cp": Group(cp, tp),
         "dp": Group(dp, tp * cp),
         "pp": Group(config.pp, tp * cp * dp),
+        "batch": Group(dp * cp, tp),
         "replicas": _replicas(dp * cp // config.zero_replicas, tp, config),
         "zero_replicas": Group(config.zero_replicas, tp * cp * dp // config.zero_replicas),
         "etp": Group(etp, 1),
@@ -113,8 +115,8 @@ def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
 class BlockCost:
     """Seconds of one call of a block on one rank and micro-batch, by kind of work.
 
-    `comm`: collectives inside the block by (family of their axis: tp, cp or ep; phase); `reduced_bytes`: gradients that
-    ZeRO 0 reduces at the end of the step, by group.
+    `comm`: collectives inside the block by (family of their axis: tp, cp, ep or dp; phase); `reduced_bytes`: gradients
+    that ZeRO 0 reduces at the end of the step, by group.
     """
 
     forward: Quantity
@@ -195,7 +197,7 @@ class BlockPricer:
         how = tuple(pinned.values()) if isinstance(pinned, Mapping) else (pinned,)
         self.activations = activations or "offload" in how
         self.groups = mesh_groups(config, workload.axes)
-        self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep"}
+        self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
         given, c = costs.overlap_fraction(), costs.constants
         self.hides = c.overlap if given is None else given
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
@@ -205,10 +207,11 @@ class BlockPricer:
         comm: dict[tuple[str, str], Quantity] = {}
         per_step = ZERO
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
-        inside = {phase: sum(c.phase == phase and c.per != "step" for c in block.comms) for phase in computed}
+        comms = [c for c in block.comms if c.part is not None or self.groups[c.axis].size > 1]
+        inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in computed}
         rings: dict[tuple[str, int], Quantity] = {}
         shown: dict[str, Quantity] = {}
-        for c in block.comms:
+        for c in comms:
             size = c.num_bytes * self._sent_share(block, c)
             seconds = self.costs.collective_s(c.kind, size, self._group(c), c.top_k)
             if c.per == "step":

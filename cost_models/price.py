@@ -537,7 +537,8 @@ class Pricer:
         if not self.chained:
             exposed = self._once_s(rank_units[rank], self._tables["mid"])
             once = [Quantity.spread(exposed, 0.0, max((q.tag for q in once), default=Tag.EXACT))]
-        out["dp_comm"] = zero + total(once) + total([b.per_step for b in blocks]) + total(reductions)
+        coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
+        out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
         out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]

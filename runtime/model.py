@@ -19,7 +19,7 @@ from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload, like_shard
-from autoplan.runtime.optim import check_elementwise
+from autoplan.runtime.optim import check_elementwise, on_local_shards
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
@@ -51,9 +51,9 @@ class ParallelModel:
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
         stages: this rank's modules by stage, in model order; with virtual stages several.
-        optimizer: the optimizer over this rank's shards, or None. loss_scaler: of a program in float16, else None.
-            precision: the dtypes of a program in mixed precision, else None. data_rank, data_world: which part of the
-            global batch is ours.
+        optimizer: the optimizer over the local parts of this rank's shards, or None. loss_scaler: of a program in
+            float16, else None. precision: the dtypes of a program in mixed precision, else None. data_rank, data_world:
+            which part of the global batch is ours.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ParallelModel:
         self._runner_shape: tuple[int, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            self.optimizer = optimizer(list(self.parameters()))
+            self.optimizer = on_local_shards(optimizer, self.parameters())
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
@@ -343,6 +343,8 @@ class ParallelModel:
             first = self.data_rank * size * len(parts)
             for i, part in enumerate(parts):
                 part["loss_denominator"] = denominator
+                if self.spec.loss_share:
+                    part["loss_share"] = torch.ones_like(denominator) / len(parts)
                 part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
@@ -448,11 +450,11 @@ class ParallelModel:
             self._runner_shape = shape
         return self._runner
 
-    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
+    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype, bool]:
         dtype: torch.dtype = getattr(torch, c.dtype)
-        if self._dtype is not None and dtype.is_floating_point:
+        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts stay what they are
             dtype = self._dtype
-        return tuple(evaluate(s, env) for s in c.shape), dtype
+        return tuple(evaluate(s, env) for s in c.shape), dtype, c.requires_grad
 
     def _counts_here(self, p: ParamSpec) -> bool:
         """True on exactly one of the ranks that hold the same elements."""

@@ -44,7 +44,7 @@ class PipelineStagePart:
         carried_in, carried_out: (shape, dtype) of each tensor received from the stage before and sent to the one after,
             for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
             infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
-            a gradient back.
+            a gradient back, but for those with False behind the dtype.
     """
 
     index: int

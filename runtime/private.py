@@ -50,15 +50,15 @@ from autoplan.runtime.program import Block
 from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight
 from autoplan.runtime.zero import GradientSync
 
-# Shape and dtype of one tensor that crosses from a stage to the next.
-Carried = tuple[Sequence[int], torch.dtype]
+# Shape and dtype of one tensor that crosses from a stage to the next; False behind them: no gradient comes back.
+Carried = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, bool]
 
 
 def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
     """Stand-ins without memory, as PipelineStage wants them. Floating point tensors carry a gradient back."""
     return tuple(
-        torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-        for shape, dtype in carried
+        torch.empty(tuple(c[0]), dtype=c[1], device="meta", requires_grad=c[1].is_floating_point and c[2:] != (False,))
+        for c in carried
     )
 
 
@@ -82,7 +82,7 @@ class SyncedStage(PipelineStage):
             outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
         super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
         self._sync = sync
-        self._carried_out = [(tuple(shape), dtype) for shape, dtype in carried_out]
+        self._carried_out = [(tuple(c[0]), c[1]) for c in carried_out]
         self._backward_chunk = -1
         self._kept = Kept() if splits else None
 

@@ -34,6 +34,9 @@ from autoplan.runtime.compression import Compression, Compressor
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
+# On a CPU copying a gradient into a bucket and back costs more than a collective of its own, from about this size on;
+# a GPU copies far faster than its links send.
+ALONE_BYTES = 2 * 2**20
 
 # Their backward runs in two parts, of which FSDP's hooks see only the first.
 SPLIT_BACKWARD_SCHEDULES = frozenset({"ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"})
@@ -123,7 +126,9 @@ class _AllReduce(GradientSync):
 
     def _reduce(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-        for bucket in buckets(gradients, self._bucket_bytes):
+        on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
+        alone = min(ALONE_BYTES, self._bucket_bytes) if on_cpu else None
+        for bucket in buckets(gradients, self._bucket_bytes, alone):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 flat = bucket[0]  # reduced where it lies, without a copy
             else:
@@ -147,11 +152,17 @@ def _unpack(work: dist.Work, flat: torch.Tensor, bucket: list[torch.Tensor]) -> 
         gradient.copy_(part.view(gradient.shape))
 
 
-def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int) -> list[list[torch.Tensor]]:
-    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone."""
+def buckets(
+    tensors: Sequence[torch.Tensor], limit_bytes: int, alone_bytes: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone, and
+    so does one of at least ``alone_bytes``, ahead of what is being gathered."""
     open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
     done: list[list[torch.Tensor]] = []
     for tensor in tensors:
+        if alone_bytes is not None and tensor.nbytes >= alone_bytes:
+            done.append([tensor])
+            continue
         bucket, size = open_buckets.get(tensor.dtype, ([], 0))
         if bucket and size + tensor.nbytes > limit_bytes:
             done.append(bucket)
