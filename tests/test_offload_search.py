@@ -18,6 +18,7 @@ from autoplan.estimate import estimate_config
 from autoplan.planner import NothingFits, PlanRequest, SearchResult, search_plan
 from autoplan.points import Points, offloaded, space_of
 from autoplan.search.space import Candidate
+from autoplan.search.stages import Cutter
 
 ROOM = 1 << 40
 FAST, SLOW = 1e10, 1e8  # bytes per second to the host
@@ -93,6 +94,20 @@ def test_a_model_that_does_not_fit_is_made_to_fit() -> None:
         less = {**pins, "micro_batch_size": found.config.micro_batch_size}
         search_plan(request(1, memory, pins=less, host=(int(0.99 * host), FAST)))
     assert error.value.report.term == "state on the host"
+
+
+def test_what_fits_without_is_faster_with_a_fast_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies cost less than computing again: equal to enumeration, and not if `Cutter.binds` were wrong."""
+    pins = {"pp": 2, "dp": 1, "tp": 1, "micro_batch_size": 2, "schedule": "1F1B"}
+    peak = peak_bytes(pins, 2)
+    memory = int(0.7 * peak)
+    without = search_plan(request(2, memory, pins=pins)).plans[0].estimate.step_time_s.mid
+    r = request(2, memory, pins=pins, host=(ROOM, 1e13))
+    found = search_plan(r)
+    assert offloads(found) and found.plans[0].estimate.step_time_s.mid < without * (1 - 1e-3)
+    assert found.plans[0].estimate.step_time_s.mid == pytest.approx(brute_force(r), rel=1e-9)
+    monkeypatch.setattr(Cutter, "binds", lambda self, limit_s: False)
+    assert search_plan(r).plans[0].estimate.step_time_s.mid == pytest.approx(without, rel=1e-9)
 
 
 @pytest.mark.parametrize("mode", [Mode.EAGER, Mode.FUSED])
