@@ -140,6 +140,7 @@ class ProgramSpec:
     compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
     loss_share: bool = False  # takes `loss_share`, one over the number of micro-batches
     gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
+    offload: tuple[str, ...] = ()  # what is on the host: optimizer, parameters (autoplan.runtime.offload)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
@@ -238,6 +238,7 @@ def apply_zero(
     apart_mesh: DeviceMesh | None = None,
     policies: Mapping[str, MixedPrecisionPolicy] | None = None,
     compression: Compression | None = None,
+    offload: bool = False,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
@@ -252,13 +253,15 @@ def apply_zero(
             them.
         policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
         compression: of the all-reduce of ZeRO 0.
+        offload: shards of parameters and gradients lie on the host (ZeRO 1 to 3 over several ranks).
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
 
     Raises:
         ValueError: ZeRO 3 with a split backward, a mesh of several axes, a parameter outside the blocks, one shared
-            by two blocks, a block with trainable parameters of several dtypes or with a 0-dim one (ZeRO 1 to 3).
+            by two blocks, a block with trainable parameters of several dtypes or with a 0-dim one (ZeRO 1 to 3),
+            `offload` where nothing is sharded.
     """
     zero = ZeroStage(zero)
     check_schedule(zero, schedule)
@@ -273,6 +276,8 @@ def apply_zero(
     if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
         apart, apart_mesh = (), None  # the same replicas: FSDP wants one mesh for them
     several = bool(apart) and apart_mesh is not None and apart_mesh.size() > 1
+    if offload and (zero is ZeroStage.NOTHING or mesh.size() == 1):
+        raise ValueError(f"parameters on the host need ZeRO 1 to 3 over several ranks, not {zero:d} over {mesh.size()}")
     if mesh.size() == 1 and not several:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
@@ -283,6 +288,8 @@ def apply_zero(
     reshard_after_forward = zero is ZeroStage.PARAMETERS
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
     place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
+    # torch pins memory by the driver of an accelerator, which a CPU has not
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for name, block in blocks.items():
         fully_shard(
             block,
@@ -291,9 +298,12 @@ def apply_zero(
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=place,
             ignored_params=alone,
+            offload_policy=policy,
         )
     # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
-    root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone)
+    root = fully_shard(
+        stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone, offload_policy=policy
+    )
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

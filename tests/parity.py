@@ -68,6 +68,7 @@ class Case:
     compile: str | None = None  # backend of torch.compile
     etp: int | None = None  # None: as tp
     micro_batches_of: int = 1  # of one device: dp of the plan whose micro-batches, all ranks together, it computes
+    offload: str = "none"  # optimizer | parameters | activations, joined by +
 
     @property
     def world(self) -> int:
@@ -95,6 +96,10 @@ class Case:
             pins["context_method"] = given if isinstance(given, str) else dict(given)
         if self.etp is not None:
             pins["etp"] = self.etp
+        if self.offload != "none":
+            pins["offload"] = self.offload
+            if "activations" in self.offload:
+                del pins["recompute"]
         if self.zero_replicas > 1:
             pins["zero_replicas"] = self.zero_replicas
         if self.schedule != "1F1B":
@@ -121,6 +126,7 @@ class Case:
             parts += [given if isinstance(given, str) else "-".join(f"{b}-{m}" for b, m in given)]
         parts += [f"etp{self.etp}"] * (self.etp is not None)
         parts += [f"replicas{self.zero_replicas}"] * (self.zero_replicas > 1)
+        parts += [f"offload-{self.offload}"] * (self.offload != "none")
         parts += [self.precision] * (self.precision != "native")
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []

@@ -61,6 +61,8 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"recompute": "full"},
     "regions": {"recompute": "attention+mlp+norms"},
     "offload": {"recompute": "offload"},
+    "optimizer on the host": {"offload": "optimizer"},
+    "parameters on the host": {"offload": "parameters"},
     "compile": {"compile": "aot_eager"},
     "micro-batches": {"num_micro_batches": 3},
     "unequal labels": {"labels": "unequal"},
@@ -91,6 +93,7 @@ ONE_OF = (
     ("cp", "ring", "Ulysses", "Ulysses x ring"),
     ("recompute", "regions", "offload"),
     ("ep over tp", "etp"),
+    ("optimizer on the host", "parameters on the host"),
 )
 
 TOGETHER = (
@@ -160,6 +163,8 @@ def case_of(*names: str) -> Case:
         case = replace(case, family="mixtral")
     if {"dp", "ep"} <= set(names):
         case = replace(case, dp=4)  # replicas of experts as well
+    if case.offload == "parameters" and not case.zero:
+        case = replace(case, zero=3)
     if case.zero and case.dp * case.cp == 1:
         case = replace(case, dp=2)
     if case.pp > 1 and case.num_micro_batches == 1:

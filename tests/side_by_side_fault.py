@@ -1,8 +1,8 @@
 """Run by test_side_by_side.py: what the check of the experiments says of contenders that train something else.
 
-    python tests/side_by_side_fault.py FAULT
+    python tests/side_by_side_fault.py
 
-Prints a line per rank.
+Prints a line per rank and fault.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from processes import run_ranks
 from sharded_by_hand import RECIPES, make_trainer
 from training import check, part_of, train_alone
 
+FAULTS = ("none", "data", "weights", "no step", "name")
 TINY = Size(hidden=16, num_layers=1, seq=8, batch=4, vocab=32)
 
 
+def check_all(rank: int, world: int) -> list[str]:
+    """The messages of `check`."""
+    return [faulty(rank, world, fault) for fault in FAULTS]
+
+
 def faulty(rank: int, world: int, fault: str) -> str:
-    """The message of `check`."""
+    """That of one fault."""
     batch = token_batch(TINY)
     truth = train_alone(make_llama(TINY), batch)
     model = make_llama(TINY, seed=1 if fault == "weights" else 0)
@@ -36,9 +42,10 @@ def faulty(rank: int, world: int, fault: str) -> str:
     try:
         check(fault, contender, truth)
     except ValueError as error:
-        return str(error)
-    return "equal"
+        return str(error) if str(error).startswith(fault) else f"{fault}: {error}"
+    return f"{fault}: equal"
 
 
 if __name__ == "__main__":
-    print(*run_ranks(faulty, 2, sys.argv[1], timeout_s=100.0), sep="\n")
+    for messages in run_ranks(check_all, 2, timeout_s=250.0):
+        print(*messages, sep="\n")

@@ -74,16 +74,14 @@ def test_three_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("none", "equal"),
-        ("data", "data: loss differ by"),
-        ("weights", "weights: loss differ by"),
-        ("no step", "no step: parameters differ by"),
-        ("name", "no rank has"),
-    ],
-)
-def test_the_check_notices_what_trains_otherwise(fault: str, message: str) -> None:
-    said = run("tests/side_by_side_fault.py", fault).splitlines()
-    assert len(said) == 2 and all(line.startswith(message) for line in said), said
+def test_the_check_notices_what_trains_otherwise() -> None:
+    said = run("tests/side_by_side_fault.py").splitlines()
+    expected = [
+        "none: equal",
+        "data: loss differ by",
+        "weights: loss differ by",
+        "no step: parameters differ by",
+        "name: no rank has 'model.embed_tokens.weight'",
+    ]
+    assert len(said) == 2 * len(expected)
+    assert all(line.startswith(start) for line, start in zip(said, 2 * expected, strict=True)), said

@@ -47,6 +47,7 @@ class Layouts:
     virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
     context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
     precision: str = "native"
+    offload: tuple[str, ...] = ()  # what state is on the host (autoplan.runtime.offload)
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class _Compiler:
             gradient_dtype=self.precision.gradients,
             stage_ranks=self._stage_ranks(),
             loss_share=LOSS_SHARE in self.graph.inputs,
+            offload=self.layouts.offload,
         )
         return Program(program, sources)
 

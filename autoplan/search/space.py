@@ -30,7 +30,7 @@ SEARCHED = (
     "pp", "dp", "tp", "ep", "etp", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
     "schedule", "virtual_stages",
 )  # fmt: skip
-KNOWN_PINS = (*SEARCHED, "state_slack", "context_method", "zero_replicas")
+KNOWN_PINS = (*SEARCHED, "state_slack", "context_method", "zero_replicas", "offload")
 # Looked at beside 1F1B: GPipe is never shorter than that, and ZBV holds what DualPipeV holds twice.
 SCHEDULES = (
     *(("Interleaved1F1B", v) for v in (2, 4, 8)),
