@@ -202,8 +202,11 @@ def refusal(case: Case) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def wanted(single: Case) -> Trained:
-    """One device."""
+def wanted(family: str, dropout: float, labels: str, *micro_batches: int) -> Trained:
+    """One device; `micro_batches`, where they matter: how many, and of how many ranks each is."""
+    single = Case(family, dropout=dropout, labels=labels)
+    if micro_batches:
+        single = replace(single, num_micro_batches=micro_batches[0], micro_batches_of=micro_batches[1])
     return train_reference(single, torch.float64, NUM_STEPS, "adamw")
 
 
@@ -212,7 +215,9 @@ def check(case: Case) -> Result:
     message = refusal(case)
     if message:
         return Result(message)
-    want = wanted(one_device(case))
+    one, usual = one_device(case), Case(case.family, dropout=case.dropout, labels=case.labels)
+    micro_batches = () if one == usual else (one.num_micro_batches, one.micro_batches_of)
+    want = wanted(case.family, case.dropout, case.labels, *micro_batches)
     if case.precision != "native":
         return _in_16_bits(case, want)
     got = trained(case, "float64", NUM_STEPS, "adamw")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import parity_matrix
@@ -53,7 +52,7 @@ def test_the_document_is_true() -> None:
 def test_another_answer_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the reference of other labels."""
     wanted: Callable[..., Trained] = parity_matrix.wanted
-    monkeypatch.setattr(parity_matrix, "wanted", lambda single: wanted(replace(single, labels="unequal")))
+    monkeypatch.setattr(parity_matrix, "wanted", lambda family, dropout, _: wanted(family, dropout, "unequal"))
     result = check(case_of("dp", "tp"))
     assert not result.equal and not result.refused
     assert cell(result, {}) == "**NO**"
