@@ -66,6 +66,9 @@ class Constants:
         host_expert_s: the same per expert of a rank, where each has products of its own.
         host_fp8: factor on `host_fused_s` where products are 8 bits (amax, scales, casts).
         overlap: share of ZeRO's traffic that hides behind compute.
+        contention: seconds that computing takes longer per second of ZeRO's traffic beside it: its kernels take
+            multiprocessors and bandwidth of the memory (DeepSeek-V3 sets 20 of 132 aside, arXiv 2412.19437, section
+            3.2.2).
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
         network_share: bandwidth of networks among other traffic over that of collective benchmarks.
         step_intervals: by class of step (`class_of_step`): between which shares of the predicted step 9 of 10
@@ -92,6 +95,7 @@ class Constants:
     host_expert_s: float = 1e-4
     host_fp8: float = 1.2
     overlap: float = 0.8
+    contention: float = 0.15
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5
     network_share: float = 1.0
@@ -104,7 +108,7 @@ class Constants:
             if name.startswith("sustained") or name.endswith("_share"):
                 if not 0 < value <= 2:
                     raise ProfileError(f"constant {name}={value!r} is a share; it must lie in (0, 2]")
-            elif name in ("overlap", "tp_hidden", "ep_hidden") and value > 1:
+            elif name in ("overlap", "contention", "tp_hidden", "ep_hidden") and value > 1:
                 raise ProfileError(f"constant {name}={value!r} is a share; it must lie in [0, 1]")
             elif name in ("imbalance", "host_fp8") and value < 1:
                 raise ProfileError(f"constant {name}={value!r} is a factor of at least 1")

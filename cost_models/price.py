@@ -179,7 +179,8 @@ class Pricer:
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
-        self.hides = prices.hides
+        self.contention = prices.contention
+        self.hides_once = prices.hides if costs.options.overlap_zero else 0.0  # of computing, for what moves once
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
@@ -280,8 +281,9 @@ class Pricer:
         exposed = 0.0
         for moved, computed in ((table.gather, table.forward), (table.reduce, table.backward)):
             sizes = [moved[u] for u in units]
-            hidden = self.hides * window * sum(computed[u] for u in units)
-            exposed += max(sum(sizes) - hidden, max(sizes))
+            hidden = self.hides_once * window * sum(computed[u] for u in units)
+            shown = max(sum(sizes) - hidden, max(sizes))
+            exposed += shown + self.contention * (sum(sizes) - shown)
         return exposed
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:

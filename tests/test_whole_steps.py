@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.cluster import Cluster, Group
 from autoplan.cost_models.compute import ELEMENTWISE, VIEWS, op_s
 from autoplan.cost_models.config import Attention, Launch, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
@@ -326,6 +326,50 @@ def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
         config = ParallelConfig(tp=4, dp=4, pp=4, num_micro_batches=8, virtual_stages=virtual, schedule=schedule)
         exposed.append(estimate(config, slow, constants=Constants()).breakdown["dp_comm"].mid)
     assert exposed[0] > 1.2 * exposed[1] and exposed[1] > 1.1 * exposed[2] > 0
+
+
+def test_what_hides_slows_down_what_it_hides_behind() -> None:
+    """ZeRO 3 within a node: its traffic hides behind the layers, and a share of its time is paid all the same."""
+    config = ParallelConfig(dp=8, zero_stage=3)
+    free, shared = (estimate(config, constants=Constants().with_({"contention": c})) for c in (0.0, 0.3))
+    hardly = estimate(config, NODE.with_(scaleup=2000), constants=Constants().with_({"contention": 0.3}))
+    added = shared.step_time_s.mid - free.step_time_s.mid
+    assert added > 0.01 * free.step_time_s.mid
+    assert hardly.breakdown["dp_comm"].mid < shared.breakdown["dp_comm"].mid
+    whole = estimate(config, constants=Constants().with_({"contention": 1.0})).step_time_s.mid  # as if nothing hid
+    assert added == pytest.approx(0.3 * (whole - free.step_time_s.mid), rel=1e-6)
+
+
+def test_zero_that_does_not_overlap_is_paid_in_full() -> None:
+    """Megatron without --overlap-grad-reduce and --overlap-param-gather."""
+    config = ParallelConfig(dp=8, num_micro_batches=4)
+    beside, after = (estimate(config, options=RunOptions(overlap_zero=o)) for o in (True, False))
+    costs = Costs(NODE, mode=Mode.FUSED)
+    params = load_model("llama-3.1-8b").num_params
+    moved = [
+        costs.collective_s(kind, n * params, Group(8, 1)).mid for kind, n in (("all_gather", 2), ("reduce_scatter", 4))
+    ]
+    assert after.breakdown["dp_comm"].mid == pytest.approx(sum(moved), rel=0.1)  # layer by layer: smaller messages
+    assert beside.breakdown["dp_comm"].mid < 0.5 * after.breakdown["dp_comm"].mid
+    assert RunOptions().overlap_zero
+
+
+def test_attention_stays_within_packed_documents() -> None:
+    device = NODE.device
+
+    work = attention(8192)
+
+    def seconds(options: RunOptions) -> float:
+        return op_s(work, "forward", device, None, Mode.FUSED, options).mid
+
+    whole, short = seconds(RunOptions()), seconds(RunOptions(document_len=256))
+    assert short < 0.2 * whole
+    assert seconds(RunOptions(document_len=8192)) == seconds(RunOptions(document_len=1 << 20)) == whole
+    unfused = RunOptions(attention=Attention.UNFUSED)  # all scores are there, whatever a mask hides
+    assert seconds(replace(unfused, document_len=256)) == seconds(unfused)
+    for bad in (0, -1, 2.5, True):
+        with pytest.raises(PinError, match=f"document_len={bad} must be a whole number of at least 1 token"):
+            RunOptions(document_len=bad)  # type: ignore[arg-type]
 
 
 def test_all_layers_recomputed_cost_the_same_however_it_is_said() -> None:
