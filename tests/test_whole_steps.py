@@ -93,6 +93,8 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     assert seconds(Mode.FUSED, Launch.GRAPHS) == pytest.approx(c.host_experts_s)
     assert seconds(Mode.FUSED, Launch.FULL_GRAPHS) == 0.0
     assert seconds(Mode.FUSED, some=(narrow,)) == pytest.approx(c.host_fp8 * c.host_fused_s)
+    routing = replace(linear(), op="topk")  # no module: an operation of its own
+    assert seconds(Mode.FUSED, some=(routing,)) == seconds(Mode.EAGER, some=(routing,)) == c.host_eager_s
     row, weight = experts.inputs[0], TensorWork((4, 64, 64), "bfloat16", True)
     four = replace(experts, inputs=(row, row, row, weight, weight), attrs=(("matmul_dtype", "float8"),))
     assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
@@ -117,7 +119,7 @@ def started(model: str, kind: str = "layer") -> list[str]:
 
 def test_modules_of_megatron_start_their_products_together() -> None:
     """linear_qkv with its norm, attention, linear_proj, linear_fc1 with its norm, linear_fc2: gated or not, grouped
-    heads or not, a layer is five modules; the same operations one by one are more than twice as many."""
+    heads or not, a layer is five modules; the same products one by one are eight."""
     for model in ("llama-3.1-8b", "gpt3-175b"):
         names = started(model)
         products = [op for op in names if op in ("linear", "matmul")]
@@ -129,7 +131,7 @@ def test_modules_of_megatron_start_their_products_together() -> None:
         host_s(replace(work, joined_ops=joined), "forward", Costs(NODE, None, Mode.FUSED)).mid
         for joined in (work.joined_ops, frozenset[int]())
     )
-    assert together == pytest.approx(5 * c.host_fused_s) and apart > 2 * together
+    assert together == pytest.approx(5 * c.host_fused_s) and 8 * c.host_fused_s < apart < 9 * c.host_fused_s
     eager = Costs(NODE, None, Mode.EAGER)  # nobody joins what is written op by op
     alone = replace(work, joined_ops=frozenset())
     assert host_s(work, "forward", eager).mid == host_s(alone, "forward", eager).mid
