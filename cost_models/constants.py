@@ -36,13 +36,16 @@ _SUSTAINED = {
 # Waiting for the host beyond this share of a step makes a class of its own: hosts and versions of a framework differ by
 # more than devices do.
 HOST_SHARE = 0.2
+OF_FAMILY = " of "
 
 
-def class_of_step(experts: bool, host_share: float) -> str:
-    """Steps that err alike: `host`, where the device waits for it, `experts` or `dense`."""
+def class_of_step(experts: bool, host_share: float, family: str = "") -> str:
+    """Steps that err alike: `host`, where the device waits for it, `experts` or `dense`; of one family of devices where
+    one is given (`dense of blackwell`: software for a new family changes faster), which matters to all but `host`."""
     if host_share > HOST_SHARE:
         return "host"
-    return "experts" if experts else "dense"
+    kind = "experts" if experts else "dense"
+    return f"{kind}{OF_FAMILY}{family}" if family else kind
 
 
 @dataclass(frozen=True, eq=True)
@@ -126,8 +129,13 @@ class Constants:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_intervals"}
 
     def step_interval(self, name: str) -> tuple[float, float] | None:
-        """Shares of a predicted step of this class between which a measured one lies; None if not known."""
-        return next(((low, high) for known, low, high in self.step_intervals if known == name), None)
+        """Shares of a predicted step of this class between which a measured one lies: of its family of devices, else of
+        all; None if not known."""
+        for wanted in (name, name.partition(OF_FAMILY)[0]):
+            for known, low, high in self.step_intervals:
+                if known == wanted:
+                    return low, high
+        return None
 
     def sustained(self, family: str, kind: str) -> float:
         """Share of a burst's speed; that of the family's 16-bit products where the class has none of its own."""

@@ -23,8 +23,7 @@ from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import BlockWork
 
-# What a module of Megatron or Transformer Engine stands for; what else there is, is started one operation at a time, and
-# what routes rows to experts is part of the call of experts.
+# What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
 _MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 

@@ -470,7 +470,7 @@ class Pricer:
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
             experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
-            found = self.costs.constants.step_interval(class_of_step(experts, host_share))
+            found = self.costs.constants.step_interval(class_of_step(experts, host_share, known.family))
             if found is not None:
                 return mid * found[0], mid * found[1]
         unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR

@@ -425,6 +425,7 @@ def test_what_is_stated_is_what_was_wrong_elsewhere(tmp_path: Path) -> None:
         "dense": {"low": 0.9, "high": 1.2, "covered": 0.9},
         "experts": {"low": 0.7, "high": 1.5},
         "host": {"low": 0.5, "high": 2.0},
+        "dense of blackwell": {"low": 0.8, "high": 1.4},
     }
     path.write_text(json.dumps({"constants": {}, "step_intervals": intervals}))
     constants = Constants.load(path)
@@ -434,6 +435,11 @@ def test_what_is_stated_is_what_was_wrong_elsewhere(tmp_path: Path) -> None:
     assert waits.breakdown["launch"].mid > 0.2 * waits.step_time_s.mid  # for the host: a class of its own
     assert waits.step_time_s.low == pytest.approx(0.5 * waits.step_time_s.mid)
     experts = estimate(ParallelConfig(dp=8, ep=8), constants=constants, model="mixtral-8x7b").step_time_s
+    assert experts.high == pytest.approx(1.5 * experts.mid)
+    young = Cluster.parse("1x8xb200-sxm-180gb")  # of a family with an interval of its own, which experts lack
+    step = estimate(ParallelConfig(dp=8), young, constants=constants).step_time_s
+    assert (step.low, step.high) == (pytest.approx(0.8 * step.mid), pytest.approx(1.4 * step.mid))
+    experts = estimate(ParallelConfig(dp=8, ep=8), young, constants=constants, model="mixtral-8x7b").step_time_s
     assert experts.high == pytest.approx(1.5 * experts.mid)
     other = estimate(ParallelConfig(dp=8), Cluster.parse("1x8xmi300x-192gb"), constants=constants).step_time_s
     assert other.high > 1.3 * other.mid  # no timings hold it
