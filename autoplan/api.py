@@ -72,7 +72,8 @@ def parallelize(
             that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
         pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute
             ('none', 'full', 'selective', regions as in 'attention+mlp+norms', 'offload', or a mapping block -> one),
-            stages (layers per pipeline stage), schedule. The rest is searched.
+            stages (layers per pipeline stage), schedule, offload ('none', or what is on the host: 'activations',
+            'optimizer', 'parameters' joined by '+'; the loop stays as it is). The rest is searched.
         profile: measured times, a Profile or the name or path of one. None with 'local': the profile of this machine,
             measured now (bounded, once) where it is not known; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default a temporary
@@ -239,12 +240,12 @@ def _capture(
 
 
 def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
-    """The memory this rank really has: of its GPU, or its share of the machine's."""
+    """The memory this rank really has: of its GPU and its share of the host's, or its share of the machine's."""
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cluster.devices_per_node
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cluster.num_devices
-    return cluster.with_(memory_gb=_USABLE * total / 1e9)
+        return cluster.with_(memory_gb=_USABLE * total / 1e9, host_memory_gb=_USABLE * share / 1e9)
+    return cluster.with_(memory_gb=_USABLE * share / 1e9)
 
 
 _USABLE = 0.9  # of the memory: the rest is for the system, the interpreter and its libraries

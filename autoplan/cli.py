@@ -232,6 +232,9 @@ def estimate(
     etp: Annotated[int | None, typer.Option(help="Tensor-parallel degree inside experts; left out: as tp.")] = None,
     zero: Annotated[int, typer.Option("--zero", "--zero-stage", help="ZeRO stage, 0 to 3.")] = 1,
     zero_replicas: Annotated[int, typer.Option(help="Hybrid ZeRO: copies of what ZeRO shards.")] = 1,
+    offload: Annotated[
+        str, typer.Option(help="What is on the host: some of activations, optimizer, parameters joined by +.")
+    ] = "none",
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
     recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
     virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
@@ -301,7 +304,7 @@ def estimate(
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
-    given |= {"zero_replicas": zero_replicas}
+    given |= {"zero_replicas": zero_replicas, "offload": offload}
     given |= {"recompute": read_recompute(recompute), "context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = config_of(request.cluster.num_devices, request.global_batch_size, given)
@@ -338,6 +341,13 @@ def _estimate(
         fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
         term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
         over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
+        if over <= 0:
+            held = max(e.stages, key=lambda s: s.host_bytes.mid)
+            raise _stop(
+                f"does not fit: what stage {held.index} offloads needs {held.host_bytes.mid / 1e9:.1f} GB of its host, "
+                f"a device's share is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)",
+                EXIT_NOTHING_FITS,
+            )
         raise _stop(
             f"does not fit: stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more "
             f"than a device has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)",
@@ -379,9 +389,9 @@ def whatif(
 ) -> None:
     """The best plan at every point of a sweep over hardware and task.
 
-    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, power (W per device),
-    price, cluster, seq_len, global_batch_size, precision, mode, and the pins tp, pp, dp, zero_stage, micro_batch_size,
-    num_micro_batches, recompute.
+    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, host_memory_gb,
+    power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins tp, pp, dp,
+    zero_stage, micro_batch_size, num_micro_batches, recompute, offload.
     """
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, write_csv

@@ -16,6 +16,7 @@ from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layo
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.folding import inner_degree
+from autoplan.search.offload_pins import check_offload
 from autoplan.search.pins import (
     ZERO_STAGES,
     around,
@@ -98,7 +99,8 @@ def _priced(
     if config.stages is not None:
         chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
-        relaxed = Cutter(pricer, math.inf, config.recompute if isinstance(config.recompute, str) else "none")
+        how = config.recompute if isinstance(config.recompute, str) else "none"
+        relaxed = Cutter(pricer, math.inf, how, host_capacity_bytes=math.inf)
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:
         n = pricer.num_units
@@ -186,6 +188,7 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
         )
     check_degrees(request.graph, c, ends=True)
     check_replicas(c)
+    check_offload(c)
     check_schedule(c)
     if request.seq_len % c.cp:
         near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))

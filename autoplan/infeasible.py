@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.cost_models.errors import InfeasibleError, PinError
-from autoplan.points import ILP_LIMIT_S, PlanRequest, Points, QuickMemory, least_memory_first, no_layout, space_of
+from autoplan.points import (
+    ILP_LIMIT_S,
+    PlanRequest,
+    Points,
+    QuickMemory,
+    least_memory_first,
+    no_layout,
+    offloaded,
+    space_of,
+)
 from autoplan.search.intra import StoppedError
 from autoplan.search.space import Candidate
 from autoplan.search.stages import Shortage
@@ -56,18 +65,21 @@ def nothing_fits(
     shortages = shortages or _shortages(points, candidates)
     if not shortages:
         return no_layout(r, "any tensor-parallel degree that is allowed")
-    shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes, e[1]))
+    shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes / e[0].available_bytes, e[1]))
     c = candidate
     name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"
+    name += f" offload={'+'.join(c.offload)}" if c.offload else ""
     change = cheapest_change(r, shortage)
     report = InfeasibleReport(
         shortage.stage, shortage.term, shortage.needed_bytes, shortage.available_bytes, name, change
     )
+    where, limit = f"on stage {shortage.stage}", shortage.available_bytes / 1e9
+    room = f"a plan may use {limit:.1f} of a device's {r.cluster.device.memory_bytes / 1e9:.1f} GB"
+    if shortage.on_host:
+        where, room = f"in the host's memory {where}", f"a device's share of it is {limit:.1f} GB (@host_memory_gb)"
     message = (
-        f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB on stage "
-        f"{shortage.stage}, a plan may use {shortage.available_bytes / 1e9:.1f} of a device's "
-        f"{r.cluster.device.memory_bytes / 1e9:.1f} GB; the largest term is "
-        f"{shortage.term}. {change}"
+        f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB {where}, {room}; the "
+        f"largest term is {shortage.term}. {change}"
     )
     return NothingFits(message, report)
 
@@ -98,6 +110,8 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
             return f"{sentence} it fits.{unknown}"
         undecided += fits is None
     missing = (shortage.needed_bytes - shortage.available_bytes) / (1.0 - r.memory_margin)
+    if shortage.on_host:
+        return f"With {(shortage.needed_bytes - shortage.available_bytes) / 1e9:.1f} GB more of the host's it fits."
     return f"With {missing / 1e9:.1f} GB more memory per device it fits."
 
 
@@ -133,7 +147,8 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
     points = Points(request)
     quick = QuickMemory(request, points.capacity_bytes)
     decided = True
-    for candidate in _smallest(found):
+    smallest = _smallest(found)
+    for candidate in (*smallest, *(each for c in smallest for each in offloaded(request, c))):
         left = deadline - time.perf_counter()
         if left <= 0:
             return None

@@ -17,6 +17,7 @@ from autoplan.planner import Certificate, Planned
 from autoplan.search.context_pins import chosen_methods
 from autoplan.search.folding import inner_degree, spreads
 from autoplan.search.intra import IntraSolution, solve
+from autoplan.search.offload_pins import check_offload
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import (
     check_context,
@@ -24,7 +25,6 @@ from autoplan.search.pins import (
     check_dispatch,
     check_recompute,
     check_replicas,
-    check_split,
     layer_calls,
     make_mesh,
     pipeline_units,
@@ -72,9 +72,10 @@ class Plan:
             methods = sorted(set(given.values())) if isinstance(given, Mapping) else [given]
             spread = spread.replace(f"cp={c.cp}", f"cp={c.cp} ({', '.join(methods)})")
         copies = f" zero-replicas={c.zero_replicas}" if c.zero_replicas > 1 else ""
+        held = f" offload={'+'.join(c.offload)}" if c.offload else ""
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
-            f"{copies} micro-batches={c.num_micro_batches} schedule={c.schedule}"
+            f"{copies}{held} micro-batches={c.num_micro_batches} schedule={c.schedule}"
             f"{'' if self.precision == 'native' else f' precision={self.precision}'}"
         ]
         if self.estimate is not None:
@@ -123,8 +124,8 @@ def make_plan(
     check_degrees(graph, config)
     check_dispatch(graph, config)
     check_context(graph, config)
-    check_split(graph, config.schedule)
     check_replicas(config)
+    check_offload(config)
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
@@ -181,6 +182,7 @@ def _plan(
         config.virtual_stages,
         chosen_methods(graph, config),
         precision,
+        config.offload,
     )
     plan = Plan(
         model=graph.name,

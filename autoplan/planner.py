@@ -15,6 +15,9 @@ Its inner problems decompose once the degrees are fixed, so its degree binaries 
 intra-op integer program per (tp, b), solved by HiGHS; the cut and the recompute are exact by a dynamic programme with
 branch and bound (autoplan.search.stages); degrees are taken best first by a lower bound for all at once, until the
 least open bound is not below the best *evaluated* plan. What narrows the space is named in `restrictions`.
+
+Offloading is never faster, so it comes last: of degrees whose bound without memory is below the best plan, and where
+memory binds (`Cutter.binds`). Where it does not, every plan with offloading has one without that is no slower.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from autoplan.points import (
     candidate_config,
     check_task,
     least_memory_first,
+    offloaded,
     space_of,
 )
 from autoplan.search.chunks import ChunkCutter
@@ -83,6 +87,10 @@ _RESTRICTIONS = (
 _LADDER = (
     "recompute: of every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
     "full), cheapest bytes of a stage first, first layers first"
+)
+_OFFLOAD = (
+    "offload: optimizer state of all stages, and what layers keep, as one more choice of recompute; nothing of it "
+    "hidden behind computing; parameters stay"
 )
 _EXPERTS = (
     "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
@@ -173,6 +181,7 @@ class _Search:
         self.quick = QuickMemory(request, self.points.capacity_bytes)
         self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
         self.bounds: dict[Candidate, float] = {}
+        self.first_bounds: dict[Candidate, float] = {}  # of which memory is no part
         self.cutters: dict[Candidate, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
         self.shortages: list[tuple[Shortage, Candidate]] = []
@@ -191,7 +200,8 @@ class _Search:
         chosen_methods(r.graph, self._pinned())
         try:
             checked = self._bound_all(checked)
-            self._best_first()
+            self._best_first(self.bounds)
+            checked = self._with_offload(checked)
             if not self.best:
                 self._least_memory_first(checked)
         except KeyboardInterrupt:
@@ -265,7 +275,7 @@ class _Search:
             if cutter is None:
                 self.outcomes[candidate] = (_Outcome.ILLEGAL, "no layout exists at this tp")
                 return
-            self.bounds[candidate] = cutter.quick_bound_s()
+            self.bounds[candidate] = self.first_bounds[candidate] = cutter.quick_bound_s()
             self.cutters[candidate] = cutter
 
     def _refine(self, candidate: Candidate) -> float:
@@ -275,6 +285,10 @@ class _Search:
             bound = cutter.bound_s()
             if bound == math.inf:
                 self._too_big(candidate)
+                if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
+                    for each in offloaded(self.request, candidate):  # what has less on the host is too big, too
+                        if set(each.offload) < set(candidate.offload):
+                            self.outcomes.setdefault(each, self.outcomes[candidate])
             else:
                 self.bounds[candidate] = bound
         return bound
@@ -288,24 +302,60 @@ class _Search:
         """What a plan must be below to be among those asked for."""
         return self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
 
-    def _best_first(self) -> None:
+    def _with_offload(self, checked: Space) -> Space:
+        """What offloading adds: bounded by the same degrees without it, looked at where memory binds."""
+        new: list[Candidate] = []
+        for candidate in checked.candidates:
+            outcome = self.outcomes.get(candidate)
+            if outcome is not None and outcome[0] is _Outcome.ILLEGAL:
+                continue
+            for each in offloaded(self.request, candidate):
+                new.append(each)
+                if outcome is not None and candidate not in self.cutters:  # too big at a glance
+                    self.outcomes[each] = outcome
+                elif candidate in self.first_bounds:
+                    self.bounds[each] = self.first_bounds[candidate]
+        self._best_first({c: self.bounds[c] for c in new if c in self.bounds})
+        return replace(checked, candidates=(*checked.candidates, *new))
+
+    def _memory_binds(self, candidate: Candidate) -> bool:
+        """False, and decided, if offloading cannot help the degrees of a candidate."""
+        with self._phase("bounds"):
+            cutter, cutoff = self.cutters[replace(candidate, offload=())], self._cutoff_s()
+            binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
+        if not binds:
+            self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
+        return binds
+
+    def _best_first(self, bounds: Mapping[Candidate, float]) -> None:
         """Take the least bound; refine it the first time, evaluate it the second."""
-        heap = [(bound, 0, candidate) for candidate, bound in self.bounds.items()]
+        # of equal ones first what has most on the host: where that is too big, so are the others
+        heap = [(bound, 0, -len(candidate.offload), candidate) for candidate, bound in bounds.items()]
         heapq.heapify(heap)
         while heap:
-            bound, refined, candidate = heap[0]
+            bound, refined, _, candidate = heap[0]
             cutoff = self._cutoff_s()
             if bound >= cutoff:
                 return
             if self._out_of_time() and (self.best or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
+            if candidate in self.outcomes:
+                continue
             if refined:
                 self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 continue
+            if candidate not in self.cutters and not self._prepare(candidate):
+                continue
             bound = self._refine(candidate)
             if bound < math.inf:
-                heapq.heappush(heap, (bound, 1, candidate))
+                heapq.heappush(heap, (bound, 1, -len(candidate.offload), candidate))
+
+    def _prepare(self, candidate: Candidate) -> bool:
+        """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""
+        if self._memory_binds(candidate):
+            self._bound(candidate)
+        return candidate in self.cutters
 
     def _evaluate(self, candidate: Candidate, cutoff_s: float, max_evaluated: int) -> None:
         """Search its cuts; it stays open if that neither finds one nor shows that there is none."""
@@ -324,10 +374,10 @@ class _Search:
     def _take(self, candidate: Candidate, cut: Cut) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
         self.outcomes[candidate] = (_Outcome.SOLVED, "")
-        degrees = replace(candidate, methods=())
+        degrees = replace(candidate, methods=(), offload=())
         self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
         self.best.sort(key=lambda e: (e[0], e[1]))
-        alike = [e for e in self.best if replace(e[1], methods=()) == degrees]
+        alike = [e for e in self.best if replace(e[1], methods=(), offload=()) == degrees]
         self.best = [e for e in self.best if e not in alike[1:]]  # plans asked for differ in degrees
 
     def _least_memory_first(self, checked: Space) -> None:
@@ -408,6 +458,10 @@ class _Search:
             out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
         if "recompute" not in r.pins:
             out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
+        if "offload" not in r.pins:
+            out.append(
+                _OFFLOAD if r.cluster.offloads else "nothing is offloaded: no host link is known beside a device"
+            )
         if "zero_replicas" not in r.pins:
             out.append("zero_replicas = 1: ZeRO shards over all replicas")
         if "schedule" not in r.pins and "virtual_stages" not in r.pins:

@@ -29,6 +29,7 @@ from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.offload_pins import ACTIVATIONS, searched_offload, state_offload, with_offload
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
@@ -76,6 +77,9 @@ class PlanRequest:
     memory_margin: float = 0.05
     executed: bool = False
     target_len: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pins", with_offload(self.pins))
 
     def env(self, size: int, cp: int = 1) -> dict[str, int]:
         """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
@@ -312,7 +316,8 @@ class Points:
         config = candidate_config(candidate, self.request.pins)
         # with fused kernels what regions would keep and cost is not known operation by operation
         searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
-        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched)
+        activations = ACTIVATIONS in candidate.offload
+        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations)
 
     def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
         """None where no layout exists. Raises: StoppedError."""
@@ -346,16 +351,14 @@ class Points:
 def space_of(request: PlanRequest) -> Space:
     """Its candidates. Raises: PinError for pins that leave none."""
     r = request
-    return space(
-        r.graph,
-        r.cluster,
-        r.global_batch_size,
-        r.pins,
-        executed=r.executed,
-        seq_len=r.seq_len,
-        # weight gradients of a split backward would add up in 16 bits
-        split_backward=not (r.executed and precision_of(r.precision).has_masters),
-    )
+    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len)
+
+
+def offloaded(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
+    """The same degrees with what a search may leave on the host; none where it looks at nothing of that."""
+    if not request.cluster.offloads:
+        return []
+    return [replace(candidate, offload=kind) for kind in searched_offload(request.pins)]
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
@@ -385,12 +388,14 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
         state_slack=pins.get("state_slack", 1.02),
         context_method=dict(c.methods) if c.methods else None,
         zero_replicas=c.zero_replicas,
+        offload=state_offload(pins) or tuple(name for name in c.offload if name != ACTIVATIONS),
     )
 
 
-def least_memory_first(candidate: Candidate) -> tuple[int, int, int, int]:
+def least_memory_first(candidate: Candidate) -> tuple[int, ...]:
     """Sorting key: what most likely fits comes first."""
-    return candidate.micro_batch_size, -candidate.zero_stage, -candidate.tp, -candidate.pp
+    c = candidate
+    return c.micro_batch_size, -len(c.offload), -c.zero_stage, -c.tp, -c.pp
 
 
 class QuickMemory:

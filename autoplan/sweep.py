@@ -42,14 +42,14 @@ TASK = {
     "precision": "one of " + ", ".join(PRECISIONS),
     "mode": "one of " + ", ".join(Mode),
 }
-PINS = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "recompute")
+PINS = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "recompute", "offload")
 VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
 INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
 # Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
 _MOST = {"seq_len": 10**9, "global_batch_size": 10**7}
 _MOST_TOKENS = 1e30
-TEXTS = ("device", "cluster", "precision", "mode", "recompute")  # the others are numbers
-WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p != "recompute"))
+TEXTS = ("device", "cluster", "precision", "mode", "recompute", "offload")  # the others are numbers
+WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p not in TEXTS))
 
 
 # Of a step: seconds in which a device computes. In the rest it waits, and draws less power.

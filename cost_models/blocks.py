@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import Mode, ParallelConfig, Precision, groups_of
+from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision, groups_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.host import host_s, waited_s
-from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
+from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
-_OFFLOAD_SPREAD = 0.5  # of copies to the host at the stated speed of its link; assumed
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
 
@@ -73,7 +71,8 @@ def _weight_share(op: OpWork) -> float:
 
 
 def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
-    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
+    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp. `batch`: the
+    ranks of one stage that share a micro-batch.
 
     Args:
         axes: the sub-axes that tp is made of, major to minor.
@@ -85,6 +84,7 @@ def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict
         "cp": Group(cp, tp),
         "dp": Group(dp, tp * cp),
         "pp": Group(config.pp, tp * cp * dp),
+        "batch": Group(dp * cp, tp),
         "replicas": _replicas(dp * cp // config.zero_replicas, tp, config),
         "zero_replicas": Group(config.zero_replicas, tp * cp * dp // config.zero_replicas),
         "etp": Group(etp, 1),
@@ -115,8 +115,8 @@ def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
 class BlockCost:
     """Seconds of one call of a block on one rank and micro-batch, by kind of work.
 
-    `comm`: collectives inside the block by (family of their axis: tp, cp or ep; phase); `reduced_bytes`: gradients that
-    ZeRO 0 reduces at the end of the step, by group.
+    `comm`: collectives inside the block by (family of their axis: tp, cp, ep or dp; phase); `reduced_bytes`: gradients
+    that ZeRO 0 reduces at the end of the step, by group.
     """
 
     forward: Quantity
@@ -138,6 +138,7 @@ class BlockCost:
     reduce: Quantity  # of ZeRO 1, and over replicas of the shards: once per step, whole
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
     offload: Quantity = ZERO  # what it keeps to the host and back, nothing hidden
+    moved: Quantity = ZERO  # gradients to an optimizer on the host, and what it wrote back, once per step
 
     def comm_s(self, phase: str) -> Quantity:
         """All collectives inside the block in one phase."""
@@ -183,10 +184,20 @@ def _narrow(block: BlockWork) -> bool:
 class BlockPricer:
     """Prices of the blocks of one workload at given degrees."""
 
-    def __init__(self, workload: Workload, config: ParallelConfig, costs: Costs, precision: Precision) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        config: ParallelConfig,
+        costs: Costs,
+        precision: Precision,
+        activations: bool = False,
+    ) -> None:
         self.config, self.costs, self.precision = config, costs, precision
+        pinned = config.recompute
+        how = tuple(pinned.values()) if isinstance(pinned, Mapping) else (pinned,)
+        self.activations = activations or "offload" in how
         self.groups = mesh_groups(config, workload.axes)
-        self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep"}
+        self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
         given, c = costs.overlap_fraction(), costs.constants
         self.hides = c.overlap if given is None else given
         self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
@@ -197,10 +208,11 @@ class BlockPricer:
         comm: dict[tuple[str, str], Quantity] = {}
         per_step = ZERO
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
-        inside = {phase: sum(c.phase == phase and c.per != "step" for c in block.comms) for phase in computed}
+        comms = [c for c in block.comms if c.part is not None or self.groups[c.axis].size > 1]
+        inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in computed}
         rings: dict[tuple[str, int], Quantity] = {}
         shown: dict[str, Quantity] = {}
-        for c in block.comms:
+        for c in comms:
             size = c.num_bytes * self._sent_share(block, c)
             seconds = self.costs.collective_s(c.kind, size, self._group(c), c.top_k)
             if c.per == "step":
@@ -269,6 +281,7 @@ class BlockPricer:
             reduce=(reduce if stage == 1 else ZERO) + across,
             groups=self._groups(times, comm),
             offload=self._offload(block),
+            moved=self._moved(block),
         )
 
     def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
@@ -294,19 +307,31 @@ class BlockPricer:
 
     def _offload(self, block: BlockWork) -> Quantity:
         """To the host in the forward and back in the backward, at its link; nothing hides behind computing."""
-        pinned = self.config.recompute
-        if "offload" not in (pinned.values() if isinstance(pinned, Mapping) else (pinned,)):
+        return self.costs.host_copy_s(2 * block.offloaded_bytes) if self.activations else ZERO
+
+    def _by_policy(self, p: ParamWork) -> bool:
+        """True if `fully_shard` has the parameter and its gradient on the host."""
+        return "parameters" in self.config.offload and self._share(p.expert) > 1
+
+    def _shown_bytes(self, p: ParamWork) -> float:
+        """Per element of what the optimizer is given: a float32 master, or the parameter."""
+        master = self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
+        return MASTER_BYTES if master else dtype_bytes(p.dtype)
+
+    def _moved(self, block: BlockWork) -> Quantity:
+        """Shards of gradients to the host and of parameters back, once per step, beside nothing (runtime.offload).
+
+        A master without shards is copied in 16 bits: it is rounded on the host.
+        """
+        if not self.config.offload:
             return ZERO
-        cluster = self.costs.cluster
-        speed = cluster.device.host_bytes_per_s
-        if cluster.device_type == "cpu":  # read and written once
-            speed = cluster.device.memory_bytes_per_s / 2
-        if speed is None:
-            raise PinError(
-                f"pin recompute='offload': the catalog has no speed of the host link of {cluster.device.name}; nearest "
-                "legal: recompute='full'"
-            )
-        return Quantity.spread(2 * block.offloaded_bytes / speed, _OFFLOAD_SPREAD, Tag.ASSUMED)
+        size = 0.0
+        for p in block.params:
+            if p.trainable and not self._by_policy(p):
+                share, shown = self._share(p.expert), self._shown_bytes(p)
+                back = shown if share > 1 else dtype_bytes(p.dtype)
+                size += p.num_elements / share * (shown + back)
+        return self.costs.host_copy_s(size)
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""
@@ -345,6 +370,14 @@ class BlockPricer:
             if grads:
                 reduce.append(self.costs.collective_s("reduce_scatter", grads, self.groups[name]))
                 reduce.append(self.costs.zero_copy_s("reduce", grads, sum(p.trainable for p in mine), ranks))
+            # shards come from the host in the stream that gathers, and go there in the one that reduces
+            # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
+            there = [p for p in mine if self._by_policy(p)]
+            if there:
+                shard = sum(p.num_elements * self._shown_bytes(p) for p in there) / ranks
+                gather.append(self.costs.host_copy_s(shard))
+                back = sum(p.num_elements * self._shown_bytes(p) for p in there if p.trainable) / ranks
+                reduce.append(self.costs.host_copy_s(back))
         return total(gather), total(reduce), bool(gather)
 
     def _across_replicas(self, block: BlockWork) -> Quantity:
@@ -385,7 +418,8 @@ class BlockPricer:
             for p in block.params:
                 if p.trainable and p.expert is expert:
                     by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self._share(expert)
-            out += [self.costs.optimizer_s(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
+            update = self.costs.host_optimizer_s if self.config.offload else self.costs.optimizer_s
+            out += [update(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
         for p in block.params:
             if p.trainable:
                 sharded = self._share(p.expert) > 1

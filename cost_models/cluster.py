@@ -41,6 +41,11 @@ from autoplan.cost_models.units import GB, GIB, MICRO, TERA
 __all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
 
 _LOCAL_LAUNCH_S = 5e-6
+# A device's share of its host, where nothing says more; assumed and unverified (no source of the catalog has them).
+# Servers of eight devices are sold with 1 to 2 TB for all; of two sockets with eight channels of DDR4-3200 each
+# (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies reach about 80 %.
+ASSUMED_HOST_MEMORY_BYTES = 128 * GB
+ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
 # name of an override -> what it is
 OVERRIDES: dict[str, str] = {
     "nodes": "number of nodes",
@@ -48,6 +53,7 @@ OVERRIDES: dict[str, str] = {
     "nic": "Gbit/s per device and direction between nodes",
     "scaleup": "GB/s per device and direction in the scale-up domain",
     "memory_gb": "usable GB (1e9 bytes) per device",
+    "host_memory_gb": "GB (1e9 bytes) of the host's memory per device",
     "power": "W per device: products slow down under a cap",
     "price": "US dollars per device and hour",
 }
@@ -57,6 +63,7 @@ _RANGES: dict[str, Range] = {
     "nic": GBIT_S,
     "scaleup": GB_S,
     "memory_gb": MEMORY_GB,
+    "host_memory_gb": MEMORY_GB,
     "power": WATTS,
     "price": USD,
 }
@@ -104,6 +111,31 @@ class Cluster:
         """World size."""
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def host_memory_bytes(self) -> float:
+        """What a device may keep in the memory of its host: given, or assumed.
+
+        A CPU process has one memory: what it offloads has no budget of its own, unless one is given.
+        """
+        if self.device.host_memory_bytes is not None:
+            return float(self.device.host_memory_bytes)
+        return math.inf if self.device_type == "cpu" else ASSUMED_HOST_MEMORY_BYTES
+
+    @property
+    def host_link_bytes_per_s(self) -> float | None:
+        """Between a device and the memory of its host, one direction; None: not known. On a CPU a copy reads and
+        writes the one memory there is."""
+        given = self.device.host_bytes_per_s
+        if given is None and self.device_type == "cpu":
+            return self.device.memory_bytes_per_s / 2
+        return given
+
+    @property
+    def offloads(self) -> bool:
+        """True if a search looks at offloading: there are two memories, and the speed between them is known."""
+        apart = self.device_type != "cpu" or self.device.host_memory_bytes is not None
+        return apart and self.host_link_bytes_per_s is not None
+
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The levels that exist at this size, inner to outer; the last spans the whole cluster.
@@ -137,11 +169,13 @@ class Cluster:
         nic: float | None = None,
         scaleup: float | None = None,
         memory_gb: float | None = None,
+        host_memory_gb: float | None = None,
         power: float | None = None,
         price: float | None = None,
     ) -> Cluster:
         """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
         figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "power": power, "price": price}
+        figures |= {"host_memory_gb": host_memory_gb}
         given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
             known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -152,6 +186,8 @@ class Cluster:
         device, link, outer = self.device, self.link, self.outer
         if memory_gb is not None:
             device = replace(device, memory_bytes=int(memory_gb * GB))
+        if host_memory_gb is not None:
+            device = replace(device, host_memory_bytes=int(host_memory_gb * GB))
         if power is not None:
             device = replace(device, power_w=float(power))
         if scaleup is not None:
@@ -208,6 +244,7 @@ class Cluster:
                 64 * GIB,
                 "assumed",
                 overlap_fraction=None,
+                host_bytes_per_s=25 * GB,  # of PCIe 4 x16, 31.5
             )
             link = Link(10 * MICRO, 100.0 * GB, "assumed")
         elif device_type == "cpu":

@@ -7,6 +7,9 @@
     device_overrides:                   # of a catalog id
       memory_gb: 79.6                   # usable, 1e9 bytes
       memory_gb_s: 3350
+      host_memory_gb: 256               # of the host, per device (128 assumed), its speed (40), and of the link to it
+      host_memory_gb_s: 60
+      host_gb_s: 63
       peak_tflops: {bfloat16: 989}
       achievable_fraction: 0.8
       power_w: 700
@@ -54,6 +57,9 @@ _Table = Mapping[str, tuple[str, float, Range]]
 _DEVICE: _Table = {
     "memory_gb": ("memory_bytes", GB, hardware.MEMORY_GB),
     "memory_gb_s": ("memory_bytes_per_s", GB, hardware.GB_S),
+    "host_memory_gb": ("host_memory_bytes", GB, hardware.MEMORY_GB),
+    "host_memory_gb_s": ("host_memory_bytes_per_s", GB, hardware.GB_S),
+    "host_gb_s": ("host_bytes_per_s", GB, hardware.GB_S),
     "achievable_fraction": ("achievable_fraction", 1, hardware.ACHIEVABLE),
     "power_w": ("power_w", 1, hardware.WATTS),
     "launch_us": ("launch_s", MICRO, hardware.MICROSECONDS),
@@ -138,7 +144,7 @@ def _fields(data: Mapping[str, Any], table: _Table, where: str) -> dict[str, Any
     for key, (name, factor, legal) in table.items():
         if key in data:
             out[name] = _number(data, key, where, legal) * factor
-    for whole in ("memory_bytes", "size"):
+    for whole in ("memory_bytes", "host_memory_bytes", "size"):
         if whole in out:
             out[whole] = int(out[whole])
     return out

@@ -74,7 +74,9 @@ _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timin
 _BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape, from the second on
 
 _PRODUCTS = frozenset({"linear", "matmul"})
-_VIEW_OPS = "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full"
+_VIEW_OPS = (  # a sum over other ranks is a collective, priced as such
+    "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full batch_sum batch_part"
+)
 VIEWS = frozenset(_VIEW_OPS.split())
 _ELEMENTWISE_OPS = (
     "add sub mul div pow maximum minimum eq ne lt gt le ge logical_and logical_or logical_not bitwise_and bitwise_or "

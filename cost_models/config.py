@@ -11,6 +11,9 @@ from autoplan.cost_models.units import DTYPE_BYTES
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 RECOMPUTE = ("none", "selective", "full", "offload")
+# What may be on the host: what autograd keeps (as recompute "offload", for all layers), the optimizer's state, or
+# parameters, gradients and that.
+OFFLOADS = ("activations", "optimizer", "parameters")
 # Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
 GROUPS = ("attention", "mlp", "norms")
 
@@ -234,7 +237,8 @@ class ParallelConfig:
     mapping from block call to one, or how many layers of each stage (chunk) are recomputed in full (a tuple).
     `context_method`: one name of `autoplan.cost_models.context` for all blocks with attention, a mapping from block to
     one, or None (with cp > 1: not decided). `zero_replicas`: how many copies of the sharded state there are (hybrid
-    ZeRO): ZeRO shards over dp * cp / zero_replicas neighbours.
+    ZeRO): ZeRO shards over dp * cp / zero_replicas neighbours. `offload`: what state is on the host, of OFFLOADS
+    without activations, which `recompute` says.
     """
 
     dp: int = 1
@@ -253,6 +257,7 @@ class ParallelConfig:
     state_slack: float = 1.02
     context_method: str | Mapping[str, str] | None = None
     zero_replicas: int = 1
+    offload: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from autoplan.cost_models.cluster import Cluster, Device, Group
+from autoplan.cost_models.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
 from autoplan.cost_models.collectives import group_collective_s
 from autoplan.cost_models.compute import op_s
 from autoplan.cost_models.config import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork, TensorWork
@@ -23,6 +24,11 @@ from autoplan.cost_models.work import OpWork, TensorWork
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
 _PRODUCTS = frozenset(("linear", "matmul", "attention", "experts"))
 _WAIT_SPREAD = 0.5  # of the square root of two measured lengths; assumed
+_HOST_COPY_SPREAD = 0.5  # of copies to the host at the stated speed of its link; assumed
+# An AdamW step on a GPU's host, in times of moving its bytes once: one kernel does (torch's fused=True, DeepSpeed's
+# CPUAdam), an operation at a time, torch's default, takes 5 to 7 times as long (DeepSpeed's tutorial of ZeRO-Offload,
+# deepspeed.ai/tutorials/zero-offload). Assumed between the two.
+_HOST_STEP = Quantity(1.0, 2.5, 6.0, Tag.ASSUMED)
 _COPY_SPREAD = 0.15  # of the straight line through two measured sizes; assumed
 
 
@@ -84,10 +90,32 @@ class Costs:
         if num_elements < 1:
             return ZERO
         tensor = TensorWork((round(num_elements),), dtype)
-        moved = 3 * tensor.num_bytes + 2 * state_bytes * num_elements
+        moved = _adamw_bytes(tensor, num_elements, state_bytes)
         flops = _ADAMW_FLOPS_PER_ELEMENT * num_elements
         work = OpWork("optimizer_adamw", (tensor,), (), (), flops, moved)
         return self.forward_s(work)
+
+    def host_optimizer_s(self, num_elements: float, dtype: str, state_bytes: float) -> Quantity:
+        """The same on the host, by the speed of its memory, and never less than on the device (which the search relies
+        on); on a CPU it is the same."""
+        here = self.optimizer_s(num_elements, dtype, state_bytes)
+        if self.cluster.device_type == "cpu" or num_elements < 1:
+            return here
+        given = self.cluster.device.host_memory_bytes_per_s
+        moved = _adamw_bytes(TensorWork((round(num_elements),), dtype), num_elements, state_bytes)
+        there = _HOST_STEP * (moved / (ASSUMED_HOST_BYTES_PER_S if given is None else given))
+        low, mid, high = (max(getattr(here, w), getattr(there, w)) for w in ("low", "mid", "high"))
+        return Quantity(low, mid, high, there.tag)
+
+    def host_copy_s(self, num_bytes: float) -> Quantity:
+        """Seconds of copying to the memory of the host or back. PinError where the speed of the link is not known."""
+        speed = self.cluster.host_link_bytes_per_s
+        if speed is None:
+            raise PinError(
+                f"the catalog has no speed of the host link of {self.cluster.device.name}, so offloading has no price; "
+                "nearest legal: recompute='full' for activations, offload='none' for the rest"
+            )
+        return Quantity.spread(num_bytes / speed, _HOST_COPY_SPREAD, Tag.ASSUMED) if num_bytes else ZERO
 
     def accumulate_s(self, num_elements: float, dtype: str) -> Quantity:
         """Seconds of adding a gradient to the one that is there: both read, one written.
@@ -145,3 +173,8 @@ class Costs:
         """The same with its evidence."""
         seconds = self.overhead_s(name)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
+
+
+def _adamw_bytes(tensor: TensorWork, num_elements: float, state_bytes: float) -> float:
+    """Gradient and parameter read, parameter written, state both."""
+    return 3 * tensor.num_bytes + 2 * state_bytes * num_elements

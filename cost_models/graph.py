@@ -26,6 +26,11 @@ from autoplan.cost_models.units import DTYPE_BYTES, dtype_bytes
 
 SCHEMA_VERSION = 1
 
+# Inputs of a captured graph that are not of the batch: the runtime gives them.
+LOSS_DENOMINATOR = "loss_denominator"  # the global number of what the mean of the loss runs over
+LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for what is averaged over them
+NOT_OF_THE_BATCH = frozenset((LOSS_DENOMINATOR, LOSS_SHARE))
+
 Dim = tuple[str, ...]  # factor names, major to minor; () is a dim of size 1
 
 
@@ -117,8 +122,9 @@ class ModelGraph:
     """The whole model, forward and loss. `output` is the top-level value of the (scalar) loss.
 
     The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known
-    before the first backward. `loss_count` says what is counted: valid entries of `loss_target` (!= `ignore_index`),
-    samples, or nothing.
+    before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
+    `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of
+    `loss_target` (!= `ignore_index`), samples, or nothing.
     """
 
     name: str

@@ -77,11 +77,17 @@ class Device:
     overlap_fraction: float | None = 0.0
     unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
     host_bytes_per_s: float | None = None  # to or from the memory of its host, one direction
+    host_memory_bytes: int | None = None  # its share of the host's memory; None: see Cluster.host_memory_bytes
+    host_memory_bytes_per_s: float | None = None  # its share of that memory's speed; None: assumed
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes_per_s", "memory_bytes"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
+                raise PinError(f"device {self.name}: {name}={value!r} must be a finite number above 0")
+        for name in ("host_bytes_per_s", "host_memory_bytes", "host_memory_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 raise PinError(f"device {self.name}: {name}={value!r} must be a finite number above 0")
         if self.achievable_fraction is not None:
             ACHIEVABLE.check(self.achievable_fraction, f"device {self.name}: achievable_fraction")

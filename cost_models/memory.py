@@ -17,6 +17,8 @@ Under `Mode.FUSED` it is as Megatron-LM has it: P under ZeRO 0 to 2; gradients i
 start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, since products add to that buffer
 themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
 (`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
+With `offload` of the optimizer its state is on the host, with a copy of parameters and gradients as it takes them;
+float32 masters without shards are there alone. With that of parameters the shards of both are there alone.
 Hybrid ZeRO (`zero_replicas`) has n / zero_replicas for n. Parameters of experts are sharded over their own replicas.
 Activations are held for every micro-batch in flight, which the schedule's own actions count. A schedule in both
 directions (DualPipe) has two stages on every rank, each of them on two ranks: twice the parameters and gradients, and
@@ -35,7 +37,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 
@@ -70,12 +72,14 @@ NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmenta
 class RankMemory:
     """One pipeline rank at its fullest moment: bytes by term.
 
-    `in_flight`: the most micro-batches it holds at one time, over all its chunks.
+    `in_flight`: the most micro-batches it holds at one time, over all its chunks. `host`: bytes in the memory of the
+    host, by term.
     """
 
     terms: dict[str, Quantity]
     in_flight: int
     moment: str
+    host: dict[str, Quantity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,11 @@ class MemoryModel:
         self.stored, self.gathered, self.grads, self.states = (
             [sum(blocks[b][k] for b in unit) for unit in workload.units] for k in range(4)
         )
+        self.hosted = [sum(blocks[b][6] for b in unit) for unit in workload.units]
+        self.offloaded = [
+            sum(workload.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
+            for unit, marks in zip(workload.units, workload.is_layer, strict=True)
+        ]
         self.largest = [max(blocks[b][1] for b in unit) for unit in workload.units]
         self.largest_grad = [max(blocks[b][4] for b in unit) for unit in workload.units]
         self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
@@ -176,10 +185,10 @@ class MemoryModel:
         return out
 
     def _states(self, name: str) -> tuple[float, ...]:
-        """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, and what the
-        first backward leaves of the gradients."""
+        """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, what the first
+        backward leaves of the gradients, and what of these is on the host."""
         parts = [self._param_states(p) for p in self.workload.blocks[name].params]
-        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0.0,) * 6
+        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0.0,) * 7
 
     def _param_states(self, p: ParamWork) -> tuple[float, ...]:
         """As `_states`, of one parameter."""
@@ -189,8 +198,11 @@ class MemoryModel:
         sharded_masters = self._has_master(p) and share > 1 and not self.handwritten
         stored = n * (MASTER_BYTES if sharded_masters else width) / (1 if whole_always else share)
         gathered = n * width if share > 1 and not whole_always else 0.0
+        by_policy = "parameters" in c.offload and share > 1  # fully_shard has its shards on the host
         if not p.trainable:
-            return stored, gathered, 0.0, 0.0, 0.0, 0.0
+            if by_policy and not whole_always:
+                return 0.0, gathered, 0.0, 0.0, 0.0, 0.0, stored
+            return stored, gathered, 0.0, 0.0, 0.0, 0.0, 0.0
         grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
         state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
         if sharded_masters:  # the shards that are stored
@@ -198,7 +210,17 @@ class MemoryModel:
         sharded = c.zero_stage >= 2 or (c.num_micro_batches == 1 and not self.handwritten)
         shard = (n * MASTER_BYTES if sharded_masters else grad) / share  # fully_shard's are as wide as its parameters
         kept = shard if c.zero_stage >= 2 else grad
-        return stored, gathered, kept, state / share, grad if share > 1 else 0.0, shard if sharded else grad
+        first, whole = shard if sharded else grad, grad if share > 1 else 0.0
+        if not c.offload:
+            return stored, gathered, kept, state / share, whole, first, 0.0
+        # parameters and gradients as the optimizer takes them, and its state (which counts masters that lie apart)
+        shown = MASTER_BYTES if self._has_master(p) else width
+        counted = self._has_master(p) and not sharded_masters
+        host = (state + n * shown * (1 if counted else 2)) / share
+        if by_policy:
+            stored = stored if whole_always else 0.0
+            kept, first = 0.0 if c.zero_stage >= 2 else grad, 0.0 if sharded else grad
+        return stored, gathered, kept, 0.0, whole, first, host
 
     def _has_master(self, p: ParamWork) -> bool:
         """True for a 16-bit copy of a float32 parameter; what is not trained needs none (if it is given in 16 bits)."""
@@ -316,7 +338,30 @@ class MemoryModel:
         if self.fixed:
             terms[CONTEXT] = Quantity.spread(self.fixed, 0.5, Tag.ASSUMED)
             terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient)
-        return RankMemory(terms, num_held(self.table[rank]), fullest.name)
+        in_flight = num_held(self.table[rank])
+        return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
+
+    def _host(
+        self,
+        chunks: Sequence[range],
+        mine: Sequence[int],
+        recompute: Sequence[int],
+        pinned: Mapping[int, str],
+        in_flight: int,
+    ) -> dict[str, Quantity]:
+        """What a rank has in the memory of its host. Activations of several chunks as if all in flight were of the
+        chunk with most."""
+        units = [u for k in mine for u in chunks[k]]
+        twice = sum(s[6] for first, last, s in self.tied if first in units and last in units)
+        state = sum(self.hosted[u] for u in units) - twice
+        most = 0.0
+        for k in mine:
+            again = pinned or self.ladder.choices(chunks[k], recompute[k])
+            most = max(most, sum(self.offloaded[u] for u in chunks[k] if again.get(u) == "offload"))
+        out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
+        if most:
+            out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)
+        return out
 
     def _placeholders(self, units: Iterable[int]) -> float:
         """Bytes that stand for gradients of weights: one per shape, as many of a shape as a layer has."""

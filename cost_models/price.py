@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import ParallelConfig, Precision, groups_of, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig, Precision, groups_of, precision_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
@@ -60,6 +60,7 @@ class StageEstimate:
     in_flight: int
     memory: Mapping[str, Quantity]  # bytes by term, at the moment of the step when they are most
     fullest: str = ""  # that moment
+    host_memory: Mapping[str, Quantity] = field(default_factory=dict)  # bytes in the memory of the host, by term
 
     @property
     def memory_bytes(self) -> Quantity:
@@ -70,6 +71,11 @@ class StageEstimate:
     def allocated_bytes(self) -> Quantity:
         """Of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
         return total([size for name, size in self.memory.items() if name not in NOT_ALLOCATED])
+
+    @property
+    def host_bytes(self) -> Quantity:
+        """Sum of what is in the memory of the host."""
+        return total(list(self.host_memory.values()))
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Estimate:
     mfu: float
     memory_capacity_bytes: float
     events: tuple[Event, ...] = field(default=(), repr=False)
+    host_capacity_bytes: float = math.inf  # of a device's share of its host
 
     @property
     def peak_memory_bytes(self) -> Quantity:
@@ -93,8 +100,18 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if every stage's expected memory is within the device's."""
-        return self.peak_memory_bytes.mid <= self.memory_capacity_bytes
+        """True if every stage's expected memory is within the device's, and what it offloads within the host's."""
+        return self.peak_memory_bytes.mid <= self.memory_capacity_bytes and self.fits_host
+
+    @property
+    def peak_host_bytes(self) -> Quantity:
+        """In the memory of the host, of the stage with most there."""
+        return max((s.host_bytes for s in self.stages), key=lambda q: q.mid)
+
+    @property
+    def fits_host(self) -> bool:
+        """True if what is offloaded is within a device's share of its host."""
+        return self.peak_host_bytes.mid <= self.host_capacity_bytes
 
 
 def ranges_of(chunks: Sequence[int]) -> list[range]:
@@ -122,6 +139,7 @@ class _Table:
         self.forward = per_unit(lambda b: b.forward_s)
         self.backward = per_unit(lambda b: b.backward_s)
         self.weight = per_unit(lambda b: b.weight + b.accumulate)
+        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, again=True)
         self.again = per_unit(lambda b: b.again_s, again=True)
         self.selective = per_unit(lambda b: b.selective)
         self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
@@ -132,7 +150,7 @@ class _Table:
         self.first = per_unit(lambda b: b.zero_first)
         self.last = per_unit(lambda b: b.zero_last)
         self.per_step = per_unit(lambda b: b.per_step)
-        self.optimizer = per_unit(lambda b: b.optimizer)
+        self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
 
     def repeated(self, unit: int, how: str) -> float:
         """What a choice of recompute adds to the backward of a unit."""
@@ -149,6 +167,7 @@ class Pricer:
         config: its degrees, ZeRO stage, schedule and number of micro-batches are used, not its stages or recompute.
         times: `op_times` of this workload, if known.
         searched: recompute is searched over every choice that the workload knows, not only layers in full.
+        activations: and so is leaving what layers keep on the host.
     """
 
     def __init__(
@@ -159,11 +178,12 @@ class Pricer:
         precision: Precision | None = None,
         times: Mapping[str, OpTimes] | None = None,
         searched: bool = False,
+        activations: bool = False,
     ) -> None:
         times = op_times(workload, costs) if times is None else times
         self.workload, self.config, self.costs = workload, config, costs
         self.precision = precision or precision_of("native")
-        prices = BlockPricer(workload, config, costs, self.precision)
+        prices = BlockPricer(workload, config, costs, self.precision, activations)
         self.groups, self.device = prices.groups, costs.cluster.device
         self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
         self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
@@ -185,7 +205,7 @@ class Pricer:
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
         self.once_s = (mid.gather, mid.forward), (mid.reduce, mid.backward)  # moved once per step, what may hide it
-        self.ladder = self.memory.ladder = self._ladder(searched)
+        self.ladder = self.memory.ladder = self._ladder(searched, activations)
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
@@ -292,21 +312,27 @@ class Pricer:
         fixed = getattr(self.free_forward, which) + self.action_s
         split = self.costs.overhead_s("split_layer_s")
         for units, again in zip(ranges_of(chunks), recompute, strict=True):
-            repeated = sum(table.repeated(u, how) for u, how in self.recomputed(units, again).items())
+            how = self.recomputed(units, again)
+            repeated = sum(table.repeated(u, name) for u, name in how.items())
             if self.config.recompute == "selective":
                 repeated += sum(table.selective[u] for u in units)
+            whole = self._whole(units, how)
             out.append(
                 ChunkTimes(
                     sum(table.forward[u] for u in units) + fixed,
                     sum(table.backward[u] for u in units) + repeated + self.action_s,
-                    sum(table.weight[u] for u in units),
+                    max(0.0, sum(table.weight[u] for u in units) - sum(table.weight_of_layers[u] for u in whole)),
                     sum(table.first[u] for u in units) if self.chained else 0.0,
                     sum(table.last[u] for u in units) if self.chained else 0.0,
-                    # stock torch runs a checkpointed forward again for each of the two parts of the backward
-                    repeated + split * sum(self.workload.layers[u] for u in units),
+                    split * sum(self.workload.layers[u] for u in units if u not in whole),
                 )
             )
         return out
+
+    def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
+        """The units of which a split backward keeps the layers' together (`Block.whole_backward` of the runtime)."""
+        selective = self.config.recompute == "selective"
+        return units if selective or self.costs.mode is Mode.COMPILED else again
 
     def layer_blocks(self, unit: int) -> list[BlockCost]:
         """Costs of the layers of a unit: what recompute applies to."""
@@ -340,17 +366,18 @@ class Pricer:
             return []
         return ["full", "selective", *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
-    def _ladder(self, searched: bool) -> Ladder:
-        """Layers in full, or where it is `searched` all choices but the host, by kind of layer."""
+    def _ladder(self, searched: bool, activations: bool) -> Ladder:
+        """Layers in full, or where it is `searched` all choices, by kind of layer; the host among them if it may."""
         w, memory, table = self.workload, self.memory, self._tables["mid"]
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
-        if not searched:
+        if not searched and not activations:
             return Ladder.full_only(w.layers, freed, self.again)
+        left_out = {"selective"} | (set() if activations else {"offload"})
         options = [
             [
                 Choice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
                 for how in self.choices_of(u)
-                if how not in ("selective", "offload")
+                if how not in left_out and (searched or how in ("full", "offload"))
             ]
             for u in range(self.num_units)
         ]
@@ -423,7 +450,10 @@ class Pricer:
         low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
         times = self.chunk_times(chunks, recompute, "mid")
         breakdown = self._breakdown(chunks, recompute, times, mid)
+        terms = low, high
         low, high = self._interval_s(low, mid, high, breakdown.get("launch", ZERO).mid / mid)
+        if "offload" in breakdown or self.config.offload:  # which no published step had
+            low, high = min(low, terms[0]), max(high, terms[1])
         tag = max(q.tag for q in breakdown.values() if q.high)
         step = Quantity(min(low, mid), mid, max(mid, high), tag)
         c, w = self.config, self.workload
@@ -441,12 +471,15 @@ class Pricer:
                 StageEstimate(
                     index=rank,
                     num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
-                    num_recomputed=sum(len(self.recomputed(ranges[k], recompute[k])) for k in mine),
+                    num_recomputed=sum(
+                        how != "offload" for k in mine for how in self.recomputed(ranges[k], recompute[k]).values()
+                    ),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
                     in_flight=held[rank].in_flight,
                     memory=held[rank].terms,
                     fullest=held[rank].moment,
+                    host_memory=held[rank].host,
                 )
             )
         return Estimate(
@@ -459,6 +492,7 @@ class Pricer:
             mfu=flops / mid / peak,
             memory_capacity_bytes=float(self.device.memory_bytes),
             events=self._timeline(chunks, times, "mid", events=True).events if events else (),
+            host_capacity_bytes=self.costs.cluster.host_memory_bytes,
         )
 
     def _interval_s(self, low: float, mid: float, high: float, host_share: float) -> tuple[float, float]:
@@ -492,10 +526,11 @@ class Pricer:
         out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
         row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
         split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
-        repeats = m * (1 + split)  # again for each part of a split backward
-        out["recompute"] = total([b.repeated(how) for u, how in again for b in self.layer_blocks(u)]) * repeats
+        for name in ("recompute", "offload"):
+            chosen = [(u, how) for u, how in again if (how == "offload") is (name == "offload")]
+            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * m
         if c.recompute == "selective":
-            out["recompute"] += total([b.selective for b in blocks]) * repeats
+            out["recompute"] += total([b.selective for b in blocks]) * m
         for family in ("tp", "cp", "ep"):
             out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
@@ -504,7 +539,8 @@ class Pricer:
         if not self.chained:
             exposed = self._once_s(rank_units[rank], self._tables["mid"])
             once = [Quantity.spread(exposed, 0.0, max((q.tag for q in once), default=Tag.EXACT))]
-        out["dp_comm"] = zero + total(once) + total([b.per_step for b in blocks]) + total(reductions)
+        coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
+        out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
         out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
@@ -512,10 +548,13 @@ class Pricer:
         sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
         out["pp_comm"] = Quantity.spread(sent, 0.0, total(sends).tag)
         out["accumulate"] = total([b.accumulate for b in blocks]) * m
-        updates = [total([b.optimizer for b in self._blocks_of(units)]) for units in rank_units]
-        out["optimizer"] = max(updates, key=lambda q: q.mid)
+        latest = max(range(c.pp), key=lambda r: sum(self.optimizer[u] for u in rank_units[r]))
+        updating = self._blocks_of(rank_units[latest])
+        out["optimizer"] = total([b.optimizer for b in updating])
+        out["offload"] += total([b.moved for b in updating])
         fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
-        layers = sum(self.workload.layers[u] for u in rank_units[rank])
+        whole = self._whole(rank_units[rank], [u for u, _ in again])
+        layers = sum(self.workload.layers[u] for u in rank_units[rank] if u not in whole)
         fixed += self.costs.overhead_s("split_layer_s") * split * m * layers
         out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
         rest = step_s - sum(q.mid for q in out.values())

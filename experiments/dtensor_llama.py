@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -153,26 +151,3 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sum(n for (p, _), n in self.calls.items() if p == phase),
             sum(n for (p, _), n in self.sent.items() if p == phase),
         )
-
-
-def slowest(values: list[float]) -> list[float]:
-    """Element by element the largest over the ranks (a collective)."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    out: list[float] = tensor.tolist()
-    return out
-
-
-def reference(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a Hugging Face model in one process."""
-    loss = model(**batch, use_cache=False).loss
-    torch.autograd.backward(loss)
-    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def repeats_within(budget_s: float, steps: Mapping[str, Callable[[], torch.Tensor]]) -> int:
-    """How often all contenders fit into the budget, 5 to 60; the same number on every rank."""
-    start = time.perf_counter()
-    for step in steps.values():
-        step()
-    return max(5, min(60, int(budget_s / slowest([time.perf_counter() - start])[0])))

@@ -24,11 +24,15 @@ TORCH_NAMES = {
 
 
 class LlamaStage(nn.Module):
-    """Layers `start` to `stop` of a LlamaForCausalLM, with embedding or head where they are the first or last."""
+    """Layers `start` to `stop` of a LlamaForCausalLM, with embedding or head where they are the first or last.
 
-    def __init__(self, whole: Any, start: int, stop: int) -> None:
+    `length`: of the sequence, where hidden states are cut over ranks; None: theirs.
+    """
+
+    def __init__(self, whole: Any, start: int, stop: int, length: int | None = None) -> None:
         super().__init__()
         layers = whole.model.layers
+        self.length = length
         self.first, self.last = start == 0, stop == len(layers)
         self.rotary = whole.model.rotary_emb
         self.embed = whole.model.embed_tokens if self.first else None
@@ -38,7 +42,7 @@ class LlamaStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Token ids or hidden states to hidden states or logits."""
         h: Any = x if self.embed is None else self.embed(x)
-        positions = self.rotary(h, torch.arange(h.shape[1]).unsqueeze(0))
+        positions = self.rotary(h, torch.arange(self.length or h.shape[1]).unsqueeze(0))
         for layer in self.layers.values():
             h = layer(h, attention_mask=None, position_embeddings=positions)
             h = h[0] if isinstance(h, tuple) else h

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dtensor_llama import slowest
+from in_turn import slowest
 from models import Size, make_llama, token_batch
 from storage_counter import StorageCounter, forget_peak, resident_bytes
 

@@ -11,30 +11,16 @@ one, from a profile of the machine.
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
-from dtensor_llama import reference, repeats_within, slowest
-from measure import (
-    compare,
-    describe,
-    environment,
-    interleave,
-    make_console,
-    max_relative_difference,
-    run_command,
-    write_json,
-)
+from in_turn import Contender, check, reference, report, results_of, run_sizes, time_together
+from measure import compare, run_command
 from models import Size, make_llama, token_batch
 from pipeline_by_hand import make_step
-from processes import run_ranks
 from rich.table import Table
 
 import autoplan
@@ -44,7 +30,6 @@ SIZES = (
     Size(hidden=128, num_layers=8, seq=128, batch=8),
     Size(hidden=256, num_layers=8, seq=256, batch=8, num_heads=8, num_kv_heads=4),
 )
-TOLERANCE = 1e-4  # fp32, another order of additions
 # (schedule, stages per rank)
 SCHEDULES = (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZB-H1", 1), ("ZBV", 2), ("DualPipeV", 2))
 
@@ -53,9 +38,8 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
     """What each process does; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
-    loss, truth = reference(make_llama(size), batch)
-    steps: dict[str, Callable[[], torch.Tensor]] = {}
-    gradients: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+    truth = reference(make_llama(size), batch)
+    contenders: dict[str, Contender] = {}
     predicted: dict[str, float] = {}
     for schedule, virtual in SCHEDULES:
         num_stages = world * virtual
@@ -70,45 +54,30 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
             global_batch_size=size.batch,
             folder=f"{folder}/{schedule}",
         )  # fmt: skip
-        steps[schedule], gradients[schedule] = (lambda pm=pm: pm.step(batch)), pm.gradients  # type: ignore[misc]
+        contenders[schedule] = Contender(lambda pm=pm: pm.step(batch), pm.gradients)  # type: ignore[misc]
         predicted[schedule] = pm.plan.estimate.step_time_s.mid
         held = chunks_of_ranks(schedule, world, virtual)[rank]
         step, mine = make_step(make_llama(size), schedule, held, num_stages, size.batch, batch)
-        name = f"{schedule} by hand"
-        steps[name] = step
-        gradients[name] = lambda mine=mine: {n: p.grad for n, p in mine.items() if p.grad is not None}  # type: ignore[misc]
-    differences = {}
-    for name, step in steps.items():
-        got = step().clone()
-        if name.endswith("by hand"):
-            dist.all_reduce(got)  # 0 but where the last stage is
-        found = gradients[name]()
-        error = torch.tensor(max_relative_difference(found, {n: truth[n] for n in found}))
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        differences[name] = float(error)
-        if abs(float(got - loss)) > TOLERANCE * abs(loss) or differences[name] > TOLERANCE:
-            raise ValueError(
-                f"{name} at {size}: loss {float(got)}, one process {loss}; gradients differ by {differences[name]:.1e}"
-            )
-    times = interleave(steps, budget_s=budget_s, repeats=repeats_within(budget_s, steps), before=dist.barrier)
-    for t in times.values():
-        t.wall_s = slowest(t.wall_s)
+        contenders[f"{schedule} by hand"] = Contender(
+            step,
+            lambda mine=mine: {n: p.grad for n, p in mine.items() if p.grad is not None},  # type: ignore[misc]
+            share=1.0,  # 0 but where the last stage is
+        )
+    differences = check(contenders, truth, size, parts=True)
+    times = time_together(contenders, budget_s)
+    results = results_of(times, differences, {s: f"{s} by hand" for s, _ in SCHEDULES})
     return {
         schedule: {
-            "median_s": times[schedule].median_s,
+            **results[schedule],
             "by_hand_s": times[f"{schedule} by hand"].median_s,
             "predicted_s": predicted[schedule],
-            "difference": differences[schedule],
-            "repeats": len(times[schedule].wall_s),
-            "ratio": asdict(ratio := compare(times[schedule], times[f"{schedule} by hand"])),
-            "ratio_text": str(ratio),
             "to_1f1b": str(compare(times[schedule], times["1F1B"])),
         }
         for schedule, _ in SCHEDULES
     }
 
 
-def table_of(cases: list[dict[str, Any]], title: str) -> Table:
+def table_of(cases: Sequence[Mapping[str, Any]], title: str) -> Table:
     """The results as a table."""
     table = Table(title=f"forward + backward of HF Llama in stages: {title}")
     for heading in (
@@ -116,7 +85,7 @@ def table_of(cases: list[dict[str, Any]], title: str) -> Table:
     ):  # fmt: skip
         table.add_column(heading, justify="left" if heading in ("model", "schedule") else "right", no_wrap=True)
     for c in cases:
-        for k, (name, r) in enumerate(c["schedules"].items()):
+        for k, (name, r) in enumerate(c["contenders"].items()):
             table.add_row(
                 "" if k else c["name"], name, str(r["repeats"]), f"{1e3 * r['median_s']:.1f}",
                 f"{1e3 * r['by_hand_s']:.1f}", r["ratio_text"], r["to_1f1b"].split(" ")[0],
@@ -135,15 +104,8 @@ def main(
     """Time programs under every schedule against stages written by hand, side by side."""
     if processes not in (2, 4):
         raise typer.BadParameter(f"processes={processes}: 8 layers are cut into 2 or 4 ranks of up to 2 stages")
-    env = {**environment(), "threads": 1, "processes": processes, "backend": "gloo"}
-    console = make_console()
-    cases = []
-    for size in SIZES:
-        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
-            results = run_ranks(measure_rank, processes, size, budget_s, folder, timeout_s=timeout_s)
-        cases.append({"name": f"llama {size}", "size": asdict(size), "schedules": results[0]})
-    console.print(table_of(cases, f"{processes} processes, gloo; {describe(env)}"))
-    write_json(json, "schedules", env, cases)
+    env, cases = run_sizes(measure_rank, "llama", SIZES, processes, budget_s, timeout_s)
+    report("schedules", env, cases, json, table_of)
 
 
 if __name__ == "__main__":

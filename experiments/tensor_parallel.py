@@ -10,9 +10,8 @@ process's; it fails if one differs.
 from __future__ import annotations
 
 import copy
-import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,19 +19,10 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from dtensor_llama import VARIANTS, CollectiveCount, full_gradients, make_step, reference, repeats_within, slowest
-from measure import (
-    compare,
-    describe,
-    environment,
-    interleave,
-    make_console,
-    max_relative_difference,
-    run_command,
-    write_json,
-)
+from dtensor_llama import VARIANTS, CollectiveCount, full_gradients, make_step
+from in_turn import Contender, check, reference, report, run_sizes, time_together
+from measure import compare, make_console, max_relative_difference, run_command
 from models import Size, make_llama, token_batch
-from processes import run_ranks
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,13 +33,12 @@ SIZES = (
     Size(hidden=256, num_layers=4, seq=128, num_heads=8, num_kv_heads=4),
     Size(hidden=512, num_layers=4, seq=256, vocab=4096, num_heads=8, num_kv_heads=4),
 )
-TOLERANCE = 1e-4  # fp32, another order of additions
 MINE = "autoplan"
 
 
-def _count(step: Callable[[], object], world: int) -> dict[str, Any]:
+def _count(contender: Contender, world: int) -> dict[str, Any]:
     with CollectiveCount(world) as count:
-        step()
+        contender.step()
     return {
         "forward": count.total("forward"),
         "backward": count.total("backward"),
@@ -61,40 +50,35 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
     """What each process does; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
-    loss, truth = reference(make_llama(size), batch)
+    truth = reference(make_llama(size), batch)
     pm = autoplan.parallelize(make_llama(size), "local", example_inputs=batch, pins={"tp": world}, folder=folder)
-    steps: dict[str, Callable[[], torch.Tensor]] = {MINE: lambda: pm.step(batch)}
-    gradients: dict[str, Callable[[], dict[str, torch.Tensor]]] = {MINE: pm.gradients}
+    contenders = {MINE: Contender(lambda: pm.step(batch), pm.gradients)}
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     for variant in VARIANTS:
         model = make_llama(size)
-        steps[variant] = make_step(model, mesh, variant, copy.copy(batch))
-        gradients[variant] = lambda model=model: full_gradients(model)  # type: ignore[misc]
+        contenders[variant] = Contender(
+            make_step(model, mesh, variant, copy.copy(batch)),
+            lambda model=model: full_gradients(model),  # type: ignore[misc]
+        )
+    differences = check(contenders, truth, size)
     out: dict[str, dict[str, Any]] = {}
-    mine: dict[str, torch.Tensor] = {}
-    for name, step in steps.items():
-        got = float(step())
-        collected = gradients[name]()
-        mine = mine or collected
-        worst = max_relative_difference(collected, truth)
-        if abs(got - loss) > TOLERANCE * abs(loss) or worst > TOLERANCE:
-            raise ValueError(f"{name} at {size}: loss {got}, one process {loss}; gradients differ by {worst:.1e}")
-        between = max_relative_difference(mine, collected)
-        out[name] = {"to_one_process": worst, "to_autoplan": between, **_count(step, world)}
-    times = interleave(steps, budget_s=budget_s, repeats=repeats_within(budget_s, steps), before=dist.barrier)
-    for t in times.values():
-        t.wall_s = slowest(t.wall_s)
+    mine = pm.gradients()
+    for name, contender in contenders.items():
+        between = max_relative_difference(mine, contender.gradients())
+        out[name] = {"to_one_process": differences[name], "to_autoplan": between, **_count(contender, world)}
+    times = time_together(contenders, budget_s)
+    for name, t in times.items():
         total = torch.tensor(t.cpu_s, dtype=torch.float64)
         dist.all_reduce(total)
         t.cpu_s = total.tolist()
-    for name, t in times.items():
-        ratio = compare(times[MINE], t) if name != MINE else None
         out[name] |= {"median_s": t.median_s, "repeats": len(t.wall_s)}
-        out[name] |= {"ratio": asdict(ratio), "ratio_text": str(ratio)} if ratio else {}
+        if name != MINE:
+            ratio = compare(times[MINE], t)
+            out[name] |= {"ratio": asdict(ratio), "ratio_text": str(ratio)}
     return out
 
 
-def table_of(cases: list[dict[str, Any]], title: str) -> Table:
+def table_of(cases: Sequence[Mapping[str, Any]], title: str) -> Table:
     """The results as a table."""
     table = Table(title=f"forward + backward of HF Llama: {title}")
     left = ("model", "program")
@@ -125,19 +109,12 @@ def main(
     json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
 ) -> None:
     """Time the tensor-parallel program against parallelize_module, side by side."""
-    env = {**environment(), "threads": 1, "processes": processes, "backend": "gloo"}
-    console = make_console()
-    cases = []
-    for size in SIZES:
-        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
-            results = run_ranks(measure_rank, processes, size, budget_s, folder, timeout_s=timeout_s)
-        cases.append({"name": f"llama {size}", "size": asdict(size), "contenders": results[0]})
-    console.print(table_of(cases, f"{processes} processes, gloo; {describe(env)}"))
-    console.print(
+    env, cases = run_sizes(measure_rank, "llama", SIZES, processes, budget_s, timeout_s)
+    report("tensor_parallel", env, cases, json, table_of)
+    make_console().print(
         "Below autoplan: DTensor variants. fwd, bwd: collectives per step. MB: sent by each process per step.\n"
         "diff: of the gradients, worst parameter, relative; of autoplan to one process, of the others to autoplan."
     )
-    write_json(json, "tensor_parallel", env, cases)
 
 
 if __name__ == "__main__":

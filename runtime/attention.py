@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from autoplan.runtime.context import gathered_attention, to_heads, to_sequence
+from autoplan.runtime.context import gathered_attention, gathered_documents, to_heads, to_sequence
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.ring import ring_attention
 
@@ -42,7 +42,7 @@ def attention(
             neither mask nor window.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``); ulysses over the minor part of it together with one of the others over the
-            major part. Needs s == t and no mask; documents only with gather.
+            major part. Needs s == t and no mask.
 
     Returns:
         [b, h, s, e].
@@ -78,14 +78,13 @@ def attention(
     cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
     if cut and (mask is not None or q.shape[2] != k.shape[2]):
         raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
-    if documents is not None and (ulysses in cut or ring in cut):
-        raise ValueError(f"attention: documents over {cut[0]!r} where keys are not gathered")
-    if ulysses in cut:
+    if ulysses is not None and ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
-        out = attention(*given, causal=causal, scale=scale, window=window, gather=gather, ring=ring)
+        ids = None if documents is None else gathered_documents(documents, ulysses)
+        out = attention(*given, causal=causal, scale=scale, window=window, documents=ids, gather=gather, ring=ring)
         return to_sequence(out, ulysses)
     if ring in cut:
-        return ring_attention(q, k, v, causal=causal, scale=scale, window=window, axis=ring)
+        return ring_attention(q, k, v, causal=causal, scale=scale, window=window, axis=ring, documents=documents)
     if gather in cut:
         return gathered_attention(q, k, v, causal=causal, scale=scale, window=window, axis=gather, documents=documents)
     if documents is not None:

@@ -42,6 +42,7 @@ def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "induct
         names[name] = _value
     blocks = [m for m in stage.modules() if isinstance(m, Block)]
     for block in blocks:
+        block.compiled = True
         block.compute = torch.compile(block.compute, backend=backend)  # type: ignore[method-assign]
     return len(blocks)
 

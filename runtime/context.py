@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from autoplan.runtime.mesh import current_mesh
+from autoplan.runtime.ring import gathered
 
 
 def context_length(s: int, axis: str) -> int:
@@ -135,11 +136,11 @@ def to_sequence(x: torch.Tensor, axis: str) -> torch.Tensor:
     return out
 
 
-def _gathered_ids(ids: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+def gathered_documents(documents: torch.Tensor, axis: str) -> torch.Tensor:
     """[b, 2 l] of every rank -> [b, 2 l c] in the order of the sequence."""
-    parts = ids.new_empty(ranks * ids.shape[0], ids.shape[1])
-    dist.all_gather_into_tensor(parts, ids.contiguous(), group=group)
-    return _in_order(parts.view(ranks, ids.shape[0], 1, ids.shape[1], 1)).flatten(1)
+    mesh = current_mesh()
+    parts = gathered(documents, mesh.group(axis), mesh.size(axis))
+    return _in_order(parts[:, :, None, :, None]).flatten(1)
 
 
 def gathered_attention(
@@ -175,7 +176,7 @@ def gathered_attention(
         return functional.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
     length = q.shape[2] // 2
     out = []
-    whole = None if documents is None else _gathered_ids(documents, mesh.group(axis), ranks)
+    whole = None if documents is None else gathered_documents(documents, axis)
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
         low = 0 if window is None else max(0, first - window + 1)  # no query of the chunk sees further back

@@ -18,13 +18,14 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.runtime.optim import check_elementwise
+from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload, like_shard
+from autoplan.runtime.optim import check_elementwise, on_local_shards
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
-from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, apply_zero, hybrid_mesh
+from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,9 +51,9 @@ class ParallelModel:
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
         stages: this rank's modules by stage, in model order; with virtual stages several.
-        optimizer: the optimizer over this rank's shards, or None. loss_scaler: of a program in float16, else None.
-            precision: the dtypes of a program in mixed precision, else None. data_rank, data_world: which part of the
-            global batch is ours.
+        optimizer: the optimizer over the local parts of this rank's shards, or None. loss_scaler: of a program in
+            float16, else None. precision: the dtypes of a program in mixed precision, else None. data_rank, data_world:
+            which part of the global batch is ours.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class ParallelModel:
                 "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
                 "scale; use bf16"
             )
+        self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised()
+        self._host = self._host_shards()
         self.loss_scaler: LossScaler | None = None
         if self.precision is not None and self.precision.scales_loss:
             self.loss_scaler = scaler = LossScaler()
@@ -112,17 +115,12 @@ class ParallelModel:
         self._runner_shape: tuple[int, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            self.optimizer = optimizer(list(self.parameters()))
+            self.optimizer = on_local_shards(optimizer, self.parameters())
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
         """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
         precision, copies, syncs = self.precision, None, {}
-        if precision is not None and precision.compute != MASTER and self.spec.schedule in SPLIT_BACKWARD_SCHEDULES:
-            raise ValueError(
-                f"{self.spec.compute_dtype} under {self.spec.schedule}: weight gradients of a split backward would be "
-                "summed in 16 bits; use a schedule with a full backward such as 1F1B"
-            )
         if self._plain_parameters:
             copies = self._make_copies()
         # 16-bit sums are reduced as such, where they are: in the copies
@@ -139,9 +137,32 @@ class ParallelModel:
                     apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
                     compression=self._compression,
+                    offload=PARAMETERS in self._on_host,
                 )
         # of what fully_shard leaves alone: experts without replicas
         return syncs, copies if copies is not None else self._make_copies()
+
+    def _host_shards(self) -> HostShards | None:
+        """What of the trained shards is on the host, unless `fully_shard` has them there."""
+        if not self._on_host:
+            return None
+        moved = PARAMETERS in self._on_host
+        mine = [p for p in self._trained() if not (moved and isinstance(p, DTensor))]
+        if self._copies is None:
+            return HostShards(mine)
+        host = HostShards(mine, self._copies.unused)
+        self._copies.read_from(host.sources)
+        return host
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        """The trained parameters that the blocks hold, on the device unless `fully_shard` has them on the host."""
+        for _, parameter in self._places():
+            if parameter.requires_grad:
+                yield parameter
+
+    def _shown(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer is given of a parameter: itself, or its copy on the host."""
+        return parameter if self._host is None else self._host.of(parameter)
 
     def _zero_mesh(self) -> DeviceMesh:
         if "rdp" not in self.mesh.axes:
@@ -244,10 +265,11 @@ class ParallelModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(original name, this rank's shard); a tied parameter appears once per copy this rank holds."""
         for p, parameter in self._places():
-            yield p.name, parameter
+            yield p.name, self._shown(parameter)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards that are trained."""
+        """This rank's shards that are trained: what an optimizer takes. Where the optimizer's state is offloaded they
+        are on the host, with their gradients once `step` has returned; `step` copies them to the device."""
         for _, parameter in self.named_parameters():
             if parameter.requires_grad:
                 yield parameter
@@ -286,7 +308,7 @@ class ParallelModel:
             for other in gradients[1:]:
                 total += other
             if group is not None:
-                all_reduce_flat([total], group)
+                all_reduce_flat([total], group, device=self.device)
             for other in gradients[1:]:
                 other.copy_(total)
 
@@ -310,21 +332,28 @@ class ParallelModel:
 
     def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         parts = self._micro_batches(batch)
-        for _, parameter in self.named_parameters():
+        for _, parameter in self._places():
             parameter.grad = None
+        if self._host is not None:
+            self._host.drop_gradients()
+            self._host.give_parameters()
         with use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ()):
             denominator = self._denominator(parts)
             size = next(iter(parts[0].values())).shape[0]
             first = self.data_rank * size * len(parts)
             for i, part in enumerate(parts):
                 part["loss_denominator"] = denominator
+                if self.spec.loss_share:
+                    part["loss_share"] = torch.ones_like(denominator) / len(parts)
                 part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
-            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent)
+            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent, self.device)
             self._sum_tied()
             if self.loss_scaler is not None:
-                self.loss_scaler.unscale_(self.parameters(), self.device, self.mesh.world_size)
+                self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size)
+        if self._host is not None:
+            self._host.take_gradients()
         self._num_steps += 1
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
         total = total.to(torch.float64).detach().clone()
@@ -421,11 +450,11 @@ class ParallelModel:
             self._runner_shape = shape
         return self._runner
 
-    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
+    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype, bool]:
         dtype: torch.dtype = getattr(torch, c.dtype)
-        if self._dtype is not None and dtype.is_floating_point:
+        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts stay what they are
             dtype = self._dtype
-        return tuple(evaluate(s, env) for s in c.shape), dtype
+        return tuple(evaluate(s, env) for s in c.shape), dtype, c.requires_grad
 
     def _counts_here(self, p: ParamSpec) -> bool:
         """True on exactly one of the ranks that hold the same elements."""
@@ -444,8 +473,9 @@ class ParallelModel:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for p, parameter in self._places():
-            if parameter.grad is not None and self._counts_here(p):
-                total += local_of(parameter.grad).to(torch.float64).pow(2).sum()
+            grad = self._shown(parameter).grad
+            if grad is not None and self._counts_here(p):
+                total += local_of(grad).to(torch.float64).pow(2).sum().to(self.device)
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
         return total.sqrt()
@@ -456,7 +486,7 @@ class ParallelModel:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                local_of(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+                local_of(parameter.grad).mul_(factor.to(local_of(parameter.grad)))
         return norm
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -465,9 +495,11 @@ class ParallelModel:
         """Full tensors by original name, on every rank (a collective): `pick` chooses parameter or gradient."""
         mine: dict[str, torch.Tensor] = {}
         for p, parameter in self._places():
-            tensor = pick(parameter)
+            tensor = pick(self._shown(parameter))
             if tensor is None:
                 continue
+            if self._on_host:
+                tensor = like_shard(local_of(tensor), parameter, self.device)
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if p.name not in mine:
                 mine[p.name] = unshard(full.detach(), p, self.mesh).clone()  # a snapshot, never a view of what trains
@@ -525,12 +557,14 @@ class ParallelModel:
             for p, parameter in self._places():
                 if p.name not in state:
                     raise KeyError(f"the state has no {p.name!r}")
-                local = shard(state[p.name].to(parameter.device), p, self.mesh.size, self._coordinate)
+                local = shard(state[p.name].to(self.device), p, self.mesh.size, self._coordinate)
                 if isinstance(parameter, DTensor):
                     whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
-                    parameter.to_local().copy_(whole.to_local())
+                    local = whole.to_local()
+                if self._host is not None and self._shown(parameter) is not parameter:
+                    self._host.load(parameter, local)
                 else:
-                    parameter.copy_(local)
+                    local_of(parameter).copy_(local)
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())

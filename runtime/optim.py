@@ -1,8 +1,14 @@
-"""Which optimizers may run on shards: those that update each element from that element's own gradient and state."""
+"""Optimizers on shards: which may, those that update each element from that element's own gradient and state; and
+without DTensor's dispatch, which costs the host several times what a small update does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 ELEMENTWISE = frozenset("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())
 
@@ -23,3 +29,56 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Non
             f"{', '.join(sorted(ELEMENTWISE))}, or set the class attribute autoplan_elementwise = True if each "
             "element's update depends on that element only"
         )
+
+
+def on_local_shards(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """`make(parameters)`, where DTensors are replaced by plain parameters that share the memory of their local parts.
+
+    Element by element the update is the same. `optimizer.step()` reads the gradients of `parameters` when it begins
+    (and again after its closure, if it is given one) and forgets them when it ends; `optimizer.zero_grad()` does not
+    reach them. State and param_groups hold the local parts.
+    """
+    given = list(parameters)
+    pairs = [(p, _local_parameter(p)) for p in given if isinstance(p, DTensor)]
+    replaced = {id(whole): mine for whole, mine in pairs}
+    optimizer = make([replaced.get(id(p), p) for p in given])
+    if not pairs:
+        return optimizer
+
+    @torch.no_grad()  # to_local is then the local part itself, not a node of autograd
+    def read() -> None:
+        for whole, mine in pairs:
+            local = whole.to_local()
+            if local.data_ptr() != mine.data_ptr():  # fully_shard pads an uneven shard at its first forward
+                mine.data = local
+            mine.grad = whole.grad.to_local() if isinstance(whole.grad, DTensor) else None
+
+    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        read()
+        given = args[1] if len(args) > 1 else kwargs.get("closure")  # args begins with the optimizer itself
+        if given is None:
+            return None
+
+        def closure() -> Any:
+            result = given()
+            read()
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+
+    def after(*_: Any) -> None:
+        for _whole, mine in pairs:
+            mine.grad = None  # the memory goes when the next step drops the gradients
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+def _local_parameter(whole: DTensor) -> nn.Parameter:
+    with torch.no_grad():
+        return nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad)

@@ -125,11 +125,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_deferred(
-    pairs: Sequence[tuple[nn.Parameter, ParamSpec]], mesh: AxisMesh, dtype: torch.dtype | None = None
+    pairs: Sequence[tuple[nn.Parameter, ParamSpec]],
+    mesh: AxisMesh,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Sum the gradients that are pending on a sub-axis, once per step, several in one message.
 
-    `dtype`: they are sent and summed in (16-bit gradients); None: in their own.
+    `dtype`: they are sent and summed in (16-bit gradients); None: in their own. `device`: of the collective, where
+    gradients may be elsewhere (on the host).
     """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter, spec in pairs:
@@ -138,19 +142,23 @@ def reduce_deferred(
             by_axes.setdefault(axes, []).append(local_of(parameter.grad))
     for axes, gradients in by_axes.items():
         for axis in axes:
-            all_reduce_flat(gradients, mesh.group(axis), dtype)
+            all_reduce_flat(gradients, mesh.group(axis), dtype, device)
 
 
 def all_reduce_flat(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> None:
-    """In-place sum of several tensors over a group, one message per dtype; `dtype`: what they are sent in."""
+    """In-place sum of several tensors over a group, one message per dtype; `dtype`, `device`: what they are sent in,
+    and from where."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for t in tensors:
         by_dtype.setdefault(t.dtype, []).append(t)
     for same in by_dtype.values():
         flat = torch.cat([t.reshape(-1) for t in same])
-        flat = flat if dtype is None else flat.to(dtype)
+        flat = flat.to(device=device or flat.device, dtype=dtype or flat.dtype)
         dist.all_reduce(flat, group=group)
         offset = 0
         for t in same:

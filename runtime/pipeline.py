@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from autoplan.runtime.private import Carried, SyncedStage, by_block, run_schedule
-from autoplan.runtime.zero import GradientSync, check_schedule
+from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_schedule
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -44,7 +44,7 @@ class PipelineStagePart:
         carried_in, carried_out: (shape, dtype) of each tensor received from the stage before and sent to the one after,
             for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
             infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
-            a gradient back.
+            a gradient back, but for those with False behind the dtype.
     """
 
     index: int
@@ -115,6 +115,7 @@ class PipelineRunner:
                         part.sync,
                         part.carried_in,
                         part.carried_out,
+                        splits=schedule in SPLIT_BACKWARD_SCHEDULES,
                     )
                 )
 

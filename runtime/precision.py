@@ -110,6 +110,7 @@ class _Copy:
     master: nn.Parameter
     copy: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    source: torch.Tensor | None = None  # its values, where the master has no memory of its own
 
 
 class Copies:
@@ -128,10 +129,12 @@ class Copies:
         self.precision = precision
         self._at_once = precision.gradients == MASTER
         found: dict[int, _Copy] = {}
+        direct: set[int] = set()
         for spec, block in places:
             master = block.get_parameter(spec.attr)
             computed = getattr(torch, spec.dtype)
             if isinstance(master, DTensor) or master.dtype == computed:
+                direct.add(id(master))
                 continue
             if id(master) not in found:
                 copy = nn.Parameter(master.detach().to(computed), requires_grad=master.requires_grad)
@@ -140,6 +143,8 @@ class Copies:
                     copy.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[no-untyped-call]
             found[id(master)].places.append((block, spec.attr))
         self._copies = list(found.values())
+        # masters that no block computes with, by id
+        self.unused = frozenset(found) - direct
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -163,7 +168,12 @@ class Copies:
         """The values of the masters, rounded."""
         with torch.no_grad():
             for c in self._copies:
-                c.copy.copy_(c.master)
+                c.copy.copy_(c.master if c.source is None else c.source)
+
+    def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
+        """Take the values of masters, by their ids, from elsewhere (`autoplan.runtime.offload`)."""
+        for c in self._copies:
+            c.source = sources.get(id(c.master))
 
     def collect(self) -> None:
         """Add to the masters' gradients what backwards left in those of the copies.

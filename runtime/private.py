@@ -6,21 +6,30 @@
 | PipelineStage.perform_reduce_grad | would run FSDP's reductions again at the end of the step | 2.13.0 |
 | PipelineStage._setup_forward_recv_info, _setup_backward_recv_info, get_fwd_recv_ops, get_bwd_recv_ops, backward_one_chunk, args_recv_info, grad_recv_info | receive buffers are allocated for all micro-batches for good; here they live from the receive to the backward | 2.13.0 |
 | PipelineStage.forward_maybe_with_nosync | sends need contiguous tensors of the declared shapes | 2.13.0 |
-| pipelining._backward.stage_backward, stage_backward_input, stage_backward_weight | the body of a full backward and of the two parts of a split one, used by backward_maybe_with_nosync | 2.13.0 |
+| pipelining._backward.stage_backward | the body of a full backward, used by backward_maybe_with_nosync | 2.13.0 |
+| Tensor._post_accumulate_grad_hooks, Tensor._is_view (in split_backward.py) | a split backward writes .grad itself and calls what would follow; views cannot be detached in place | 2.13.0 |
 | _PipelineScheduleRuntime._prepare_schedule_with_comms, pipeline_order_with_comms, _assert_unsharded | schedules of several stages gather and reshard whole stages by actions of their own; here every block's hooks do, as in the other schedules | 2.13.0 |
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run (what PipelineStage.perform_reduce_grad does) | 2.13.0 |
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | 2.13.0 |
+| DeviceMesh._concatenate (in zero.py) | hybrid ZeRO's mesh of replicas and shards, made of two axes of one mesh | 2.13.0 |
+| aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | 2.13.0 |
+| _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | 2.13.0 |
+| _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py) | counted collectives are told apart by forward, backward and recompute | 2.13.0 |
+| UntypedStorage._cdata (in recompute.py) | tells views of an argument from values of their own | 2.13.0 |
+| nn.Module._parameters (in precision.py, model.py, params.py, capture/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | 2.13.0 |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | 2.13.0 |
 
-A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py and test_failure.py cover each row.
+A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py, test_failure.py, test_context.py, test_convert.py, test_recompute.py,
+test_precision.py and test_hybrid_zero.py cover each row.
 """  # noqa: E501
 
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -29,7 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     RESHARD,
     UNSHARD,
@@ -37,22 +46,24 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
 
+from autoplan.runtime.program import Block
+from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight
 from autoplan.runtime.zero import GradientSync
 
-# Shape and dtype of one tensor that crosses from a stage to the next.
-Carried = tuple[Sequence[int], torch.dtype]
+# Shape and dtype of one tensor that crosses from a stage to the next; False behind them: no gradient comes back.
+Carried = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, bool]
 
 
 def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
     """Stand-ins without memory, as PipelineStage wants them. Floating point tensors carry a gradient back."""
     return tuple(
-        torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-        for shape, dtype in carried
+        torch.empty(tuple(c[0]), dtype=c[1], device="meta", requires_grad=c[1].is_floating_point and c[2:] != (False,))
+        for c in carried
     )
 
 
 class SyncedStage(PipelineStage):
-    """A PipelineStage in which ``sync`` decides when gradients are reduced."""
+    """A PipelineStage in which ``sync`` decides when gradients are reduced. ``splits``: backwards have two parts."""
 
     def __init__(
         self,
@@ -64,14 +75,16 @@ class SyncedStage(PipelineStage):
         sync: GradientSync,
         carried_in: Sequence[Carried],
         carried_out: Sequence[Carried],
+        splits: bool = False,
     ) -> None:
         inputs, outputs = _examples(carried_in), _examples(carried_out)
         if index == count - 1:
             outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
         super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
         self._sync = sync
-        self._carried_out = [(tuple(shape), dtype) for shape, dtype in carried_out]
+        self._carried_out = [(tuple(c[0]), c[1]) for c in carried_out]
         self._backward_chunk = -1
+        self._kept = Kept() if splits else None
 
     # Receive buffers live from the receive to the end of the backward.
 
@@ -101,7 +114,8 @@ class SyncedStage(PipelineStage):
     # The module's own calls.
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.submod(*args, **kwargs)
+        with self._kept.forward() if self._kept is not None else nullcontext():
+            output = self.submod(*args, **kwargs)
         if self.is_last:
             return output
         tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
@@ -117,19 +131,29 @@ class SyncedStage(PipelineStage):
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Any] | None]:
         """A full backward, or the part of it for the stage's inputs ("input") or that for its parameters ("weight")."""
         if backward_type == "weight":
-            stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
+            backward_weight(bwd_kwargs["param_groups"])
             self._sync.after_backward(last_backward)
             return (), None
         self._sync.before_backward(self._backward_chunk, last_backward)
         outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
         if backward_type == "input":
-            return stage_backward_input(outputs, gradients, inputs, self.submod.parameters())
+            return self._backward_input(outputs, gradients, inputs)
         for_inputs = stage_backward(outputs, gradients, inputs)
         self._sync.after_backward(last_backward)
         return for_inputs, None
+
+    def _backward_input(
+        self, outputs: Any, gradients: Any, inputs: Any
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
+        whole = [m for m in self.submod.modules() if isinstance(m, Block) and m.whole_backward]
+        at_once = [p for block in whole for p in block.parameters()]
+        found = backward_input(outputs, gradients, inputs, self.submod.parameters(), at_once, self._kept)
+        for block in whole:
+            block.let_go()
+        return found
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if grad_scale_factor != 1:
@@ -153,12 +177,6 @@ def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
         # No metadata: a tensor without gradient, nothing comes back.
         if not info.is_root_arg and info.tensor_meta is not None:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
-
-
-def backward_in_parts(output: torch.Tensor, given: torch.Tensor, module: nn.Module) -> None:
-    """The two parts of a split backward, one after the other, of what ``module`` made of ``given``: for its price."""
-    _, groups = stage_backward_input([output], None, [given], module.parameters())
-    stage_backward_weight(module.parameters(), groups)
 
 
 class _ByBlock:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -82,7 +83,9 @@ class Block(nn.Module):
     def __init__(self, *, recompute: str = "none", site: int = 0) -> None:
         super().__init__()
         self.recompute, self.site = recompute, site
+        self.compiled = False
         self._regions: Regions | None = None
+        self._ran: weakref.WeakSet[Regions | Offload] = weakref.WeakSet()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The block itself."""
@@ -96,13 +99,27 @@ class Block(nn.Module):
             # no generator state to restore: dropout here is a function of its position
             return checkpoint(self.compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         if self.recompute == "offload":
-            with Offload([*self.parameters(), *self.buffers()]):
+            with Offload([*self.parameters(), *self.buffers()]) as moved:
+                self._ran.add(moved)
                 return self.compute(*args, **kwargs)
         with Regions() as self._regions:
+            self._ran.add(self._regions)
             try:
                 return self.compute(*args, **kwargs)
             finally:
                 self._regions = None
+
+    @property
+    def whole_backward(self) -> bool:
+        """True where a split backward of a schedule would repeat work for each part: of what is computed again, and of
+        compiled code, which has one backward for inputs and parameters.
+        """
+        return self.compiled or self.recompute != "none"
+
+    def let_go(self) -> None:
+        """After a backward that keeps its graph: drop what was computed again or came back from the host for it."""
+        for kept in self._ran:
+            kept.let_go()
 
     def again(self, region: str, fn: Callable[..., Any], *args: Tensor) -> Any:
         """`fn(*args)`, in the backward once more if `recompute` names its region."""

@@ -85,6 +85,11 @@ class _Region:
         self.outer.append((index, weakref.ref(slot)))
         return slot
 
+    def let_go(self) -> None:
+        for reference in (*self.inner, *(r for _, r in self.outer)):
+            if (slot := reference()) is not None:
+                slot.value = None
+
     def run(self) -> None:
         made: list[torch.Tensor] = []
 
@@ -124,6 +129,7 @@ class Regions:
     def __init__(self) -> None:
         # address of a storage -> it (so that the address is not given out again), its region and which result it is
         self._made: dict[int, tuple[StorageWeakRef, _Region, int]] = {}
+        self._regions: list[weakref.ref[_Region]] = []
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> Regions:
@@ -134,6 +140,12 @@ class Regions:
         self._hooks.__exit__(*error)
         self._made.clear()  # operations that keep something hold this object through its hook
 
+    def let_go(self) -> None:
+        """Drop what was computed again: it is there for every part of a graph that is kept, until the graph goes."""
+        for reference in self._regions:
+            if (region := reference()) is not None:
+                region.let_go()
+
     def _pack(self, x: torch.Tensor) -> Any:
         found = self._made.get(_storage(x)._cdata)
         if found is None or _gone(found[0]):
@@ -143,6 +155,7 @@ class Regions:
     def run(self, fn: Callable[..., Outs], args: tuple[torch.Tensor, ...], drop_result: bool) -> Outs:
         """`fn(*args)`, of which only the arguments are kept (and, unless `drop_result`, the result if it is needed)."""
         region = _Region(fn, [(self._pack(x.detach()), x.requires_grad) for x in args])
+        self._regions.append(weakref.ref(region))
         with saved_tensors_hooks(region.pack, _unpack):
             outs = fn(*args)
         if drop_result:
@@ -166,6 +179,7 @@ class Offload:
 
     def __init__(self, resident: Iterable[torch.Tensor]) -> None:
         self._resident = {_storage(x)._cdata for x in resident}
+        self._all: list[weakref.ref[_Moved]] = []
         self._moved: dict[int, tuple[StorageWeakRef, _Moved]] = {}
         self._hooks = saved_tensors_hooks(self._pack, _back)
 
@@ -177,6 +191,12 @@ class Offload:
         self._hooks.__exit__(*error)
         self._moved.clear()
 
+    def let_go(self) -> None:
+        """Drop what came back: it stays for every part of a graph that is kept, until the graph goes."""
+        for reference in self._all:
+            if (moved := reference()) is not None:
+                moved.here = None
+
     def _pack(self, x: torch.Tensor) -> Any:
         storage = _storage(x)
         if storage._cdata in self._resident:
@@ -184,6 +204,7 @@ class Offload:
         found = self._moved.get(storage._cdata)
         if found is None or _gone(found[0]):
             found = self._moved[storage._cdata] = (_watch(storage), _Moved(x))
+            self._all.append(weakref.ref(found[1]))
         return found[1], tuple(x.shape), x.stride(), x.storage_offset(), x.dtype
 
 

@@ -11,7 +11,8 @@ The backward needs nothing of a step but that: with the final out and lse the pr
 own. A gradient ends where it belongs. Key-value heads travel as they are, not repeated for the query heads they serve.
 
 Of a causal mask only pairs of chunks that see each other are computed (:func:`parts_of`), as many on every rank: 2 c of
-its 4 c, half of them. A window leaves out further pairs; keys and values travel all the way all the same.
+its 4 c, half of them. A window leaves out further pairs; keys and values travel all the way all the same. All ranks
+learn before the first step which document every token of the sequence belongs to.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from autoplan.runtime.mesh import current_mesh
+
+Documents = tuple[torch.Tensor, torch.Tensor]  # of queries and keys, [b, l] and [b, t]
 
 _BLOCK = 512  # queries whose scores are held at a time where no kernel can be used
 _HALVES = (torch.float16, torch.bfloat16)
@@ -88,6 +91,7 @@ def ring_attention(
     scale: float | None,
     window: int | None,
     axis: str,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys of the whole sequence, which come around the ring of ``axis``.
 
@@ -95,6 +99,7 @@ def ring_attention(
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
         k: [b, kv, 2 l, d]; v: [b, kv, 2 l, e]; kv a divisor of h.
         causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        documents: [b, 2 l] of this rank's tokens.
 
     Returns:
         [b, h, 2 l, e].
@@ -102,8 +107,16 @@ def ring_attention(
     mesh = current_mesh()
     ring = _Ring(mesh.group(axis), mesh.size(axis), mesh.coordinate(axis))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: torch.Tensor = _RingAttention.apply(q, k, v, ring, causal, scale, window)  # type: ignore[no-untyped-call]
+    ids = None if documents is None else gathered(documents, ring.group, ring.ranks)
+    out: torch.Tensor = _RingAttention.apply(q, k, v, ring, causal, scale, window, ids)  # type: ignore[no-untyped-call]
     return out
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """[b, l] of every rank -> [ranks, b, l]. No gradients."""
+    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo wants the ranks inside the first dim
+    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    return parts.view(ranks, *x.shape)
 
 
 @dataclass(frozen=True)
@@ -153,6 +166,15 @@ def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
+def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part, length: int) -> Documents | None:
+    """Those of a part's queries and keys."""
+    if ids is None:
+        return None
+    spans = ((ids[ring.index], part.queries), (ids[source], part.keys))
+    rows, columns = (x[:, span[0] * length : span[1] * length] for x, span in spans)
+    return rows, columns
+
+
 def _chunks(x: torch.Tensor, span: tuple[int, int], length: int) -> torch.Tensor:
     return x[:, :, span[0] * length : span[1] * length]
 
@@ -168,6 +190,7 @@ class _RingAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
         window: int | None,
+        ids: torch.Tensor | None,
     ) -> torch.Tensor:
         length = q.shape[2] // 2
         wide = torch.float32 if q.dtype in _HALVES else q.dtype
@@ -178,15 +201,16 @@ class _RingAttention(torch.autograd.Function):
             for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
                 rows, mine, ends = (_chunks(x, part.queries, length) for x in (q, out, lse))
                 there, given = (_chunks(x, part.keys, length) for x in (keys, values))
-                _join(mine, ends, *attend(rows, there, given, part, scale))
+                same = _documents(ids, ring, source, part, length)
+                _join(mine, ends, *attend(rows, there, given, part, scale, same))
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.save_for_backward(q, k, v, result, lse, ids)
         ctx.ring, ctx.causal, ctx.scale, ctx.window = ring, causal, scale, window
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, ids = ctx.saved_tensors
         ring: _Ring = ctx.ring
         length = q.shape[2] // 2
         wide = lse.dtype
@@ -202,7 +226,8 @@ class _RingAttention(torch.autograd.Function):
             for part in parts_of(ring.index, source, ring.ranks, length, ctx.causal, ctx.window):
                 arrived, rows, result, ends = (_chunks(x, part.queries, length) for x in (grad, q, out, lse))
                 there, given = (_chunks(x, part.keys, length) for x in (keys, values))
-                found = attend_backward(arrived, rows, there, given, result, ends, part, ctx.scale)
+                same = _documents(ids, ring, source, part, length)
+                found = attend_backward(arrived, rows, there, given, result, ends, part, ctx.scale, same)
                 _chunks(for_q, part.queries, length).add_(found[0])
                 _chunks(for_k, part.keys, length).add_(found[1])
                 _chunks(for_v, part.keys, length).add_(found[2])
@@ -217,7 +242,7 @@ class _RingAttention(torch.autograd.Function):
         if received.numel():
             own += received
         for_k, for_v = _unpacked(own, k, v)
-        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None, None, None
+        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None, None, None, None
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -231,9 +256,9 @@ def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 # -- one part ---------------------------------------------------------------------------------------------------------
 
 
-def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> str:
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same: Documents | None) -> str:
     """Which of torch's fused kernels that give the log-sum-exp takes this part; "" if none does."""
-    if part.kind == "band":
+    if part.kind == "band" or same is not None:
         return ""
     if q.device.type == "cpu":
         return "cpu"
@@ -253,16 +278,17 @@ def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one part alone: [b, h, l, e] and the log-sum-exp of its scores, [b, h, l] (float32 for halves).
 
     Args:
         q: [b, h, l, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
+        same: a query sees keys of its own document only.
     """
-    kernel = _kernel(q, k, v, part)
+    kernel = _kernel(q, k, v, part, same)
     if not kernel:
-        return _attend_plainly(q, k, v, part, scale)
+        return _attend_plainly(q, k, v, part, scale, same)
     size, causal = _head_size(kernel, k, v), part.kind == "causal"
     given = [_padded(x, size) for x in (q, k, v)]
     if kernel == "cpu":
@@ -281,11 +307,12 @@ def attend_backward(
     lse: torch.Tensor,
     part: Part,
     scale: float,
+    same: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What one part adds to the gradients of q, k and v, from `out` and `lse` of all parts together."""
-    kernel = _kernel(q, k, v, part)
+    kernel = _kernel(q, k, v, part, same)
     if not kernel:
-        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale)
+        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, same)
     size, causal = _head_size(kernel, k, v), part.kind == "causal"
     grad, q_, k_, v_, out = (_padded(x, size) for x in (grad, q, k, v, out))
     if kernel == "cpu":
@@ -316,23 +343,32 @@ def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, part: Part, first: int, rows: int, scale: float, wide: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    part: Part,
+    rows: slice,
+    scale: float,
+    wide: torch.dtype,
+    same: Documents | None,
 ) -> torch.Tensor:
-    """[b, kv, g, rows, t] of queries `first` to `first + rows`; -inf where a query does not see a key."""
-    grouped = _grouped(q[:, :, first : first + rows], k.shape[1])
+    """[b, kv, g, rows, t] of some queries; -inf where a query does not see a key."""
+    grouped = _grouped(q[:, :, rows], k.shape[1])
     scores = (grouped @ k.unsqueeze(2).mT).to(wide) * scale
-    seen = _seen(part, first, rows, k.shape[2], q.device)
+    seen = _seen(part, rows.start, rows.stop - rows.start, k.shape[2], q.device)
+    if same is not None:
+        own = (same[0][:, rows, None] == same[1][:, None, :])[:, None, None]
+        seen = own if seen is None else own & seen
     return scores if seen is None else scores.masked_fill_(~seen, -math.inf)
 
 
 def _attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float32 if q.dtype in _HALVES else q.dtype
     outs, ends = [], []
     for first in range(0, q.shape[2], _BLOCK):
-        rows = min(_BLOCK, q.shape[2] - first)
-        scores = _scores(q, k, part, first, rows, scale, wide)
+        here = slice(first, min(first + _BLOCK, q.shape[2]))
+        scores = _scores(q, k, part, here, scale, wide, same)
         lse = scores.logsumexp(-1)
         shares = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
         outs.append((shares.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2))
@@ -349,14 +385,14 @@ def _attend_plainly_backward(
     lse: torch.Tensor,
     part: Part,
     scale: float,
+    same: Documents | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, groups = lse.dtype, k.shape[1]
     for_q, for_k, for_v = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     delta = (grad.to(wide) * out.to(wide)).sum(-1)
     for first in range(0, q.shape[2], _BLOCK):
-        rows = min(_BLOCK, q.shape[2] - first)
-        here = slice(first, first + rows)
-        scores = _scores(q, k, part, first, rows, scale, wide)
+        here = slice(first, min(first + _BLOCK, q.shape[2]))
+        scores = _scores(q, k, part, here, scale, wide, same)
         shares = (scores - _grouped(lse[:, :, here], groups).unsqueeze(-1)).exp_()
         arrived = _grouped(grad[:, :, here], groups)
         for_v += (shares.to(grad.dtype).mT @ arrived).sum(2)

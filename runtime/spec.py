@@ -76,6 +76,7 @@ class CarriedSpec:
     shape: tuple[Terms, ...]
     dtype: str
     types: tuple[tuple[str, str], ...]
+    requires_grad: bool = True  # if floating point: a gradient comes back
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ class ProgramSpec:
     version: int = SPEC_VERSION
     input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; none in older programs
     compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
+    loss_share: bool = False  # takes `loss_share`, one over the number of micro-batches
     gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
+    offload: tuple[str, ...] = ()  # what is on the host: optimizer, parameters (autoplan.runtime.offload)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""

@@ -27,13 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
+# On a CPU copying a gradient into a bucket and back costs more than a collective of its own, from about this size on;
+# a GPU copies far faster than its links send.
+ALONE_BYTES = 2 * 2**20
 
 # Their backward runs in two parts, of which FSDP's hooks see only the first.
 SPLIT_BACKWARD_SCHEDULES = frozenset({"ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"})
@@ -123,7 +126,9 @@ class _AllReduce(GradientSync):
 
     def _reduce(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-        for bucket in buckets(gradients, self._bucket_bytes):
+        on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
+        alone = min(ALONE_BYTES, self._bucket_bytes) if on_cpu else None
+        for bucket in buckets(gradients, self._bucket_bytes, alone):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 flat = bucket[0]  # reduced where it lies, without a copy
             else:
@@ -147,11 +152,17 @@ def _unpack(work: dist.Work, flat: torch.Tensor, bucket: list[torch.Tensor]) -> 
         gradient.copy_(part.view(gradient.shape))
 
 
-def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int) -> list[list[torch.Tensor]]:
-    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone."""
+def buckets(
+    tensors: Sequence[torch.Tensor], limit_bytes: int, alone_bytes: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone, and
+    so does one of at least ``alone_bytes``, ahead of what is being gathered."""
     open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
     done: list[list[torch.Tensor]] = []
     for tensor in tensors:
+        if alone_bytes is not None and tensor.nbytes >= alone_bytes:
+            done.append([tensor])
+            continue
         bucket, size = open_buckets.get(tensor.dtype, ([], 0))
         if bucket and size + tensor.nbytes > limit_bytes:
             done.append(bucket)
@@ -194,17 +205,17 @@ class _ShardedSplit(_Sharded):
         self._stage.set_requires_gradient_sync(False)
 
     def after_backward(self, is_last: bool) -> None:
-        if is_last or self.zero >= ZeroStage.GRADIENTS:
-            self._stage.set_is_last_backward(is_last)
-            self._stage.set_reshard_after_backward(is_last)
-            self._stage.set_requires_gradient_sync(True)
-            self._stage.set_requires_all_reduce(is_last)
-            # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards.
-            root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
-            for state in root._state_ctx.all_states:
-                for group in state._fsdp_param_groups:
-                    group.post_backward()
-            root._root_post_backward_final_callback()
+        self._stage.set_is_last_backward(is_last)
+        self._stage.set_reshard_after_backward(is_last)
+        self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
+        self._stage.set_requires_all_reduce(is_last)
+        # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards. Where
+        # nothing is reduced, 16-bit gradients are added to float32 ones.
+        root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
+        for state in root._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        root._root_post_backward_final_callback()
         self._reduced = is_last
 
 
@@ -227,6 +238,7 @@ def apply_zero(
     apart_mesh: DeviceMesh | None = None,
     policies: Mapping[str, MixedPrecisionPolicy] | None = None,
     compression: Compression | None = None,
+    offload: bool = False,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
@@ -241,13 +253,15 @@ def apply_zero(
             them.
         policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
         compression: of the all-reduce of ZeRO 0.
+        offload: shards of parameters and gradients lie on the host (ZeRO 1 to 3 over several ranks).
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
 
     Raises:
         ValueError: ZeRO 3 with a split backward, a mesh of several axes, a parameter outside the blocks, one shared
-            by two blocks, a block with trainable parameters of several dtypes or with a 0-dim one (ZeRO 1 to 3).
+            by two blocks, a block with trainable parameters of several dtypes or with a 0-dim one (ZeRO 1 to 3),
+            `offload` where nothing is sharded.
     """
     zero = ZeroStage(zero)
     check_schedule(zero, schedule)
@@ -262,6 +276,8 @@ def apply_zero(
     if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
         apart, apart_mesh = (), None  # the same replicas: FSDP wants one mesh for them
     several = bool(apart) and apart_mesh is not None and apart_mesh.size() > 1
+    if offload and (zero is ZeroStage.NOTHING or mesh.size() == 1):
+        raise ValueError(f"parameters on the host need ZeRO 1 to 3 over several ranks, not {zero:d} over {mesh.size()}")
     if mesh.size() == 1 and not several:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
@@ -272,6 +288,8 @@ def apply_zero(
     reshard_after_forward = zero is ZeroStage.PARAMETERS
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
     place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
+    # torch pins memory by the driver of an accelerator, which a CPU has not
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for name, block in blocks.items():
         fully_shard(
             block,
@@ -280,9 +298,12 @@ def apply_zero(
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=place,
             ignored_params=alone,
+            offload_policy=policy,
         )
     # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
-    root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone)
+    root = fully_shard(
+        stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone, offload_policy=policy
+    )
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

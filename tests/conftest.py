@@ -2,6 +2,7 @@
 
 import os
 
+import harness
 import hypothesis
 import pytest
 
@@ -15,3 +16,9 @@ hypothesis.settings.load_profile("autoplan")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the emitted text that tests compare with")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Where the next module starts with what needs no processes, idle workers would only slow it down."""
+    if nextitem is None or (nextitem.path != item.path and nextitem.get_closest_marker("processes") is None):
+        harness.end_pools()

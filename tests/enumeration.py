@@ -16,8 +16,10 @@ from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.memory import RankMemory
 from autoplan.cost_models.price import Pricer, ranges_of
 from autoplan.planner import PlanRequest, estimate_config
+from autoplan.search.offload_pins import SEARCHED
 from autoplan.search.space import space
 
 SEQ = 64
@@ -28,20 +30,30 @@ def graph() -> ModelGraph:
     return capture(models.make_llama(), models.token_batch(2, 16))
 
 
-def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6) -> Cluster:
+def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6, host: tuple[int, float] | None = None) -> Cluster:
+    """`host`: bytes of its memory per device, and bytes per second to it; None: nothing is offloaded."""
     device = Device("made up", 1e12, 1e11, memory_bytes, "made up")
+    if host is not None:
+        device = replace(device, host_memory_bytes=host[0], host_bytes_per_s=host[1])
     return Cluster(1, devices, device, Link(latency_s, 1e10, "made up"), "cpu")
 
 
 def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
     kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, "memory_margin": 0.0, **kw}
-    return PlanRequest(graph(), cluster(devices, memory_bytes), SEQ, kw.pop("batch", 8), **kw)
+    made = cluster(devices, memory_bytes, host=kw.pop("host", None))
+    return PlanRequest(graph(), made, SEQ, kw.pop("batch", 8), **kw)
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     for cuts in itertools.combinations(range(1, total), parts - 1):
         ends = (0, *cuts, total)
         yield tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def fits(pricer: Pricer, held: RankMemory, capacity: float) -> bool:
+    """On the device and on its host."""
+    host = pricer.costs.cluster.host_memory_bytes
+    return sum(q.mid for q in held.terms.values()) <= capacity and sum(q.mid for q in held.host.values()) <= host
 
 
 def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
@@ -54,7 +66,7 @@ def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], 
             at += count
         for recompute in itertools.product(*(range(pricer.ladder.height(r) + 1) for r in ranges)):
             held = pricer.memory.stages(ranges, recompute)
-            if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
+            if all(fits(pricer, h, capacity) for h in held):
                 step = pricer.step_s(chunks, recompute)
                 if step < best[0] * (1 - 1e-12):
                     best = (step, chunks, recompute)
@@ -79,15 +91,16 @@ def brute_schedule(pricer: Pricer, capacity: float) -> float:
                     if left and recompute[k] < layers[k]:
                         recompute[k], left = recompute[k] + 1, left - 1
         held = p.memory.stages(ranges, recompute)
-        if all(sum(q.mid for q in h.terms.values()) <= capacity for h in held):
+        if all(fits(pricer, h, capacity) for h in held):
             best = min(best, p.step_s(chunks, recompute))
     return best
 
 
 def brute_force(r: PlanRequest) -> float:
-    """Every candidate of the space."""
+    """Every candidate of the space, each with everything that may be on the host."""
     costs, best = Costs(r.cluster, None, r.mode), math.inf
-    for c in space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates:
+    kinds = ((), *SEARCHED) if r.cluster.device.host_memory_bytes is not None else ((),)
+    for c, kind in itertools.product(space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates, kinds):
         config = ParallelConfig(
             schedule=c.schedule,
             virtual_stages=c.virtual_stages,
@@ -97,9 +110,11 @@ def brute_force(r: PlanRequest) -> float:
             zero_stage=c.zero_stage,
             micro_batch_size=c.micro_batch_size,
             num_micro_batches=c.num_micro_batches,
+            offload=tuple(name for name in kind if name != "activations"),
         )
         one = estimate_config(replace(r, pins={}), config)
-        pricer = Pricer(one.point.workload, config, costs, precision_of(r.precision), None, r.mode is Mode.EAGER)
+        precision, searched = precision_of(r.precision), r.mode is Mode.EAGER
+        pricer = Pricer(one.point.workload, config, costs, precision, None, searched, "activations" in kind)
         memory = r.cluster.device.memory_bytes
         best = min(best, brute_cut(pricer, memory)[0] if c.schedule == "1F1B" else brute_schedule(pricer, memory))
     return best

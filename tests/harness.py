@@ -157,9 +157,9 @@ _started: list[Pool] = []
 _pools: dict[int, Pool] = {}
 
 
-# Every process group that a job makes has threads of gloo for good (torch's caches name the groups, so that they cannot
-# be destroyed), and hundreds of them slow down every job of the machine.
-MOST_JOBS = 40
+# Every process group that a job makes has a thread of gloo for good (torch's caches name the groups, so that they
+# cannot be destroyed) that wakes up a hundred times per second: eight idle workers with 400 threads each take a core.
+MOST_JOBS = 12
 
 
 def pool(world: int) -> Pool:
@@ -170,6 +170,13 @@ def pool(world: int) -> Pool:
     if found is None or not found.alive:
         found = _pools[world] = Pool(world)
     return found
+
+
+def end_pools() -> None:
+    """End the session's pools; the next job starts new ones."""
+    for found in _pools.values():
+        if found.alive:
+            found.kill()
 
 
 @atexit.register

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.capture.experts import experts
+
 
 class GPTBlock(nn.Module):
     """Pre-norm block with a fused q, k, v projection."""
@@ -142,16 +144,132 @@ def make_mixtral(**extra: Any) -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-def make_qwen3_moe() -> nn.Module:
+# a loss of the routers as large as the cross entropy of these small models, so that its errors are seen
+ROUTER_LOSS = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def make_qwen3_moe(**extra: Any) -> nn.Module:
     """A small HF Qwen3-MoE: 8 experts, 2 per token, routing weights normalised."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         **MOE, num_key_value_heads=2, head_dim=8, intermediate_size=48, moe_intermediate_size=24, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True,
+        num_experts_per_tok=2, norm_topk_prob=True, **extra,
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(config)
+
+
+@experts(gate_up="up", down="down", gated=False, activation="relu")
+class CapacityExperts(nn.Module):
+    """Two products per expert; every expert for every token, of which its share is taken."""
+
+    def __init__(self, dim: int, inner: int, num_experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, inner, dim) / dim**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, dim, inner) / inner**0.5)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for e in range(self.up.shape[0]):
+            share = (weights * (index == e)).sum(-1, keepdim=True)
+            out = out + share * (F.relu(hidden @ self.up[e].T) @ self.down[e].T)
+        return out
+
+
+class SwitchRouter(nn.Module):
+    """One expert per token, and per sequence and expert only the first `capacity` tokens, as transformers'
+    SwitchTransformersTop1Router: the others get nothing from any expert. `flat`: first in the whole batch."""
+
+    def __init__(self, dim: int, num_experts: int, capacity: int, flat: bool) -> None:
+        super().__init__()
+        self.num_experts, self.capacity, self.flat = num_experts, capacity, flat
+        self.classifier = nn.Linear(dim, num_experts, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities = self.classifier(hidden).softmax(-1)  # [b, s, experts]
+        if self.flat:
+            probabilities = probabilities.flatten(0, 1)
+        index = probabilities.argmax(-1)
+        chosen = F.one_hot(index, self.num_experts)
+        chosen = chosen * (chosen.cumsum(-2) <= self.capacity)
+        weights = probabilities.max(-1).values * chosen.sum(-1).to(probabilities.dtype)
+        return index.reshape(-1, 1), weights.reshape(-1, 1)
+
+
+class SwitchBlock(nn.Module):
+    def __init__(self, dim: int, num_experts: int, capacity: int, flat: bool) -> None:
+        super().__init__()
+        self.attention = GPTBlock(dim, 4, 0.0)
+        self.norm = nn.LayerNorm(dim)
+        self.router = SwitchRouter(dim, num_experts, capacity, flat)
+        self.experts = CapacityExperts(dim, 24, num_experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x)
+        hidden = self.norm(x)
+        index, weights = self.router(hidden)
+        return x + self.experts(hidden.reshape(-1, hidden.shape[-1]), index, weights).view_as(x)
+
+
+class SwitchGPT(GPT):
+    """A decoder whose layers end in experts of limited capacity."""
+
+    def __init__(self, capacity: int = 5, flat: bool = False) -> None:
+        super().__init__(num_layers=0, tied=False)
+        self.blocks = nn.ModuleList(SwitchBlock(32, 4, capacity, flat) for _ in range(4))
+
+
+class BalancedBlock(SwitchBlock):
+    """Hands out what its router thought, as well."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, capacity=0, flat=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x = self.attention(x)
+        hidden = self.norm(x).flatten(0, 1)
+        probabilities = self.router.classifier(hidden).softmax(-1)
+        weights, index = probabilities.topk(1, -1)
+        return x + self.experts(hidden, index, weights).view_as(x), probabilities, index
+
+
+class BalancedGPT(GPT):
+    """Logits, and of every layer the probabilities of all experts and the chosen ones."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=0, tied=False)
+        self.blocks = nn.ModuleList(BalancedBlock() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:  # type: ignore[override]
+        x, routes = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device)), []
+        for block in self.blocks:
+            x, *route = block(x)
+            routes.append(tuple(route))
+        return self.head(self.norm(x)), routes
+
+
+def balanced_loss(out: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """As Switch Transformers write it (Fedus et al., 2022, equations 4 to 6): layer by layer, of means."""
+    logits, routes = out
+    balance = torch.zeros((), dtype=logits.dtype)
+    for probabilities, index in routes:
+        count = probabilities.shape[-1]
+        shares = F.one_hot(index.squeeze(-1), count).to(probabilities.dtype).mean(0)
+        balance = balance + count * (shares * probabilities.mean(0)).sum()
+    return gpt_loss(logits, batch) + 0.3 * balance
+
+
+def make_balanced() -> nn.Module:
+    """A BalancedGPT with random weights."""
+    torch.manual_seed(0)
+    return BalancedGPT()
+
+
+def make_switch(**kwargs: Any) -> nn.Module:
+    """A SwitchGPT with random weights: 4 experts, at most 5 of the tokens of a sequence each."""
+    torch.manual_seed(0)
+    return SwitchGPT(**kwargs)
 
 
 def make_deepseek() -> nn.Module:

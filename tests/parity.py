@@ -12,7 +12,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,8 @@ class Case:
     context_method: str | tuple[tuple[str, str], ...] | None = None  # of all blocks, or by block; None: gather
     compile: str | None = None  # backend of torch.compile
     etp: int | None = None  # None: as tp
+    micro_batches_of: int = 1  # of one device: dp of the plan whose micro-batches, all ranks together, it computes
+    offload: str = "none"  # optimizer | parameters | activations, joined by +
 
     @property
     def world(self) -> int:
@@ -94,6 +96,10 @@ class Case:
             pins["context_method"] = given if isinstance(given, str) else dict(given)
         if self.etp is not None:
             pins["etp"] = self.etp
+        if self.offload != "none":
+            pins["offload"] = self.offload
+            if "activations" in self.offload:
+                del pins["recompute"]
         if self.zero_replicas > 1:
             pins["zero_replicas"] = self.zero_replicas
         if self.schedule != "1F1B":
@@ -120,13 +126,21 @@ class Case:
             parts += [given if isinstance(given, str) else "-".join(f"{b}-{m}" for b, m in given)]
         parts += [f"etp{self.etp}"] * (self.etp is not None)
         parts += [f"replicas{self.zero_replicas}"] * (self.zero_replicas > 1)
+        parts += [f"offload-{self.offload}"] * (self.offload != "none")
         parts += [self.precision] * (self.precision != "native")
         parts += [self.recompute] * (self.recompute != "none") + [self.labels] * (self.labels != "equal")
         parts += ["-".join(map(str, self.stages))] if self.stages else []
         return "_".join([*parts, *([f"drop{self.dropout}"] if self.dropout else [])])
 
 
-MOE = {"mixtral": models.make_mixtral, "qwen3-moe": models.make_qwen3_moe, "deepseek": models.make_deepseek}
+MOE = {
+    "mixtral": models.make_mixtral,
+    "qwen3-moe": models.make_qwen3_moe,
+    "deepseek": models.make_deepseek,
+    "mixtral-aux": functools.partial(models.make_mixtral, **models.ROUTER_LOSS),
+    "qwen3-moe-aux": functools.partial(models.make_qwen3_moe, **models.ROUTER_LOSS),
+    "mixtral-padded-aux": functools.partial(models.make_mixtral, **models.ROUTER_LOSS),
+}
 
 
 ENCODER_DECODER = {"encdec": models.make_encoder_decoder, "t5": models.make_t5, "bart": models.make_bart}
@@ -144,6 +158,10 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return ENCODER_DECODER[family]()
     if family == "skips":
         return models.make_skips()
+    if family == "gpt-switch":
+        return models.make_switch()
+    if family == "gpt-balanced-aux":
+        return models.make_balanced()
     if family in ("mistral", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
@@ -158,14 +176,14 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 @functools.cache
 def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
-    loss = None if is_hf(family) else models.gpt_loss
+    loss = None if is_hf(family) else models.balanced_loss if family == "gpt-balanced-aux" else models.gpt_loss
     compute, model = executed_precision(precision).compute, make_model(family, dropout)
     with computing_in(model, None if compute is None else getattr(torch, compute)):
         return capture(model, batch, loss)
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if family in ("llama-padded", "llama-packed"):
+    if family in ("llama-padded", "llama-packed", "mixtral-padded-aux"):
         return models.with_documents(batch, packed=family == "llama-packed")
     if family in ENCODER_DECODER:
         ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()
@@ -221,12 +239,24 @@ def global_batch(case: Case, step: int = 0, samples: int = 12) -> dict[str, torc
         keep = torch.linspace(0.05, 1.0, samples)[:, None]
         batch["labels"][torch.rand(samples, SEQ, generator=g) > keep] = -100
         batch["labels"][0] = -100  # a sample without any
-    return names_of(case.family, batch)
+    batch = names_of(case.family, batch)
+    if case.micro_batches_of > 1:  # micro-batch i is micro-batch i of every rank
+        order = torch.arange(samples).view(case.micro_batches_of, case.num_micro_batches, -1).transpose(0, 1).flatten()
+        batch = {n: x[order] for n, x in batch.items()}
+    return batch
 
 
 def part_of(batch: Mapping[str, torch.Tensor], index: int, parts: int) -> dict[str, torch.Tensor]:
     size = next(iter(batch.values())).shape[0] // parts
     return {k: v[index * size : (index + 1) * size] for k, v in batch.items()}
+
+
+def one_device(case: Case) -> Case:
+    """The reference of a plan: in one micro-batch, or where the loss couples the samples of one in the same ones."""
+    single = Case(family=case.family, dropout=case.dropout, labels=case.labels)
+    if not case.family.endswith("-aux"):
+        return single
+    return replace(single, num_micro_batches=case.num_micro_batches, micro_batches_of=case.dp)
 
 
 @contextmanager
@@ -242,13 +272,15 @@ def fake_group(world: int) -> Iterator[None]:
 def reference(
     case: Case, dtype: torch.dtype = torch.float64, batch: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and full gradients of one device, in one micro-batch."""
-    single = Case(family=case.family, dropout=case.dropout)
+    """Loss and full gradients of one device."""
+    single = one_device(case)
     program = compiled(single)
     params, buffers = full_tensors(single, dtype)
     with fake_group(1):
-        pm = ParallelModel(program.spec, program.sources, params, buffers, dtype=dtype)
-        loss = pm.step(batch if batch is not None else global_batch(case))
+        pm = ParallelModel(
+            program.spec, program.sources, params, buffers, dtype=dtype, num_micro_batches=single.num_micro_batches
+        )
+        loss = pm.step(batch if batch is not None else global_batch(single))
         return loss.item(), {n: g.clone() for n, g in pm.gradients().items()}
 
 
@@ -302,6 +334,8 @@ def run_simulated(
                 inputs, first = local_inputs(case, batch, index, mesh)
                 denominator = float(sum((part["labels_valid"]) for part in count_parts(case, batch)))
                 rng = rank_map(lambda r, f=first: torch.tensor([0, 0, f[r]]))
+                if spec.loss_share:
+                    inputs["loss_share"] = rank_map(lambda _: torch.tensor(1.0 / case.num_micro_batches, dtype=dtype))
                 carried: tuple[torch.Tensor, ...] = ()
                 for stage in stages:
                     out = stage(*carried, **inputs, loss_denominator=torch.tensor(denominator, dtype=dtype), rng=rng)
@@ -478,7 +512,7 @@ def trained(case: Case, dtype: str = "float64", num_steps: int = 3, optimizer: s
 
 def train_reference(case: Case, dtype: torch.dtype, num_steps: int, optimizer: str) -> Trained:
     """The same on one device, in this process."""
-    single = Case(family=case.family, dropout=case.dropout, labels=case.labels)
+    single = case if case.world == 1 else one_device(case)
     program = compiled(single)
     with fake_group(1):
         out = train_job(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from mixed import error_of, gradients_by_hand
-from parity import SEQ, TARGET, Case, Trained, cluster_of, graph_of, train_reference, trained, worst
+from parity import SEQ, TARGET, Case, Trained, cluster_of, graph_of, one_device, train_reference, trained, worst
 
 from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import PinError
@@ -61,6 +61,8 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"recompute": "full"},
     "regions": {"recompute": "attention+mlp+norms"},
     "offload": {"recompute": "offload"},
+    "optimizer on the host": {"offload": "optimizer"},
+    "parameters on the host": {"offload": "parameters"},
     "compile": {"compile": "aot_eager"},
     "micro-batches": {"num_micro_batches": 3},
     "unequal labels": {"labels": "unequal"},
@@ -73,6 +75,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Mixtral": {"family": "mixtral"},
     "Qwen3-MoE": {"family": "qwen3-moe"},
     "DeepSeek-V3": {"family": "deepseek"},
+    "router loss": {"family": "mixtral-aux"},
+    "capacity": {"family": "gpt-switch"},
     "padding": {"family": "llama-padded"},
     "packed": {"family": "llama-packed"},
     "encoder-decoder": {"family": "encdec"},
@@ -89,6 +93,7 @@ ONE_OF = (
     ("cp", "ring", "Ulysses", "Ulysses x ring"),
     ("recompute", "regions", "offload"),
     ("ep over tp", "etp"),
+    ("optimizer on the host", "parameters on the host"),
 )
 
 TOGETHER = (
@@ -114,6 +119,8 @@ TOGETHER = (
     Case("deepseek", dp=2, tp=2, pp=2, ep=4, etp=1, zero=2, num_micro_batches=3, labels="unequal"),
     Case("llama-tied", dp=2, tp=2, pp=2, zero=1, num_micro_batches=3, labels="unequal", precision="bf16"),
     Case("gpt-untied", dp=4, pp=2, zero=3, zero_replicas=2, num_micro_batches=3, recompute="full"),
+    Case("qwen3-moe-aux", dp=2, cp=2, tp=2, ep=4, etp=1, zero=3, num_micro_batches=3, labels="unequal"),
+    Case("mixtral-aux", dp=2, tp=2, pp=2, zero=2, num_micro_batches=3, labels="unequal", recompute="full"),
 )
 
 
@@ -156,6 +163,8 @@ def case_of(*names: str) -> Case:
         case = replace(case, family="mixtral")
     if {"dp", "ep"} <= set(names):
         case = replace(case, dp=4)  # replicas of experts as well
+    if case.offload == "parameters" and not case.zero:
+        case = replace(case, zero=3)
     if case.zero and case.dp * case.cp == 1:
         case = replace(case, dp=2)
     if case.pp > 1 and case.num_micro_batches == 1:
@@ -193,9 +202,9 @@ def refusal(case: Case) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def wanted(family: str, dropout: float, labels: str) -> Trained:
+def wanted(single: Case) -> Trained:
     """One device."""
-    return train_reference(Case(family, dropout=dropout, labels=labels), torch.float64, NUM_STEPS, "adamw")
+    return train_reference(single, torch.float64, NUM_STEPS, "adamw")
 
 
 def check(case: Case) -> Result:
@@ -203,7 +212,7 @@ def check(case: Case) -> Result:
     message = refusal(case)
     if message:
         return Result(message)
-    want = wanted(case.family, case.dropout, case.labels)
+    want = wanted(one_device(case))
     if case.precision != "native":
         return _in_16_bits(case, want)
     got = trained(case, "float64", NUM_STEPS, "adamw")

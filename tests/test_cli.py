@@ -73,6 +73,28 @@ def one_line_error(result: Result, code: int) -> str:
 # -- plan --------------------------------------------------------------------------------------------------------------
 
 
+def test_estimate_shows_what_is_on_the_host() -> None:
+    """And a host that is too small is named; a plan prints the command that prices it again."""
+    words = ("estimate", "gpt2", "--cluster", "1x2xh100-sxm5-80gb", *TASK[3:], "--zero", "3")
+    result = run(*words, "--offload", "activations+parameters")
+    assert result.exit_code == 0 and "offload parameters" in result.stdout
+    assert "state on the host" in result.stdout and "activations on the host" in result.stdout
+    assert "copies to the host and back" in result.stdout
+    assert "128 GB of host memory per device are assumed, unverified" in " ".join(result.stdout.split())
+    found = json.loads(run(*words, "--offload", "optimizer", "--json").stdout)
+    assert found["plan"]["offload"] == ["optimizer"] and found["estimate"]["host_memory_capacity_bytes"] == 128e9
+    assert found["estimate"]["host_memory_bytes"][0]["state"]["mid"] > 0
+    small = ("estimate", "gpt2", "--cluster", "1x2xh100-sxm5-80gb@host_memory_gb=0.1", *TASK[3:])
+    result = run(*small, "--offload", "optimizer")
+    assert result.exit_code == 3 and "a device's share is 0.1 GB (@host_memory_gb)" in " ".join(result.stderr.split())
+    result = run("plan", *TASK, "--pin", "tp=1,offload=optimizer")
+    assert result.exit_code == 0 and "--offload optimizer" in " ".join(result.stdout.split())
+    result = run(*words, "--offload", "weights")
+    assert result.exit_code == 2 and "use none, or some of activations, optimizer, parameters" in " ".join(
+        result.stderr.split()
+    )
+
+
 def test_plan_answers_first_with_units_and_evidence() -> None:
     result = run("plan", *TASK, "--tokens", "300B", "--top", "2")
     assert result.exit_code == 0, result.stderr

@@ -200,7 +200,8 @@ YAML = """
 nodes: 4
 devices_per_node: 8
 device: h100-sxm5-80gb
-device_overrides: {memory_gb: 79, launch_us: 3, peak_tflops: {bfloat16: 900}}
+device_overrides: {memory_gb: 79, host_memory_gb: 256, host_gb_s: 55, host_memory_gb_s: 70,
+  launch_us: 3, peak_tflops: {bfloat16: 900}}
 nic_gbit_s: 200
 price_usd_per_device_hour: 2.5
 levels: {scale-up: {gb_s: 300}, network: {latency_us: 30}}
@@ -223,6 +224,8 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     assert shape(cluster) == [("scale-up", 8), ("network", 32)]
     assert [level.bytes_per_s for level in cluster.levels] == [300 * GB, 25 * GB]
     assert cluster.levels[1].latency_s == pytest.approx(30e-6) and cluster.device.launch_s == pytest.approx(3e-6)
+    device = cluster.device
+    assert (device.host_memory_bytes, device.host_bytes_per_s, device.host_memory_bytes_per_s) == (256e9, 55e9, 70e9)
     assert cluster.device.memory_bytes == 79 * GB and cluster.device.peak_flops == 900 * TERA
     assert cluster.device.flops("float8") == 1979 * TERA  # what is not overridden stays
     assert cluster.price is not None and cluster.price.usd_per_device_hour == 2.5

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import models
+import parity_matrix
 import pytest
 import torch
-from parity import Case, cluster_of, compiled, fake_group, worst
+from parity import Case, Trained, cluster_of, compiled, fake_group, worst
 from torch import nn
 
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
-from autoplan.cost_models.errors import CaptureError, PinError
+from autoplan.cost_models.errors import CaptureError
 from autoplan.runtime.attention import attention
 from autoplan.runtime.model import ParallelModel
 
@@ -67,25 +68,42 @@ def test_what_cannot_be_captured_says_why(make: Callable[[], nn.Module], shape: 
         capture(make(), batch)
 
 
-def test_over_cut_sequences_keys_are_gathered() -> None:
+def test_over_cut_sequences_every_method_is_looked_at() -> None:
     text = compiled(Case("llama-packed", cp=2)).sources["stage0.py"]
     assert text.count("gather='cp'") == 1 and "documents=" in text and text.count("context_part(") == 5
-    why = r"attention over padded or packed sequences gathers keys at .*|gathers keys; nearest legal: gather$"
     graph = capture(models.make_llama(), models.with_documents(models.token_batch(2, SEQ), packed=True))
-    with pytest.raises(PinError, match=why):
-        plan_program(graph, cluster_of(2, "bandwidth"), {"cp": 2, "context_method": "ring"}, 4, SEQ)
-    plan, _ = plan_program(graph, cluster_of(2, "bandwidth"), {"cp": 2}, 4, SEQ)
-    assert plan.config.context_method == {"layer": "gather"}
+    for method in ("ring", "ulysses", "gather"):
+        plan, program = plan_program(graph, cluster_of(2, "bandwidth"), {"cp": 2, "context_method": method}, 4, SEQ)
+        assert plan.config.context_method == {"layer": method}
+        assert f"{method}='cp'" in program.sources["stage0.py"]
 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 @pytest.mark.parametrize("family", ["llama-padded", "llama-packed"])
 @pytest.mark.parametrize(
-    "degrees", [{"cp": 2}, {"dp": 2, "tp": 2, "zero": 2}, {"pp": 2, "num_micro_batches": 3, "recompute": "full"}]
+    "degrees",
+    [
+        {"cp": 2},
+        {"cp": 2, "context_method": "ring", "num_micro_batches": 2},
+        {"cp": 2, "context_method": "ulysses", "zero": 3},
+        {"cp": 4, "context_method": "ulysses2xring2"},
+        {"cp": 4, "context_method": "ulysses2xgather2", "recompute": "full"},
+        {"dp": 2, "tp": 2, "zero": 2},
+        {"pp": 2, "num_micro_batches": 3, "recompute": "full"},
+    ],
+    ids=str,
 )
 def test_training_equals_one_device(family: str, degrees: dict[str, int | str]) -> None:
-    from parity_matrix import check
-
-    result = check(Case(family, **degrees))  # type: ignore[arg-type]
+    result = parity_matrix.check(Case(family, **degrees))  # type: ignore[arg-type]
     assert result.equal, result
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+def test_a_ring_over_all_documents_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the reference without the documents."""
+    wanted: Callable[..., Trained] = parity_matrix.wanted
+    monkeypatch.setattr(parity_matrix, "wanted", lambda family, dropout, labels: wanted("llama", dropout, labels))
+    result = parity_matrix.check(Case("llama-packed", cp=2, context_method="ring"))
+    assert not result.equal and not result.refused

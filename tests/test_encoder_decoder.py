@@ -46,7 +46,7 @@ from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import ProgramSpec, evaluate
 from autoplan.search.activations import Activations, activations, saved_bytes_of
 from autoplan.search.lower import BlockLowering
-from autoplan.search.pins import layer_calls, pipeline_units, read_pins, several_cross
+from autoplan.search.pins import layer_calls, pipeline_units, read_pins
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -283,17 +283,6 @@ def test_a_pipeline_may_be_cut_between_all_layers() -> None:
     assert [unit[-1] for unit in pipeline_units(graph)] == ["encoder.0", "glue1", "decoder.0", "head"]
     assert layer_calls(graph) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
     assert Expr.symbol("t") in graph.factors.values()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_split_backward_is_refused_where_several_tensors_travel(family: str) -> None:
-    pins: dict[str, Any] = {"pp": 2, "num_micro_batches": 4, "schedule": "ZB-H1"}
-    length = TARGET if graph_of(family, 0.0).has_target else None
-    with pytest.raises(PinError, match="'ZB-H1' splits the backward, which does not run where several tensors go"):
-        search_plan(replace(request(family, SEQ, length, 2), pins=pins))
-    assert several_cross(graph_of(family, 0.0)) and not several_cross(graph_of("gpt", 0.0))
-    free = replace(request(family, SEQ, length, 2), pins={"pp": 2, "num_micro_batches": 4}, top=50)
-    assert {p.config.schedule for p in search_plan(free).plans} <= {"1F1B", "Interleaved1F1B"}
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

@@ -350,9 +350,28 @@ def test_hugging_face_experts_of_another_form_are_refused(flag: str, value: bool
     assert model.config._experts_implementation != "autoplan_capture"
 
 
-def test_the_loss_of_routers_is_refused_and_not_left_out() -> None:
-    model = models.make_mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
-    with pytest.raises(CaptureError, match=r"output_router_logits=True: .*router_aux_loss_coef=0\.1.*every layer"):
-        capture(model, models.token_batch(2, 16))
-    model.config.output_router_logits = False
-    assert capture(model, models.token_batch(2, 16)).blocks
+def test_the_bias_that_balances_deepseeks_experts_chooses_and_nothing_else() -> None:
+    """DeepSeek-V3 has no loss of routers: a buffer is added to the scores that choose, not to those that weigh."""
+    model, batch = models.make_deepseek(), models.token_batch(2, 16)
+    graph = capture(model, batch)
+    before = interpret(graph, model, batch)
+    biases = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and any("e_score_correction_bias" in n for n in graph.buffers)
+    generator = torch.Generator().manual_seed(0)
+    for bias in biases:
+        bias.copy_(torch.randn(bias.shape, generator=generator))
+    loss, wanted = interpret(graph, model, batch), model(**batch).loss
+    torch.testing.assert_close(loss, wanted, atol=1e-5, rtol=1e-5)
+    assert abs(loss - before) > 1e-3
+    torch.testing.assert_close(loss - before, wanted - before, atol=1e-5, rtol=1e-2)
+
+
+def test_experts_that_are_modules_of_their_own_are_refused() -> None:
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    size = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, num_experts=4)
+    size |= dict(num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
+    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**size))
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(CaptureError, match=r"SwitchTransformersExperts at encoder.*4 experts.*stack their weights"):
+        capture(model, {"input_ids": ids, "labels": ids})

@@ -115,15 +115,6 @@ def test_refused_with_experts_that_are_spread() -> None:
         search_plan(asked)
 
 
-def test_no_split_backward_in_16_bits() -> None:
-    pins = {"pp": 2, "schedule": "ZB-H1"}
-    asked = PlanRequest(
-        graph_of("llama", 0.0, "bf16"), cluster_of(2, "bandwidth"), SEQ, 12, pins, precision="bf16", executed=True
-    )
-    with pytest.raises(PinError, match=r"schedule='ZB-H1' splits the backward.*nearest legal: schedule=1F1B"):
-        search_plan(asked)
-
-
 def test_legal_counts() -> None:
     assert zero_replica_counts(8, 1, 1, 1) == [1, 2, 4]
     assert zero_replica_counts(8, 2, 1, 3) == [1, 2, 4, 8]

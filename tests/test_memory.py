@@ -320,25 +320,37 @@ def test_hops_between_nodes_cost_more() -> None:
 
 
 def test_split_backwards_fill_the_bubble() -> None:
-    def bubble(schedule: str) -> float:
+    def bubble(schedule: str, mode: Mode = Mode.EAGER, again: int = 0) -> float:
         config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
-        pricer = Pricer(workload(), config, Costs(cluster(4), None, Mode.COMPILED))
-        return pricer.estimate([1] * 4, [0] * 4).breakdown["bubble"].mid
+        pricer = Pricer(workload(), config, Costs(cluster(4), None, mode))
+        return pricer.estimate([1] * 4, [again] * 4).breakdown["bubble"].mid
 
     assert bubble("ZB-H1") < 0.7 * bubble("1F1B")
+    # compiled layers, and those that are computed again, have a backward in one part
+    assert bubble("ZB-H1", Mode.COMPILED) == pytest.approx(bubble("1F1B", Mode.COMPILED))
+    assert bubble("ZB-H1", again=1) == pytest.approx(bubble("1F1B", again=1))
+
+
+def test_what_is_computed_again_under_a_split_backward_is_so_once() -> None:
+    def recompute(schedule: str) -> float:
+        config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
+        pricer = Pricer(workload(), config, Costs(cluster(4), None, Mode.EAGER))
+        return pricer.estimate([1] * 4, [1] * 4).breakdown["recompute"].mid
+
+    assert recompute("ZB-H1") == recompute("1F1B") > 0
 
 
 def in_v_shape(schedule: str, cuts: tuple[float, ...] = (SENT,) * 7, per_node: int = 0) -> Pricer:
     config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule, virtual_stages=2)
     work = replace(workload(8), cut_bytes=cuts)
-    return Pricer(work, config, Costs(cluster(4, per_node), None, Mode.COMPILED))
+    return Pricer(work, config, Costs(cluster(4, per_node), None, Mode.EAGER))
 
 
 def test_schedules_in_v_shape_are_priced_where_their_chunks_are() -> None:
     zbv = in_v_shape("ZBV").estimate([1] * 8, [0] * 8, events=True)
     assert {(e.chunk, e.rank) for e in zbv.events} == {(k, min(k, 7 - k)) for k in range(8)}
     config = ParallelConfig(pp=4, num_micro_batches=8, schedule="ZB-H1")
-    plain = Pricer(workload(8), config, Costs(cluster(4), None, Mode.COMPILED)).estimate([2] * 4, [0] * 4)
+    plain = Pricer(workload(8), config, Costs(cluster(4), None, Mode.EAGER)).estimate([2] * 4, [0] * 4)
     assert zbv.breakdown["bubble"].mid < plain.breakdown["bubble"].mid
     for schedule in ("ZBV", "DualPipeV"):
         estimate = in_v_shape(schedule).estimate([1] * 8, [1, 0, 0, 0, 0, 0, 1, 1])

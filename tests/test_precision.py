@@ -49,6 +49,14 @@ SAME_BITS = [
     Case("llama-frozen", dp=2, zero=2, precision="bf16"),
     Case("llama", pp=2, precision="bf16", num_micro_batches=3, stages=(3, 1)),
     Case("gpt-untied", pp=2, dp=2, zero=1, precision="bf16", num_micro_batches=3, labels="unequal"),
+    # weight gradients apart from those of inputs, by no hook of autograd
+    Case("llama", pp=2, schedule="ZB-H1", precision="bf16", num_micro_batches=6),
+    *[
+        Case("llama", pp=2, dp=2, zero=zero, schedule="ZB-H1", precision="bf16", num_micro_batches=6, labels="unequal")
+        for zero in (0, 1, 2)
+    ],
+    Case("llama-tied", pp=2, dp=2, zero=1, schedule="ZBV", virtual=2, precision="bf16", num_micro_batches=6),
+    Case("gpt-untied", pp=2, schedule="ZB-H1", precision="fp16", num_micro_batches=6, recompute="full"),
     Case("llama", precision="bf16-grad16", num_micro_batches=3),
     Case("llama", dp=2, zero=0, precision="bf16-grad16", num_micro_batches=3),
     Case("llama", dp=2, zero=1, precision="bf16-grad16", num_micro_batches=3),

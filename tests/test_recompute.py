@@ -182,11 +182,15 @@ def test_offload_is_priced_by_the_host_link() -> None:
     moved = sum(work.blocks[b].offloaded_bytes for b in layers)
     assert moved > 0
     want = 2 * moved / speed * config.num_micro_batches
-    assert estimate.breakdown["recompute"].mid == pytest.approx(want, rel=1e-9)
+    assert estimate.breakdown["offload"].mid == pytest.approx(want, rel=1e-9)
+    assert "recompute" not in estimate.breakdown
     held = [e.stages[0].memory["activations"].mid for e in (none.estimate, estimate)]
     assert held[1] < held[0]
     unknown = replace(request.cluster, device=replace(request.cluster.device, host_bytes_per_s=None))
-    with pytest.raises(PinError, match=r"recompute='offload': the catalog has no speed of the host link"):
+    with pytest.raises(
+        PinError,
+        match=r"the catalog has no speed of the host link of h100-sxm5-80gb, .* nearest legal: recompute='full'",
+    ):
         search_plan(replace(request, cluster=unknown))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from toy_stages import MLP, Stage, batch, make_runner, stage_names, train, train_made
 
-from autoplan.runtime.zero import ZeroStage, _AllReduce, apply_zero, buckets, check_schedule
+from autoplan.runtime.zero import ALONE_BYTES, ZeroStage, _AllReduce, apply_zero, buckets, check_schedule
 
 TIGHT = 1e-12
 DP2, PP2, PP2_DP2 = (1, 2), (2, 1), (2, 2)
@@ -175,6 +175,13 @@ def test_buckets_keep_the_order_and_the_limit(sizes, limit, expected):
     assert [[tensor.numel() for tensor in bucket] for bucket in made] == expected
 
 
+def test_a_large_gradient_is_not_copied_into_a_bucket():
+    tensors = [torch.zeros(size, dtype=torch.int8) for size in (1, 4, 2, 5, 1)]
+    made = buckets(tensors, 8, alone_bytes=4)
+    assert [[tensor.numel() for tensor in bucket] for bucket in made] == [[4], [5], [1, 2, 1]]
+    assert made[0][0] is tensors[1]
+
+
 def test_buckets_hold_one_dtype_each():
     tensors = [torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(1)]
     assert [[t.dtype for t in bucket] for bucket in buckets(tensors, 100)] == [[torch.float32] * 2, [torch.float64]]
@@ -191,10 +198,13 @@ def sum_gradients(rank: int, world: int, bucket_bytes: int) -> None:
     mlp.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     mlp.unused = nn.Parameter(torch.ones(3))
     mlp.low = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    mlp.large = nn.Parameter(torch.ones(ALONE_BYTES // 8 + 1, dtype=torch.float64))
+    mlp.turned = nn.Parameter(torch.ones(2, ALONE_BYTES // 8, dtype=torch.float64))
     for parameter in mlp.parameters():
         if parameter is not mlp.unused and parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, rank + 1)
-    mlp.up.weight.grad = mlp.up.weight.grad.t().contiguous().t()  # not contiguous
+    for parameter in (mlp.up.weight, mlp.turned):
+        parameter.grad = parameter.grad.t().contiguous().t()  # not contiguous
     _AllReduce(mlp, dist.group.WORLD, bucket_bytes).finish_step()
     assert mlp.unused.grad is None and mlp.frozen.grad is None
     for parameter in mlp.parameters():

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autoplan.capture.coupled import router_terms
+from autoplan.capture.hoist import hoist, simplify
 from autoplan.cost_models.errors import CaptureError
-from autoplan.cost_models.graph import Block, Call, ModelGraph, Node, Parameter, Value
+from autoplan.cost_models.graph import LOSS_DENOMINATOR, Block, Call, ModelGraph, Node, Parameter, Value
 from autoplan.cost_models.symbols import Expr
 
 if TYPE_CHECKING:
     from autoplan.capture.export import Trace
 
-LOSS_DENOMINATOR = "loss_denominator"
+
+_NEVER_PURE = frozenset(("dropout", "batch_sum"))
 
 
 @dataclass
@@ -35,15 +38,20 @@ class _Loss:
     count: str
     target: str | None
     ignore_index: int
+    main: str = ""  # the value of the term that is counted so
 
 
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
     """The ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-contained."""
+    simplify(trace)
     loss = _normalise_loss(trace)
     _drop_dead(trace)
+    hoist(trace, _pure_values(trace))
+    if loss.main:
+        router_terms(trace, loss.main)
     pure = _pure_values(trace)
     segments = _segments(trace, pure)
-    return _Builder(trace, segments, loss).graph(name, params, buffers)
+    return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
 
 
 def _normalise_loss(trace: Trace) -> _Loss:
@@ -65,13 +73,13 @@ def _normalise_loss(trace: Trace) -> _Loss:
         )
     if not node.attrs["mean"]:
         trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs)
-        return _Loss("none", target, ignore)
+        return _Loss("none", target, ignore, out)
     trace.values[total] = replace(trace.values[out], name=total)
     trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
     _insert_after(
         trace, entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
     )
-    return _Loss("tokens", target, ignore)
+    return _Loss("tokens", target, ignore, out)
 
 
 def _normalise_mean(trace: Trace) -> _Loss:
@@ -92,7 +100,7 @@ def _normalise_mean(trace: Trace) -> _Loss:
         _insert_after(
             trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source)
         )
-        return _Loss("samples", None, -100)
+        return _Loss("samples", None, -100, out)
     return _Loss("none", None, -100)
 
 
@@ -133,7 +141,11 @@ def _pure_values(trace: Trace) -> set[str]:
     for kind, index in trace.order:
         if kind == "node":
             node = trace.nodes[index]
-            if not trace.region[node.name] and node.op != "dropout" and all(x in pure for x in node.tensor_inputs):
+            if (
+                not trace.region[node.name]
+                and node.op not in _NEVER_PURE
+                and all(x in pure for x in node.tensor_inputs)
+            ):
                 pure |= set(node.outputs)
     return pure
 
@@ -165,7 +177,7 @@ def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
 
 def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
     """Connected components of the parameter-free nodes outside layers."""
-    mine = [n for n in nodes if not trace.region[n.name] and n.op != "dropout" and set(n.outputs) <= pure]
+    mine = [n for n in nodes if not trace.region[n.name] and set(n.outputs) <= pure]
     component: dict[str, int] = {}
     groups: list[list[Node]] = []
     for node in mine:
@@ -185,8 +197,8 @@ def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
 
 
 class _Builder:
-    def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss) -> None:
-        self.trace, self.segments, self.loss = trace, segments, loss
+    def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss, pure: set[str]) -> None:
+        self.trace, self.segments, self.loss, self.pure = trace, segments, loss, pure
         self.blocks: dict[str, Block] = {}
         # block, actual inputs, actual outputs of the first
         self.by_layer: dict[str, tuple[Block, list[str], list[str]]] = {}
@@ -303,6 +315,7 @@ class _Builder:
         for x in ins:
             value = self.trace.values[x]
             plain = (x if x in self.trace.inputs else x.rsplit("_", 1)[0]).split(".")[0]
+            plain = plain if x in self.pure or x in self.trace.inputs else "count"  # the same behind every layer
             names[x] = fresh("hidden" if value.requires_grad else plain)
         for node in nodes:
             for x in node.tensor_inputs:

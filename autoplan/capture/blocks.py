@@ -11,7 +11,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +36,8 @@ def block_end(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
 
 
 @torch.library.custom_op("autoplan::block_repeat", mutates_args=())
-def block_repeat(xs: list[torch.Tensor], like: list[int], layer: str, first: str) -> list[torch.Tensor]:
-    """A layer identical to `first`; output i looks like input `like[i]`."""
+def block_repeat(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) -> list[torch.Tensor]:
+    """A layer identical to `first`; output i looks like `like[i]`, what `first` gave."""
     raise RuntimeError("autoplan::block_repeat is a capture marker and cannot be run")
 
 
@@ -52,8 +52,8 @@ def _(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
 
 
 @block_repeat.register_fake
-def _(xs: list[torch.Tensor], like: list[int], layer: str, first: str) -> list[torch.Tensor]:
-    return [torch.empty_like(xs[i]) for i in like]
+def _(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in like]
 
 
 def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -148,35 +148,51 @@ def _metadata(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 _TENSOR = object()  # the place of a tensor in a layer's result
 
+Recorded = Mapping[str, list[Any]]  # by what they are: the tensors that hooks inside layers have put aside so far
+
 
 @dataclass(frozen=True)
 class _FirstCall:
-    """How the first of several identical layers was called, and what its result looks like."""
+    """How the first of several identical layers was called, and what its result looks like.
+
+    `like`: the tensors that left it, those of its result and then those that hooks put aside, `aside` says under which
+    names.
+    """
 
     metadata: list[tuple[Any, ...]]
     spec: Any
     rest: list[Any]
-    like: list[int]
+    like: list[torch.Tensor]
     out_spec: Any
     template: list[Any]
+    aside: list[str]
 
     def fits(self, tensors: list[torch.Tensor], spec: Any, rest: list[Any]) -> bool:
         """True if another call is like this one in everything but the values of tensors."""
         same = self.metadata == _metadata(tensors) and spec == self.spec and len(rest) == len(self.rest)
         return same and all(map(_same, self.rest, rest))
 
-    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
-        """The layer's result around these tensors."""
+    def rebuild(self, tensors: list[torch.Tensor], recorded: Recorded, keep: Mapping[str, int]) -> Any:
+        """The layer's result around these tensors. What hooks put aside, from entry `keep` on, becomes the rest."""
         rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if x is _TENSOR else x for x in self.template], self.out_spec)
+        out = pytree.tree_unflatten([next(rest) if x is _TENSOR else x for x in self.template], self.out_spec)
+        for name in dict.fromkeys(self.aside):
+            del recorded[name][keep.get(name, 0) :]
+        for name, tensor in zip(self.aside, rest, strict=True):
+            recorded[name].append(tensor)
+        return out
 
 
 @dataclass
 class LayerTracer:
-    """Wraps layer forwards during one export. `unproved` collects layers whose identity the trace disproved."""
+    """Wraps layer forwards during one export. `unproved` collects layers whose identity the trace disproved.
+
+    `recorded`: what hooks inside the layers put aside (router logits), which leaves a layer beside its result.
+    """
 
     model: nn.Module
     merge: bool = True
+    recorded: Callable[[], Recorded] = dict
     unproved: set[str] = field(default_factory=set)
     _first: dict[str, str] = field(default_factory=dict)
     _known: dict[str, _FirstCall] = field(default_factory=dict)
@@ -229,9 +245,11 @@ class LayerTracer:
             tensors = [flat[i] for i in at]
             rest = [x for x in flat if not isinstance(x, torch.Tensor)]
             known = self._known.get(self._first.get(name, ""))
+            recorded = self.recorded()
+            before = {key: len(found) for key, found in recorded.items()}
             if known is not None and known.fits(tensors, spec, rest):
                 outs = torch.ops.autoplan.block_repeat(tensors, known.like, name, self._first[name])
-                return known.rebuild(list(outs))
+                return known.rebuild(list(outs), recorded, before)
             for i, x in zip(at, torch.ops.autoplan.block_begin(tensors, name), strict=True):
                 flat[i] = x
             new_args, new_kwargs = pytree.tree_unflatten(flat, spec)
@@ -241,25 +259,19 @@ class LayerTracer:
             leaves, out_spec = pytree.tree_flatten(out)
             results = [x for x in leaves if isinstance(x, torch.Tensor)]
             template = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
-            like = self._like(tensors, results)
+            aside = [(key, x) for key, found in recorded.items() for x in found[before.get(key, 0) :]]
+            plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)
+            plain &= all(isinstance(x, torch.Tensor) for _, x in aside)
+            if not all(isinstance(x, torch.Tensor) for _, x in aside):
+                aside = []
+            names = [key for key, _ in aside]
+            results += [x for _, x in aside]
             if reads:
                 self.unproved.add(name)
-            plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)
-            first = _FirstCall(_metadata(tensors), spec, rest, like or [], out_spec, template)
-            if like is not None and plain and not reads:
+            ended = list(torch.ops.autoplan.block_end(results, name))
+            first = _FirstCall(_metadata(tensors), spec, rest, ended, out_spec, template, names)
+            if plain and not reads:
                 self._known[name] = first
-            return first.rebuild(list(torch.ops.autoplan.block_end(results, name)))
+            return first.rebuild(ended, recorded, before)
 
         return run
-
-    @staticmethod
-    def _like(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[int] | None:
-        """For each output an input of the same shape and dtype; None if one has none."""
-        shapes = [(tuple(str(d) for d in t.shape), t.dtype) for t in inputs]
-        out = []
-        for t in outputs:
-            key = (tuple(str(d) for d in t.shape), t.dtype)
-            if key not in shapes:
-                return None
-            out.append(shapes.index(key))
-        return out

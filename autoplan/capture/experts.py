@@ -143,6 +143,19 @@ def capture_experts(model: nn.Module) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
+def refuse_separate_experts(model: nn.Module) -> None:
+    """Experts that are modules of their own and loop over those that were hit, as those of Switch Transformers and
+    NLLB: their weights are no stack that one op could take. CaptureError names the class.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleDict) and type(module).__name__.endswith("Experts") and len(module) > 1:
+            raise CaptureError(
+                f"{type(module).__name__} at {path} holds its {len(module)} experts as modules of their own and loops "
+                "over those that were hit, so sizes depend on the data; stack their weights in one class and register "
+                "it with autoplan.capture.experts.experts"
+            )
+
+
 @contextmanager
 def capture_hf_experts(model: nn.Module) -> Iterator[None]:
     """The same for the experts of a Hugging Face model, through transformers' own dispatch."""

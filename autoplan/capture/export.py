@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
-from autoplan.capture.experts import capture_experts, capture_hf_experts
-from autoplan.capture.huggingface import capture_attention, check_masks, is_hf_model, refuse_router_loss
+from autoplan.capture.experts import capture_experts, capture_hf_experts, refuse_separate_experts
+from autoplan.capture.huggingface import capture_attention, check_masks, is_hf_model, own_hooks, recorded_outputs
 from autoplan.capture.inplace import (
     ALLOCATIONS,
     FILLED,
@@ -124,7 +124,7 @@ def capture(
     """
     check_masks(model, example_inputs)
     if is_hf_model(model):
-        refuse_router_loss(model)
+        refuse_separate_experts(model)
     graph = _capture(model, example_inputs, loss_fn, merge=True)
     if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
         graph = _capture(model, example_inputs, loss_fn, merge=False)
@@ -138,7 +138,7 @@ def _capture(
 ) -> ModelGraph | None:
     names = tuple(example_inputs)
     wrapper = LossModule(model, names, loss_fn)
-    tracer = LayerTracer(model, merge)
+    tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
     with ExitStack() as stack:
         stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
         stack.enter_context(capture_experts(model))
@@ -147,6 +147,7 @@ def _capture(
                 capture_attention(model, "position_ids" in example_inputs, "attention_mask" in example_inputs)
             )
             stack.enter_context(capture_hf_experts(model))
+            stack.enter_context(own_hooks(model))
         program, symbols = _export(wrapper, example_inputs, tracer)
     if tracer.unproved and merge:
         return None
@@ -455,11 +456,10 @@ class _Translator:
         else:
             _, like, layer, first = args
             outs = []
-            for i, k in enumerate(like):
-                old = self.trace.values[tensors[k]]
+            for i, theirs in enumerate(like):
+                old = self.trace.values[self._name_of(theirs)]
                 name = self._fresh(f"{layer}.out{i}" if len(like) > 1 else f"{layer}.out")
-                value = node.meta["val"][i]
-                self.trace.values[name] = Value(name, self._shape(value), old.dtype, True)
+                self.trace.values[name] = replace(old, name=name)
                 outs.append(name)
             self.env[node] = outs
             self.trace.order.append(("repeat", len(self.trace.repeats)))
@@ -554,10 +554,10 @@ class _Translator:
     def _plain(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             meta = value.meta.get("val")
-            if isinstance(meta, (torch.SymInt, int)) and not isinstance(meta, bool):
+            if isinstance(meta, (torch.SymInt, torch.SymFloat, int)) and not isinstance(meta, bool):
                 return self._size(meta)
             return self._name_of(value)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self._size(value)
         if isinstance(value, (list, tuple)):
             return [self._plain(v) for v in value]
@@ -600,6 +600,10 @@ class _Translator:
             return Expr.of(int(expr))
         if expr.is_Rational:
             return Expr.of(Fraction(int(expr.p), int(expr.q)))
+        if expr.is_Float:
+            return Expr.of(Fraction(float(expr)))
+        if type(expr).__name__ == "ToFloat":  # torch's float(size)
+            return self._sympy(expr.args[0])
         if expr.is_Symbol:
             if str(expr) not in self.symbols:
                 raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence lengths")

@@ -43,18 +43,31 @@ def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
         )
 
 
-def refuse_router_loss(model: nn.Module) -> None:
-    """A loss of the routers is a product of means over the tokens of all layers, which the capture does not carry: the
-    routers of layers that are captured once are not run. CaptureError says what to set, instead of leaving it out.
+@contextmanager
+def own_hooks(model: nn.Module) -> Iterator[None]:
+    """transformers installs hooks for what a forward is to put aside, for good; those of the capture go with it."""
+    mark = "_output_capturing_hooks_installed"
+    before = {m: (set(m._forward_hooks), mark in m.__dict__) for m in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (hooks, marked) in before.items():
+            for key in set(module._forward_hooks) - hooks:
+                del module._forward_hooks[key]
+            if not marked:
+                module.__dict__.pop(mark, None)
+
+
+def recorded_outputs() -> dict[str, list[Any]]:
+    """What the hooks of a Hugging Face model have put aside so far in the forward that runs, by name: with
+    `output_router_logits` the logits of every router. They bypass the results of layers.
+
+    `_active_collector` is private to transformers (tried on 5.23); there is no public way to see what hooks collect.
     """
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "output_router_logits", False):
-        raise CaptureError(
-            f"{type(model).__name__} has output_router_logits=True: its auxiliary loss (router_aux_loss_coef="
-            f"{getattr(config, 'router_aux_loss_coef', None)}) needs the router logits of every layer at the end of "
-            "the model, and layers hand over only what the next one takes; set "
-            "model.config.output_router_logits=False and train without it"
-        )
+    from transformers.utils.output_capturing import _active_collector
+
+    found = _active_collector.get() or {}
+    return {name: kept for name, kept in found.items() if isinstance(kept, list)}
 
 
 def _attention(

@@ -191,6 +191,24 @@ def _scatter(a: Args) -> Result:
     return Lowered("scatter", (a["self"], a["index"]), {"dim": a["dim"], "scalar": a["value"]})
 
 
+def _extreme(op: str) -> Callable[[Args], Result]:
+    """Along one dim: of all elements there is no place to speak of."""
+
+    def build(a: Args) -> Result:
+        if a.get("dim") is None:
+            raise CaptureError(f"{op} over all elements is not supported; give it a dim")
+        return Lowered(op, (a["self"],), {"dim": a["dim"], "keepdim": bool(a.get("keepdim", False))})
+
+    return build
+
+
+def _histc(a: Args) -> Result:
+    bins, low, high = a.get("bins", 100), a.get("min", 0), a.get("max", 0)
+    if not low < high:
+        raise CaptureError("histc between the extremes of its data is not supported; give it min and max")
+    return Lowered("histc", (a["self"],), {"bins": bins, "min": low, "max": high})
+
+
 def _experts(a: Args) -> Result:
     tensors = tuple(a[n] for n in ("hidden", "index", "weights", "gate_up", "down"))
     names = ("num_experts", "top_k", "intermediate_size", "activation", "gated")
@@ -259,6 +277,13 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.topk.default": _topk,
     "aten.gather.default": _gather,
     "aten.scatter.value": _scatter,
+    "aten.scatter_add.default": lambda a: Lowered("scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]}),
+    "aten.histc.default": _histc,
+    "aten.argmax.default": _extreme("argmax"),
+    "aten.max.dim": _extreme("max"),
+    "aten.repeat_interleave.self_int": lambda a: Lowered(
+        "repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")}
+    ),
     "aten.one_hot.default": lambda a: Lowered("one_hot", (a["self"],), {"num_classes": a["num_classes"]}),
     "autoplan.experts.default": _experts,
     "autoplan.windowed_attention.default": _windowed_attention,
@@ -269,7 +294,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.to.dtype": _to,
     "aten.to.dtype_layout": _to,
     "aten._to_copy.default": _to,
-    "aten.to.device": lambda a: Alias(a["self"]),
+    "aten.to.device": _to,  # it takes a dtype, too
     "aten.contiguous.default": _first("self"),
     "aten.clone.default": _first("self"),
     "aten.alias.default": _first("self"),

@@ -80,7 +80,18 @@ def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor
 
 def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:
     x = torch.zeros([evaluate(s, env) for s in c.shape], dtype=getattr(torch, c.dtype))
-    return x.requires_grad_() if x.is_floating_point() else x
+    return x.requires_grad_() if x.is_floating_point() and c.requires_grad else x
+
+
+def _as_it_is(x: torch.Tensor, types: Mapping[str, Any], mesh: AxisMesh) -> dict[str, Any]:
+    """Without a gradient R and I are the same thing: I where a value that should be R is that."""
+    import spmd_types
+
+    found, out = spmd_types.get_local_type(x), dict(types)
+    for name, kind in types.items():
+        if kind is R and any(found.get(key) is I for key in mesh.type_axes(name)):
+            out[name] = I
+    return out
 
 
 def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: AxisMesh, env: Mapping[str, int]) -> None:
@@ -96,6 +107,7 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
             setattr(owner, b.attr, torch.zeros_like(getattr(owner, b.attr)))
     inputs = {name: _input(name, spec, env) for name in spec.inputs}
     inputs |= {"loss_denominator": torch.ones(()), "rng": torch.zeros(3, dtype=torch.int64)}
+    inputs |= {"loss_share": torch.ones(())} if spec.loss_share else {}
     carried = [_carried(c, env) for c in this.carried_in]
     names = [name for name in _tensor_axes(spec) if mesh.size(name) > 1]
     with use_mesh(mesh), typecheck():
@@ -112,7 +124,7 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
         outs = list(out) if isinstance(out, tuple) else [out]
         wanted: list[dict[str, Any]] = [{a: _TYPES[t] for a, t in c.types} for c in this.carried_out]
         for x, types in zip(outs, wanted or [dict.fromkeys(names, I)], strict=True):
-            typed(x, **types)
+            typed(x, **(types if x.requires_grad else _as_it_is(x, types, mesh)))
         if not this.carried_out:
             outs[0].backward()
 

@@ -35,6 +35,23 @@ class Context:
     inner: Axis | None = None  # over which each of these experts is split
     context: Axis | None = None  # over which sequences are cut
     method: ContextMethod | None = None  # how attention of this block sees all of them
+    batch: int = 1  # ranks of data parallelism, which share a micro-batch
+    cut: bool = True  # this block sees a part of a sequence that is cut
+
+    def whole(self, size: Expr) -> Expr:
+        """A size of the model in the sizes of this rank: b and s are parts of the whole micro-batch and sequence."""
+        ways = {"b": self.batch, "s": self.context.size if self.context is not None and self.cut else 1}
+        out = Expr(())
+        for symbols, coefficient in size.terms:
+            out += Expr(((symbols, coefficient * math.prod(ways.get(x, 1) for x in symbols)),))
+        return out
+
+    def sharing(self, symbols: Sequence[str]) -> str:
+        """The axis of the ranks that have the parts of a micro-batch along `symbols`; empty where it is one rank."""
+        axes = [a for a, there in (("dp", "b" in symbols), ("cp", "s" in symbols)) if there]
+        sizes = {"dp": self.batch, "cp": self.context.size if self.context is not None else 1}
+        axes = [a for a in axes if sizes[a] > 1]
+        return "replicas" if len(axes) > 1 else axes[0] if axes else ""
 
     def over(self) -> str:
         """Keywords of attention: the axes that its method works over."""
@@ -130,7 +147,11 @@ def _function(name: str) -> Callable[[_OpText], str]:
 
 
 def _scalar(template: str) -> Callable[[_OpText], str]:
-    return lambda t: template.format(x=t.a[0], c=_literal(t.attrs["scalar"]))
+    def text(t: _OpText) -> str:
+        scalar = t.attrs["scalar"]
+        return template.format(x=t.a[0], c=_literal(t.ctx.whole(scalar) if isinstance(scalar, Expr) else scalar))
+
+    return text
 
 
 def _linear(t: _OpText) -> str:
@@ -264,6 +285,25 @@ def _topk(t: _OpText) -> str:
     return f"torch.topk({t.a[0]}, {_literal(t.attrs['k'])}, dim={t.attrs['dim']}, sorted={t.attrs['sorted']})"
 
 
+def _histc(t: _OpText) -> str:
+    return f"torch.histc({t.a[0]}.float(), bins={t.attrs['bins']}, min={t.attrs['min']}, max={t.attrs['max']})"
+
+
+def _weighted_count(t: _OpText) -> str:
+    index, weights = t.a
+    return f"{weights}.new_zeros({_literal(t.attrs['num'])}).scatter_add(0, {index}.flatten(), {weights}.flatten())"
+
+
+def _batch_sum(t: _OpText) -> str:
+    axis = t.ctx.sharing(t.attrs["over"])
+    return f"all_reduce({t.a[0]}, {axis!r}, dst=R)" if axis else t.a[0]
+
+
+def _batch_part(t: _OpText) -> str:
+    axis = t.ctx.sharing(t.attrs["over"])
+    return f"to_partial({t.a[0]}, {axis!r}, src=R)" if axis else t.a[0]
+
+
 def _experts(t: _OpText) -> str:
     axes = t.special("expert_parallel")
     here = f", axes={axes}" if axes else ""
@@ -298,9 +338,16 @@ EMITTERS: dict[str, Callable[[_OpText], str]] = {
     "pow_scalar": _scalar("{x}.pow({c})"),
     "rsub_scalar": _scalar("{c} - {x}"),
     "topk": _topk,
+    "argmax": lambda t: f"torch.argmax({t.a[0]}, dim={t.attrs['dim']}, keepdim={t.attrs['keepdim']})",
+    "max": lambda t: f"torch.max({t.a[0]}, dim={t.attrs['dim']}, keepdim={t.attrs['keepdim']})",
     "gather": lambda t: f"{t.a[0]}.gather({t.attrs['dim']}, {t.a[1]})",
     "scatter": lambda t: f"{t.a[0]}.scatter({t.attrs['dim']}, {t.a[1]}, {_literal(t.attrs['scalar'])})",
     "one_hot": lambda t: f"F.one_hot({t.a[0]}, {_literal(t.attrs['num_classes'])})",
+    "histc": _histc,
+    "weighted_count": _weighted_count,
+    "repeat_interleave": lambda t: f"{t.a[0]}.repeat_interleave({t.attrs['repeats']}, dim={t.attrs['dim'] or 0})",
+    "batch_sum": _batch_sum,
+    "batch_part": _batch_part,
     "experts": _experts,
     "linear": _linear,
     "attention": _attention,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from autoplan.codegen.emit import Context, block_source
-from autoplan.codegen.sends import attention_sends
+from autoplan.codegen.emit import Context, block_source, py
+from autoplan.codegen.sends import attention_sends, document_sends
 from autoplan.cost_models.config import executed_precision, groups_of
 from autoplan.cost_models.context import ContextMethod
-from autoplan.cost_models.graph import Call, ModelGraph
+from autoplan.cost_models.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.schedule import ranks_of_chunks
 from autoplan.cost_models.symbols import SYMBOLS, Expr
@@ -47,6 +47,7 @@ class Layouts:
     virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
     context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
     precision: str = "native"
+    offload: tuple[str, ...] = ()  # what state is on the host (autoplan.runtime.offload)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class _Compiler:
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         groups[tuple(a.name for a in layouts.axes)] = "tp"  # also where experts cut them further
         self.dispatch, self.inner, self.context = (_axis(layouts.mesh, name) for name in ("ep", "etp", "cp"))
-        self.ctx = Context(graph.factors, layouts.axes, groups, self.dispatch, self.inner, self.context)
+        self.ctx = Context(
+            graph.factors, layouts.axes, groups, self.dispatch, self.inner, self.context, batch=layouts.mesh.size("dp")
+        )
         self.lowered: dict[str, LoweredBlock] = {
             name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
             for name, block in graph.blocks.items()
@@ -154,7 +157,7 @@ class _Compiler:
             groups=tuple((name, tuple(members)) for name, members in mesh.groups.items()),
             zero_stage=self.layouts.zero_stage,
             schedule=self.layouts.schedule,
-            inputs=tuple(n for n in self.graph.inputs if n != "loss_denominator"),
+            inputs=tuple(n for n in self.graph.inputs if n not in NOT_OF_THE_BATCH),
             sizes_from=self._sizes_from(),
             loss_count=self.graph.loss_count,
             stages=tuple(stages),
@@ -164,11 +167,13 @@ class _Compiler:
             input_shapes=tuple(
                 (n, tuple(terms(s) for s in self.graph.values[n].shape))
                 for n in self.graph.inputs
-                if n != "loss_denominator"
+                if n not in NOT_OF_THE_BATCH
             ),
             compute_dtype=self.precision.compute,
             gradient_dtype=self.precision.gradients,
             stage_ranks=self._stage_ranks(),
+            loss_share=LOSS_SHARE in self.graph.inputs,
+            offload=self.layouts.offload,
         )
         return Program(program, sources)
 
@@ -260,7 +265,7 @@ class _Compiler:
         value, layout = self.graph.values[name], self.layout_of(name)
         shape = tuple(terms(s) for s in local_shape(value, layout, self.graph.factors, self.layouts.axes))
         types = tuple((a.name, t.kind_name) for a, t in zip(self.layouts.axes, layout, strict=True))
-        return CarriedSpec(name, shape, value.dtype, types)
+        return CarriedSpec(name, shape, value.dtype, types, value.requires_grad)
 
     def _ledger(self, index: int) -> list[LedgerEntry]:
         out = []
@@ -274,10 +279,12 @@ class _Compiler:
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
             out += self._dispatches(index, name)
             out += self._contexts(index, name)
+            out += self._batch_sums(index, name)
         last = len(self.layouts.stages) - 1
         homes = self._stage_ranks()  # what stays on a rank is not sent
         sends = [(v, "forward") for v in self._carried(index)] if homes[index] != homes[min(index + 1, last)] else []
-        sends += [(v, "backward") for v in self._carried(index - 1)] if homes[index] != homes[max(index - 1, 0)] else []
+        back = [v for v in self._carried(index - 1) if self.graph.values[v].requires_grad]
+        sends += [(v, "backward") for v in back] if homes[index] != homes[max(index - 1, 0)] else []
         for value, phase in sends:
             size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
@@ -309,10 +316,25 @@ class _Compiler:
             if op.node.attrs.get("documents"):
                 ids = op.inputs[3]
                 size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
-                sent.append((ids.name, "all_gather", "cp", size.scale(Fraction(self.context.size)), "forward"))
+                sent += document_sends(self.layouts.context[lowered.block.name], ids.name, size)
             for name, kind, over, size, phase in sent:
                 axis = canonical(self.layouts.mesh, over)
                 out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))
+        return out
+
+    def _batch_sums(self, index: int, call: str) -> list[LedgerEntry]:
+        """Sums over the ranks that share a micro-batch."""
+        out = []
+        for op in (s for s in self.lowered[self.calls[call].block].statements if isinstance(s, Op)):
+            axis = self.ctx.sharing(op.node.attrs["over"]) if op.node.op == "batch_sum" else ""
+            if axis:
+                value, layout = op.inputs[0], op.strategy.inputs[0]
+                size = terms(local_bytes(value, layout, self.graph.factors, self.layouts.axes))
+                over = canonical(self.layouts.mesh, axis)
+                out += [
+                    LedgerEntry(index, call, value.name, "all_reduce", over, size, phase, "micro_batch")
+                    for phase in ("forward", "backward")[: 1 + value.requires_grad]
+                ]
         return out
 
     def _dispatches(self, index: int, call: str) -> list[LedgerEntry]:
@@ -371,9 +393,10 @@ class _Compiler:
         ]
         needs: dict[str, dict[str, bool]] = {}
         for name, calls in blocks.items():
-            ctx = replace(self.ctx, method=self.layouts.context.get(name))
+            free_block = set(calls) <= self.free_names
+            ctx = replace(self.ctx, method=self.layouts.context.get(name), cut=not free_block)
             groups = {g for call in calls for g in groups_of(self.layouts.recompute.get(call, "none"))}
-            text, needs[name] = block_source(self.lowered[name], ctx, calls, set(calls) <= self.free_names, groups)
+            text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups)
             lines += text
         lines += self._stage_class(index, spec, free, mine, needs)
         return "\n".join(lines) + "\n"
@@ -434,8 +457,10 @@ class _Compiler:
                 if value.shape[dim] == Expr.symbol("s"):
                     cut = f"context_part({var}, {axis!r}, {dim})"
                 else:  # flattened with the batch
-                    rest = f".flatten({dim}, {dim + 1})"
-                    cut = f"context_part({var}.unflatten({dim}, (b, s)), {axis!r}, {dim + 1}){rest}"
+                    sizes = [self.graph.factors[f] for f in (value.dims or ())[dim]]
+                    at = dim + next(k for k, size in enumerate(sizes) if "s" in size.symbols)
+                    parts = f"{var}.unflatten({dim}, ({', '.join(py(size) for size in sizes)}))"
+                    cut = f"context_part({parts}, {axis!r}, {at}).flatten({dim}, {dim + len(sizes) - 1})"
                 lines.append(f"        {var} = {cut}")
         if any(needs[call.block].get("s") for call in mine):
             lines.append(f"        s = context_length(s, {axis!r})")
@@ -458,7 +483,7 @@ class _Compiler:
 
     def _count(self, needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
         """`count`: what the mean of the loss runs over, in this micro-batch."""
-        inputs = [n for n in self.graph.inputs if n != "loss_denominator"]
+        inputs = [n for n in self.graph.inputs if n not in NOT_OF_THE_BATCH]
         lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
         if self.graph.loss_count == "tokens" and self.graph.loss_target is not None:

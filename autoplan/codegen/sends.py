@@ -51,3 +51,13 @@ def attention_sends(
         phases = ["forward"] + ["backward"] * (again + back)
         out += [(what, "send_recv", rest, size, phase) for _ in range(r - 1) for phase in phases]
     return out
+
+
+def document_sends(method: ContextMethod, name: str, size: Expr) -> list[Send]:
+    """Of one attention that stays inside documents: every rank learns whose tokens are whose. `size`: of one rank."""
+    out, axes = list[Send](), ("cpu", "cpr") if method.is_product else ("cp", "cp")
+    for ranks, axis in zip((method.ulysses, method.ranks), axes, strict=True):
+        if ranks > 1:
+            size = size.scale(Fraction(ranks))
+            out.append((name, "all_gather", axis, size, "forward"))
+    return out

@@ -25,8 +25,9 @@ from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_progr
 from autoplan.runtime.convert import record_collectives
 from autoplan.runtime.mesh import use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.private import backward_in_parts
+from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.split_backward import backward_input, backward_weight
 
 _REPEATS = 15
 _ZERO_REPEATS = 9
@@ -226,7 +227,7 @@ def _both_passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
 
 
 def _optimizer(runs: _Runs) -> dict[str, float]:
-    """Of plain tensors, and of the shards that fully_shard makes of them (DTensors)."""
+    """Of plain tensors, and of the shards that fully_shard makes of them (whose local parts it is given)."""
 
     def slope(parameters: Callable[[int], list[torch.nn.Parameter]]) -> tuple[float, float]:
         times = {}
@@ -234,7 +235,7 @@ def _optimizer(runs: _Runs) -> dict[str, float]:
             params = parameters(tensors)
             for p in params:
                 p.grad = torch.ones_like(p)
-            optimizer = torch.optim.AdamW(params, lr=1e-4)
+            optimizer = on_local_shards(lambda p: torch.optim.AdamW(p, lr=1e-4), params)
             optimizer.step()
             times[tensors] = runs.median(optimizer.step)
         more = max(0.0, (times[33] - times[1]) / 32)
@@ -350,7 +351,8 @@ def _split(runs: _Runs) -> dict[str, float]:
                 if how == "full":
                     loss.backward()
                 else:
-                    backward_in_parts(loss, inputs["x"], pm.stage)
+                    _, deferred = backward_input([loss], None, [inputs["x"]], pm.stage.parameters())
+                    backward_weight(deferred)
                 runs.job.synchronize()
                 taken.append(runs.now() - start)
             for p in pm.stage.parameters():

@@ -50,6 +50,8 @@ def _bounds(node: Node, work: OpWork) -> dict[int, int]:
         return {i: work.inputs[0].shape[0] for i, t in enumerate(work.inputs) if "int" in t.dtype}
     if node.op == "experts":  # of all experts: a rank with a part of them has that part of the rows
         return {1: int(node.attrs["num_experts"])}
+    if node.op in ("histc", "weighted_count"):
+        return {0: int(work.outputs[0].shape[0])}
     if node.op == "cross_entropy_sum":
         return {1: work.inputs[0].shape[-1]}
     return {}

@@ -10,14 +10,16 @@ Schema 1:
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
                  "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
                  "overlap_zero", "document_len": null | tokens, "profile", "constants": null | file},
-     "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "zero_replicas", "micro_batch_size",
-              "num_micro_batches", "schedule", "virtual_stages", "recompute": str | {call: str} | [layers per stage],
-              "stages": [layers per stage], "context_method": null | str | {block: str}},
+     "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "zero_replicas", "offload": [str],
+              "micro_batch_size", "num_micro_batches", "schedule", "virtual_stages",
+              "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
+              "context_method": null | str | {block: str}},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
      "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
                               "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
+                  "host_memory_capacity_bytes": null | number, "host_memory_bytes": [{term: quantity} per stage],
                   "breakdown_s": {term: quantity}, "run": null | run},
      "alternatives": [{"plan", "estimate"}],                       # plan: the next best ones
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
@@ -45,6 +47,7 @@ Schema 1:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,6 +113,7 @@ def plan(c: ParallelConfig) -> dict[str, Any]:
         "etp": c.tp if c.etp is None else c.etp,
         "zero_stage": c.zero_stage,
         "zero_replicas": c.zero_replicas,
+        "offload": list(c.offload),
         "micro_batch_size": c.micro_batch_size,
         "num_micro_batches": c.num_micro_batches,
         "schedule": c.schedule,
@@ -177,6 +181,8 @@ def estimate(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, A
         "fits": e.fits,
         "memory_capacity_bytes": e.memory_capacity_bytes,
         "memory_bytes": [{term: quantity(q) for term, q in s.memory.items()} for s in e.stages],
+        "host_memory_bytes": [{term: quantity(q) for term, q in s.host_memory.items()} for s in e.stages],
+        "host_memory_capacity_bytes": e.host_capacity_bytes if math.isfinite(e.host_capacity_bytes) else None,
         "stages": [
             {
                 "num_layers": s.num_layers,

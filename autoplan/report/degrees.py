@@ -9,11 +9,12 @@ from typing import Any
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.schedule import SCHEDULES
+from autoplan.search.offload_pins import state_offload, with_offload
 from autoplan.search.pins import is_count
 
 DEGREES = (
     "dp tp pp cp ep etp zero_stage micro_batch_size recompute virtual_stages schedule stages context_method "
-    "zero_replicas".split()
+    "zero_replicas offload".split()
 )  # that may be given
 _COUNTS = ("tp", "pp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
 
@@ -33,6 +34,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
     tp, pp, cp = (values.get(name, 1) for name in ("tp", "pp", "cp"))
     size, chunks = values.get("micro_batch_size", 1), values.get("virtual_stages", 1)
     dp = _data_parallel(num_devices, values.get("dp"), tp * pp * cp)
+    values = {**with_offload({name: v for name, v in values.items() if (name, v) != ("recompute", "none")})}
     recompute, stages = values.get("recompute", "none"), values.get("stages")
     return ParallelConfig(
         dp=dp,
@@ -50,6 +52,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
         recompute=tuple(recompute) if isinstance(recompute, list) else recompute,
         stages=None if stages is None else tuple(stages),
         context_method=values.get("context_method"),
+        offload=state_offload(values),
     )
 
 

@@ -55,6 +55,8 @@ def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
     again = recompute_label(c, estimate)
     if again != "none":
         parts.append(f"recompute {again}")
+    if c.offload:
+        parts.append(f"offload {'+'.join(c.offload)}")
     if c.schedule != "1F1B":
         parts.append(c.schedule)
     return " ".join(parts)

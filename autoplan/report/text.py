@@ -6,6 +6,7 @@ measurements of others, or between measured points), assumed.
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ _TERMS = {
     "pp_comm": "pipeline communication, exposed",
     "bubble": "pipeline bubble",
     "recompute": "recompute",
+    "offload": "copies to the host and back, not hidden",
     "launch": "waiting for the host",
     "accumulate": "adding up gradients",
     "optimizer": "optimizer",
@@ -175,23 +177,34 @@ def _answer(
         f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device   MFU {100 * e.mfu:.0f} %"
     )
     out.print(Text(line), soft_wrap=True)
-    verdict = "fits" if e.fits else f"DOES NOT FIT: {numbers.gigabytes(peak.mid - capacity)} too much"
+    over = max(0.0, peak.mid - capacity)
+    verdict = f"DOES NOT FIT: {numbers.gigabytes(over)} too much" if over else "fits"
     text = (
         f" memory {peak.mid / 1e9:.1f} GB ({peak.low / 1e9:.1f} to {peak.high / 1e9:.1f}) of {capacity / 1e9:.1f} GB"
         f"{where}: {verdict}"
     )
-    out.print(Text(text, style="" if e.fits else "bold red"), soft_wrap=True)
+    out.print(Text(text, style="bold red" if over else ""), soft_wrap=True)
+    if any(s.host_memory for s in e.stages):
+        out.print(Text(_host_text(e), style="" if e.fits_host else "bold red"), soft_wrap=True)
     run = run_of(e, request, tokens, assumed)
     if run is not None:
         for text in (_run_text(run), _failures_text(run), _energy_text(run)):
             paragraph(out, text, 1, first=1)
 
 
+def _host_text(e: Estimate) -> str:
+    host, capacity = e.peak_host_bytes, e.host_capacity_bytes
+    verdict = "fits" if e.fits_host else f"DOES NOT FIT: {numbers.gigabytes(host.mid - capacity)} too much"
+    of = f" of {capacity / 1e9:.1f} GB" if math.isfinite(capacity) else ""
+    return f" host memory {host.mid / 1e9:.1f} GB{of} per device: {verdict}"
+
+
 def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
     """Neighbouring stages that look the same stand in one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
 
     def shown(s: StageEstimate) -> tuple[object, ...]:
-        return (s.num_layers, s.num_recomputed, s.in_flight, tuple(f"{q.mid / 1e9:.1f}" for q in s.memory.values()))
+        sizes = (*s.memory.values(), *s.host_memory.values())
+        return (s.num_layers, s.num_recomputed, s.in_flight, tuple(f"{q.mid / 1e9:.1f}" for q in sizes))
 
     groups: list[list[StageEstimate]] = []
     for stage in stages:
@@ -227,6 +240,10 @@ def _memory(out: Console, e: Estimate) -> None:
     table.add_row("total", *(f"{q.mid / 1e9:.1f}" for q in totals), "")
     table.add_row("low to high", *(f"{q.low / 1e9:.1f}-{q.high / 1e9:.1f}" for q in totals), "")
     table.add_row("of the device", *(numbers.percent(q.mid / e.memory_capacity_bytes) for q in totals), "")
+    for term in dict.fromkeys(t for g in groups for t in g[0].host_memory):
+        found = [g[0].host_memory.get(term) for g in groups]
+        tag = max(q.tag for q in found if q is not None)
+        table.add_row(f"{term} on the host", *(f"{q.mid / 1e9:.2f}" if q is not None else "" for q in found), str(tag))
     table.add_row("layers", *(str(g[0].num_layers) for g in groups), "")
     if any(s.num_recomputed for s in e.stages):
         table.add_row("layers recomputed", *(str(g[0].num_recomputed) for g in groups), "")
@@ -343,6 +360,12 @@ def _warnings(
         )
     elif e.fits and capacity - peak.mid < _TIGHT * capacity:
         found.append(f"memory is tight: {numbers.gigabytes(capacity - peak.mid)} left")
+    assumed_host = request.cluster.device.host_memory_bytes is None and math.isfinite(e.host_capacity_bytes)
+    if assumed_host and any(s.host_memory for s in e.stages):
+        found.append(
+            f"{e.host_capacity_bytes / 1e9:.0f} GB of host memory per device are assumed, unverified; yours: "
+            "@host_memory_gb=..."
+        )
     if request.cluster.device.unverified:
         found.append(
             f"no source confirms these catalog fields of {request.cluster.device.name}: "
@@ -409,6 +432,8 @@ def estimate_command(model: str, cluster: str, request: PlanRequest, c: Parallel
     words += ["--zero", str(c.zero_stage), "--micro-batch-size", str(c.micro_batch_size)]
     if c.zero_replicas > 1:
         words += ["--zero-replicas", str(c.zero_replicas)]
+    if c.offload:
+        words += ["--offload", "+".join(c.offload)]
     if c.virtual_stages > 1:
         words += ["--virtual-stages", str(c.virtual_stages)]
     if c.schedule != "1F1B":

@@ -41,11 +41,14 @@ def _result(
         documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))
         whole = (len(inputs) == 3 or documents) and all(t == shard(2, 0) for t in inputs[:3])
         return [p[0] for p in places] if whole else None
+    if node.op in ("batch_sum", "batch_part") and symbol in node.attrs["over"]:  # over all parts, by a collective
+        before, after = (P, R) if node.op == "batch_sum" else (R, P)
+        return [after] if inputs == (before,) and not any(places) else None
     if symbol == "s" and node.op == "dropout" and node.attrs["p"]:
         return None  # its mask is a function of the place in the whole sequence
     if all(t is R for t in inputs) and (not any(places) or node.op in _FILLS):
         return [p[0] if p else R for p in places]
-    for choice in axis_choices(node, block.values, factors):
+    for choice in axis_choices(node, block.values, factors, pending_counts=True):
         shards = [[t] if t.is_shard else [] for t in choice.outputs]
         if choice.inputs == inputs and shards == places and choice.special is None:
             split = choice.factor is not None

@@ -73,9 +73,16 @@ def _split_choice(
 
 
 def axis_choices(
-    node: Node, values: Mapping[str, Value], factors: Mapping[str, Expr], rule: OpRule | None = None
+    node: Node,
+    values: Mapping[str, Value],
+    factors: Mapping[str, Expr],
+    rule: OpRule | None = None,
+    pending_counts: bool = False,
 ) -> list[AxisChoice]:
-    """Every way to run `node` on one sub-axis, whatever its size."""
+    """Every way to run `node` on one sub-axis, whatever its size.
+
+    `pending_counts`: pending sums of what has no gradient as well.
+    """
     rule = rule or rule_for(node, values)
     tensors = [values[n] for n in (*node.tensor_inputs, *node.outputs)]
     num_inputs, num_outputs = len(node.tensor_inputs), len(node.outputs)
@@ -99,7 +106,7 @@ def axis_choices(
                 if choice.name in {c.name for c in choices}:  # one factor in two labels: a square weight
                     choice = replace(choice, name=f"S({factor}:{label})")
                 choices.append(choice)
-    if node.op in PASSES_PARTIAL and any(grad[num_inputs:]):
+    if node.op in PASSES_PARTIAL and (pending_counts or any(grad[num_inputs:])):
         choices += _partial_choices(node, rule, num_inputs, num_outputs)
     return choices
 

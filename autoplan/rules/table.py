@@ -235,6 +235,14 @@ def _topk(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule((tuple(labels),), (tuple(out),) * 2, (Role.OTHER,), frozenset({"top", *labels[dim]}))
 
 
+def _extreme(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """The largest along a dim (and its place), or its place alone."""
+    dim = node.attrs["dim"] % len(ins[0])
+    labels = _dims(ins[0])
+    out = labels[:dim] + ([()] if node.attrs["keepdim"] else []) + labels[dim + 1 :]
+    return OpRule((tuple(labels),), (tuple(out),) * len(outs), (Role.OTHER,), frozenset(labels[dim]))
+
+
 def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     """gather and scatter: the index selects along one dim; along the others everything has the same size."""
     dim = node.attrs["dim"] % len(ins[0])
@@ -263,6 +271,18 @@ def _experts(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     first = (rule.inputs[3][0], ("count", *rule.inputs[3][1]), *rule.inputs[3][2:])
     inputs = (*rule.inputs[:3], first, rule.inputs[4])
     return OpRule(inputs, rule.outputs, rule.roles, rule.whole | {"count"}, rule.special, sizes)
+
+
+def _repeat_interleave(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Every element of a dim several times: the dim becomes `it x repeats`."""
+    labels = _dims(ins[0])
+    if node.attrs["dim"] is None and len(labels) != 1:
+        raise RuleError(f"{node.name}: repeat_interleave without a dim flattens; reshape its input first")
+    dim = (node.attrs["dim"] or 0) % len(labels)
+    out = list(labels)
+    out[dim] = (*labels[dim], "repeats")
+    sizes = {"repeats": Expr.of(node.attrs["repeats"]), **{x: ins[0][dim] for x in labels[dim]}}
+    return _linear(labels, out, {"repeats"}, sizes=sizes)
 
 
 def _line(text: str) -> Builder:
@@ -300,6 +320,10 @@ LINES: dict[str, str] = {
     "rms_norm": "[*b,n!], [n!] -> [*b,n!]",
     "embedding": "[v@vocab_embedding,h] * #[*b] -> [*b,h]",
     "one_hot": "#[*a] -> [*a,c!]",
+    "histc": "#[*a] -> [c!]",
+    "weighted_count": "#[*a] * [*a] -> [c!]",
+    "batch_sum": UNARY_LINEAR,
+    "batch_part": UNARY_LINEAR,
     "cross_entropy_sum": "~[t,v@vocab_cross_entropy], #[t] -> []",
 }
 
@@ -326,9 +350,12 @@ BUILDERS: dict[str, Builder] = {
     "matmul": _matmul,
     "attention": _attention,
     "topk": _topk,
+    "argmax": _extreme,
+    "max": _extreme,
     "gather": _indexed,
     "scatter": _indexed,
     "experts": _experts,
+    "repeat_interleave": _repeat_interleave,
     "arange": _factory,
     "full": _factory,
 }

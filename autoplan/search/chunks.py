@@ -20,10 +20,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from autoplan.cost_models.memory import RankMemory
 from autoplan.cost_models.price import Pricer, ranges_of
-from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.schedule import SCHEDULES, chunks_of_ranks
-from autoplan.search.stages import Cut, Cutter, Shortage, total_bytes
+from autoplan.search.stages import Cut, Cutter, Shortage, shortage_of, total_bytes, worst_of
 
 
 @lru_cache(maxsize=256)  # candidates that differ in ZeRO or in the number of micro-batches have the same
@@ -68,12 +68,14 @@ class ChunkCutter:
     ) -> None:
         self.plain, self.capacity, self.fixed = plain, capacity_bytes, recompute
         self.schedule, self.virtual_stages = schedule, virtual_stages
+        self.host_capacity = plain.host_capacity
         base = plain.pricer
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
         self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
         seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
         self.chunks = stages or even_cut(seconds, self.pp * virtual_stages)
         self._found: Cut | None = None
+        self._free_s: float | None = None
 
     @cached_property
     def pricer(self) -> Pricer:
@@ -113,6 +115,29 @@ class ChunkCutter:
             return found
         return Cut(None, (), math.inf, found.step_s, True, 1)
 
+    def binds(self, limit_s: float) -> bool:
+        """False if it fits without computing anything again (beyond what is pinned), see `Cutter.binds`."""
+        found = self.search()
+        return found.chunks is None or (self.fixed is None and any(found.recompute))
+
+    def free_bound_s(self) -> float:
+        """Its step, if memory were without end: what offloading cannot beat either."""
+        if self._free_s is None:
+            split = SCHEDULES[self.schedule].split_backward
+            if split and self.pricer.costs.overhead_s("split_layer_s"):  # which layers that run again do not have
+                self._free_s = self.quick_bound_s()
+            else:
+                self._free_s = self.pricer.step_s(self.chunks, self._pinned())
+        return self._free_s
+
+    def _pinned(self) -> tuple[int, ...]:
+        """Steps down the ladder of every chunk that are pinned; none where recompute is searched."""
+        out = [0] * len(self.chunks)
+        for mine in self.chunks_of:
+            for k, count in zip(mine, self._choices(mine)[0], strict=True):
+                out[k] = count
+        return tuple(out)
+
     def _least_recompute(self) -> tuple[int, ...] | None:
         """Layers per chunk: on every rank the least number that fits; None if none does.
 
@@ -126,6 +151,10 @@ class ChunkCutter:
             least = bisect.bisect_left(
                 range(len(choices) - 1), True, key=lambda n: self._needed(rank, mine, choices[n]) <= self.capacity
             )
+            while total_bytes(self._memory(rank, mine, choices[least]).host) > self.host_capacity:
+                least += 1  # what is computed again is not on the host
+                if least == len(choices):
+                    return None
             for k, count in zip(mine, choices[least], strict=True):
                 out[k] = count
         return tuple(out)
@@ -143,22 +172,24 @@ class ChunkCutter:
         return [tuple(sum(u in self.pricer.pinned_again for u in ranges[k]) for k in mine)]
 
     def _needed(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> float:
-        return total_bytes(self._terms(rank, mine, counts))
+        return total_bytes(self._memory(rank, mine, counts).terms)
 
-    def _terms(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> Mapping[str, Quantity]:
+    def _memory(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> RankMemory:
         tried = [0] * len(self.chunks)
         for k, count in zip(mine, counts, strict=True):
             tried[k] = count
-        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_again).terms
+        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_again)
 
     def shortage(self) -> Shortage:
         """How far it is from fitting, with everything computed again that may be."""
-        worst: Shortage | None = None
-        for rank, mine in enumerate(self.chunks_of):
-            terms = self._terms(rank, mine, self._choices(mine)[-1])
-            needed = total_bytes(terms)
-            if worst is None or needed > worst.needed_bytes:
-                worst = Shortage(rank, max(terms, key=lambda k: terms[k].mid), needed, self.capacity)
-        if worst is None:
-            raise ValueError("a pipeline has at least one stage")
-        return worst
+        return worst_of(
+            [
+                shortage_of(
+                    rank,
+                    [self._memory(rank, mine, self._choices(mine)[-1])],
+                    self.capacity,
+                    self.host_capacity,
+                )
+                for rank, mine in enumerate(self.chunks_of)
+            ]
+        )

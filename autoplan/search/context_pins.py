@@ -26,18 +26,7 @@ def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
     return out
 
 
-def _packed(graph: ModelGraph) -> frozenset[str]:
-    """Blocks whose attention stays inside documents."""
-    return frozenset(
-        b.name for b in graph.blocks.values() for n in b.nodes if n.op == "attention" and n.attrs.get("documents")
-    )
-
-
-def _obstacle(
-    method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: int, major: int, packed: bool
-) -> str | None:
-    if packed and method.name != "gather":
-        return "attention over padded or packed sequences gathers keys"
+def _obstacle(method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: int, major: int) -> str | None:
     for where, heads, kv in found:
         text = method.heads_obstacle(heads // tp if heads % tp == 0 else heads, kv // math.gcd(major, kv))
         if text is not None:
@@ -53,11 +42,8 @@ def _major(heads: Mapping[str, Sequence[tuple[str, int, int]]], tp: int) -> int:
 def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[ContextMethod]]:
     """By block with attention, what its heads allow beside tp."""
     heads = attention_heads(graph)
-    major, packed = _major(heads, tp), _packed(graph)
-    return {
-        block: [m for m in methods(cp) if _obstacle(m, found, tp, major, block in packed) is None]
-        for block, found in heads.items()
-    }
+    major = _major(heads, tp)
+    return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
 
 
 def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[Chosen]:
@@ -126,9 +112,8 @@ def chosen_methods(graph: ModelGraph, config: ParallelConfig) -> dict[str, Conte
     if not blocks:
         read_method(given, config.cp)
     major, legal = _major(blocks, config.tp), legal_methods(graph, config.cp, config.tp)
-    packed = _packed(graph)
     for block, method in found.items():
-        text = _obstacle(method, blocks[block], config.tp, major, block in packed)
+        text = _obstacle(method, blocks[block], config.tp, major)
         if text is not None:
             near = ", ".join(m.name for m in legal[block])
             raise PinError(f"pin context_method={method.name!r}: {text}; nearest legal: {near}")

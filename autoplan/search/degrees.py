@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.cost_models.schedule import SCHEDULES, takes
+from autoplan.search.offload_pins import NEEDS_SHARDS, lacks_shards, state_offload
 from autoplan.search.pins import ZERO_STAGES, dispatch_degrees, divisors, schedule_of, zero_replica_counts
 
 MAX_ACTIONS = 10_000  # of a schedule that is looked at beside 1F1B: with more micro-batches the bubble is small anyway
@@ -33,6 +34,7 @@ class Candidate:
     methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
     etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
     zero_replicas: int = 1  # copies of what ZeRO shards
+    offload: tuple[str, ...] = ()  # what is on the host, if that is searched: optimizer, activations of some layers
 
     @property
     def num_actions(self) -> int:
@@ -130,6 +132,9 @@ def _candidates_at(
                 for zero, (ep, etp) in itertools.product(stages, spread):
                     if copies not in zero_replica_counts(dp, cp, ep, zero):
                         illegal["ZeRO cannot have as many replicas"] += 1
+                        continue
+                    if lacks_shards(state_offload(pins), zero, dp * cp // copies):
+                        illegal[NEEDS_SHARDS] += 1
                         continue
                     plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp, zero_replicas=copies)
                     found += _schedules(plain, pins, limits, illegal)

@@ -1,7 +1,7 @@
-"""Pinned degrees: reading them, the legality rules, and the stated defaults for what is not pinned.
+"""Pinned degrees: reading them, the legality rules, and the defaults of a configuration made without a search.
 
-Defaults until the search chooses: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a
-pipeline and 2 * pp with one, no recompute, 1F1B, stages of balanced arithmetic.
+`read_pins` fills in tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and 2 * pp
+with one, no recompute, 1F1B, stages of balanced arithmetic. The planner leaves open what is not pinned instead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.context_pins import chosen_methods, product_degree
 from autoplan.search.folding import folded_mesh, folds, inner_degree, spreads
+from autoplan.search.offload_pins import check_offload, read_offload, state_offload, with_offload
 
 _DEGREES = ("tp", "pp", "dp", "ep", "etp", "cp")
 KNOWN = (
     *_DEGREES, "zero_stage", "num_micro_batches", "recompute", "stages", "schedule", "virtual_stages", "state_slack",
-    "context_method", "zero_replicas",
+    "context_method", "zero_replicas", "offload",
 )  # fmt: skip
 ZERO_STAGES = (0, 1, 2, 3)
 # what the runtime executes today; more is priced (autoplan.cost_models.config)
@@ -79,6 +80,8 @@ def check_values(pins: Mapping[str, Any], known: Sequence[str]) -> None:
     recompute = pins.get("recompute", "none")
     for value in recompute.values() if isinstance(recompute, Mapping) else [recompute]:
         check_choice(value)
+    read_offload(pins.get("offload", "none"))
+    with_offload(pins)
     stages = pins.get("stages")
     if stages is not None and (
         not isinstance(stages, (list, tuple)) or not stages or not all(is_count(n) for n in stages)
@@ -142,6 +145,7 @@ def check_recompute(graph: ModelGraph, recompute: object) -> None:
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins and fill in the defaults. PinError names the rule and the nearest legal value."""
     check_values(pins, KNOWN)
+    pins = with_offload(pins)
     tp, pp, cp = pins.get("tp", 1), pins.get("pp", 1), pins.get("cp", 1)
     if num_devices % cp:
         raise PinError(
@@ -167,7 +171,7 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
         )
     stages = pins.get("stages")
     schedule, virtual_stages = schedule_of(pins)
-    return check_schedule(
+    config = check_schedule(
         ParallelConfig(
             dp=dp,
             tp=tp,
@@ -184,8 +188,11 @@ def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
             state_slack=float(pins.get("state_slack", 1.02)),
             context_method=pins.get("context_method"),
             zero_replicas=pins.get("zero_replicas", 1),
+            offload=state_offload(pins),
         )
     )
+    check_offload(config)
+    return config
 
 
 def schedule_of(pins: Mapping[str, Any]) -> tuple[str, int]:
@@ -212,28 +219,6 @@ def check_schedule(c: ParallelConfig) -> ParallelConfig:
             "legal: zero_stage=2"
         )
     return c
-
-
-def several_cross(graph: ModelGraph) -> bool:
-    """True if there is a cut between layers at which more than one tensor goes from a stage to the next."""
-    calls = {c.name: c for c in graph.calls}
-    made: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for u, unit in enumerate(pipeline_units(graph)):
-        for name in unit:
-            last |= dict.fromkeys((v for v in calls[name].inputs if v in made), u)
-            made |= dict.fromkeys(calls[name].outputs, u)
-    cuts = [cut for value, end in last.items() for cut in range(made[value], end)]
-    return len(cuts) > len(set(cuts))
-
-
-def check_split(graph: ModelGraph, schedule: str) -> None:
-    """PinError for a schedule that splits the backward where the runtime cannot."""
-    if schedule in SCHEDULE_RULES and SCHEDULE_RULES[schedule].split_backward and several_cross(graph):
-        raise PinError(
-            f"schedule {schedule!r} splits the backward, which does not run where several tensors go from stage to "
-            f"stage, as in {graph.name}; nearest legal: schedule=1F1B"
-        )
 
 
 def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:

@@ -38,7 +38,7 @@ _RESTRICTIONS = (
     "weights gathered over data-parallel sub-axes only",
     "one choice for all tensor-parallel sub-axes unless its factor is too small for them",
     "blocks hand over whole or evenly split values, no pending sums",
-    "values without a gradient are computed whole",
+    "values without a gradient but counts are computed whole",
 )
 
 # ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
@@ -47,6 +47,7 @@ _FOLLOWING_OPS = (
     "div_scalar reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax"
 )
 _FOLLOWS = frozenset(_FOLLOWING_OPS.split())
+_COUNTS = frozenset(("histc", "weighted_count"))
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ class _Build:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
         # a table that is not trained is split all the same
         frozen = any(name in block.params for name in node.tensor_inputs)
-        if not frozen and not any(block.values[o].requires_grad for o in node.outputs):
+        counts = node.op in _COUNTS  # of parts of the tokens: to add them up is to send less than the tokens' experts
+        if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # a slice of it is free
         options = []
         for s in found:

@@ -10,6 +10,7 @@ from typing import Any
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import PinError
 from autoplan.search.degrees import Candidate, Limits, candidates
+from autoplan.search.offload_pins import NEEDS_SHARDS
 from autoplan.search.pins import around, check_chunks, check_schedule, divisors, schedule_of
 
 # Which pin is blamed first where several exclude each other.
@@ -24,6 +25,11 @@ def refusal(model: str, limits: Limits, pins: Mapping[str, Any], illegal: Mappin
     Args:
         illegal: how many candidates each rule excluded.
     """
+    if illegal.get(NEEDS_SHARDS) and candidates(limits, {k: v for k, v in pins.items() if k != "offload"}).candidates:
+        beside = ", ".join(f"{k}={pins[k]}" for k in ("dp", "cp", "zero_stage", "zero_replicas") if k in pins)
+        near = "zero_stage=3" if candidates(limits, {**pins, "zero_stage": 3}).candidates else "offload='optimizer'"
+        why = f"pin offload={pins['offload']!r}{' with ' + beside if beside else ''}: {NEEDS_SHARDS}"
+        return PinError(f"{why}; nearest legal: {near}")
     given = [name for name in _BLAMED if pins.get(name) is not None]
     of_schedule = {k: pins[k] for k in ("schedule", "virtual_stages") if k in pins}
     others = {k: v for k, v in pins.items() if k not in (*of_schedule, "stages")}

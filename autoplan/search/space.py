@@ -8,12 +8,10 @@ from typing import Any
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.schedule import SCHEDULES as SCHEDULE_RULES
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
 from autoplan.search.pins import (
     check_recompute,
-    check_split,
     check_stages,
     check_values,
     divisors,
@@ -23,7 +21,6 @@ from autoplan.search.pins import (
     is_count,
     pipeline_units,
     schedule_of,
-    several_cross,
 )
 from autoplan.search.refusals import refusal
 
@@ -33,7 +30,7 @@ SEARCHED = (
     "pp", "dp", "tp", "ep", "etp", "cp", "zero_stage", "micro_batch_size", "num_micro_batches", "stages", "recompute",
     "schedule", "virtual_stages",
 )  # fmt: skip
-KNOWN_PINS = (*SEARCHED, "state_slack", "context_method", "zero_replicas")
+KNOWN_PINS = (*SEARCHED, "state_slack", "context_method", "zero_replicas", "offload")
 # Looked at beside 1F1B: GPipe is never shorter than that, and ZBV holds what DualPipeV holds twice.
 SCHEDULES = (
     *(("Interleaved1F1B", v) for v in (2, 4, 8)),
@@ -46,12 +43,8 @@ LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: 
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
 
-def check_pins(pins: Mapping[str, Any], *, executed: bool = True) -> None:
-    """Names and values that no cluster or model could make legal. PinError names the nearest legal one.
-
-    Args:
-        executed: the plan is to be run, not only priced.
-    """
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Names and values that no cluster or model could make legal. PinError names the nearest legal one."""
     check_values(pins, KNOWN_PINS)
 
 
@@ -61,26 +54,18 @@ def space(
     global_batch_size: int,
     pins: Mapping[str, Any],
     *,
-    executed: bool = True,
     seq_len: int = 0,
-    split_backward: bool = True,
 ) -> Space:
     """Enumerate. Every pin is kept; a pin that leaves nothing is a PinError that names the rule and the nearest value.
 
     Args:
         global_batch_size: sequences per step, over all data-parallel ranks.
         seq_len: their length; 0: cp is 1 unless pinned.
-        split_backward: schedules with one are allowed (the runtime has them where no 16-bit copies are computed with).
     """
-    check_pins(pins, executed=executed)
+    check_pins(pins)
     if not is_count(global_batch_size):
         raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
     check_recompute(graph, pins.get("recompute"))
-    if not split_backward and SCHEDULE_RULES[pins.get("schedule", "1F1B")].split_backward:
-        raise PinError(
-            f"pin schedule={pins['schedule']!r} splits the backward, whose weight gradients would add up in 16 "
-            "bits: not with 16-bit copies of float32 parameters; nearest legal: schedule=1F1B"
-        )
     limits = Limits(
         cluster.num_devices,
         global_batch_size,
@@ -90,11 +75,9 @@ def space(
         batch_obstacle(graph),
         expert_counts(graph),
         _contexts(graph, cluster, seq_len) if "cp" not in pins else (1,),
-        _schedules(graph, executed, split_backward),
+        SCHEDULES,
         inner_sizes(graph),
     )
-    if executed:
-        check_split(graph, schedule_of(pins)[0])
     stages = pins.get("stages")
     if stages is not None:
         virtual_stages = schedule_of(pins)[1]
@@ -103,13 +86,6 @@ def space(
     if not found.candidates:
         raise refusal(graph.name, limits, pins, found.illegal)
     return found
-
-
-def _schedules(graph: ModelGraph, executed: bool, split_backward: bool) -> tuple[tuple[str, int], ...]:
-    """Those looked at beside 1F1B; a split backward runs only where one tensor goes from stage to stage."""
-    if split_backward and not (executed and several_cross(graph)):
-        return SCHEDULES
-    return tuple(s for s in SCHEDULES if not SCHEDULE_RULES[s[0]].split_backward)
 
 
 def _contexts(graph: ModelGraph, cluster: Cluster, seq_len: int) -> tuple[int, ...]:

@@ -24,12 +24,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost_models.memory import RankMemory
 from autoplan.cost_models.price import Pricer, ranges_of
 from autoplan.cost_models.quantity import Quantity
 
 Array = NDArray[np.float64]
 _CLOSE = 1e-9  # relative: equal within rounding
 _BISECTED = 1e-3  # relative: how closely the bound is found
+_MOST_LEVELS = 8  # of recompute, that a shortage is told by
+_MOST_CHECKED = 200  # stages whose memory `Cutter.binds` looks at one by one
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Shortage:
     term: str
     needed_bytes: float
     available_bytes: float
+    on_host: bool = False  # it is the memory of the host that does not do
 
 
 class Cutter:
@@ -62,7 +66,7 @@ class Cutter:
         recompute: pinned: one choice for all layers, or by names of units' calls; None: searched, how many steps each
             stage goes down the ladder of the pricer.
         stages: pinned units per stage, or None.
-        capacity_bytes: of one device.
+        capacity_bytes: of one device. host_capacity_bytes: of its share of the host; None: the cluster's.
     """
 
     def __init__(
@@ -71,8 +75,11 @@ class Cutter:
         capacity_bytes: float,
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
+        host_capacity_bytes: float | None = None,
     ) -> None:
         self.pricer, self.capacity, self.pinned = pricer, capacity_bytes, stages
+        given = host_capacity_bytes
+        self.host_capacity = pricer.costs.cluster.host_memory_bytes if given is None else given
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
         self.num_units = pricer.num_units
         self.fixed = recompute
@@ -132,6 +139,10 @@ class Cutter:
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)
         self._once_s = self._moved_once()
+        self._on_host = window(memory.hosted)
+        for first, last, tied in memory.tied:
+            self._on_host = self._on_host - ((i <= first) & (j > last)) * tied[6]
+        self._shapes: list[tuple[NDArray[np.bool_], Array]] = []
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._reach: list[NDArray[np.int64]] = []
         windows = [self._window(s) for s in range(self.pp)]
@@ -179,6 +190,8 @@ class Cutter:
             legal &= i == 0
         if stage == self.pp - 1:
             legal &= j == n
+        shape = legal.copy()
+        legal &= self._on_host <= self.host_capacity * (1 + _CLOSE)
         # what a micro-batch may hold: gradients come into being in the first backward, later ones find them there
         first, later = memory.flights[stage]
         share = 1.0 + memory.fragmentation.mid
@@ -200,7 +213,13 @@ class Cutter:
             keep = held - self._freed()[j] + self._freed()[i]
             legal &= keep <= most + _CLOSE * self.capacity
             again = self._repeated()[j] - self._repeated()[i]
-        each = self.time[j] - self.time[i] + again + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
+        each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
+        if self.fixed is None:
+            self._shapes.append((shape, each))
+            each = each + again
+        else:
+            each = each + again
+            self._shapes.append((shape, each))
         return np.where(legal, each, math.inf), self._once_s
 
     def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
@@ -292,6 +311,46 @@ class Cutter:
                 high = middle
         return low + self.after_s
 
+    def binds(self, limit_s: float) -> bool:
+        """False if memory changes nothing about plans below `limit_s`: every stage of every cut that might be one fits
+        without computing anything again (beyond what is pinned).
+
+        A plan whose step is below the limit has only stages of which m T_s + E_s is. Then offloading, which is never
+        faster, gives no better plan.
+        """
+        self._build()
+        short = [shape & (self.m * each + self._once_s + self.after_s < limit_s) for shape, each in self._shapes]
+        before, after = [np.arange(self.num_units + 1) == 0], [np.arange(self.num_units + 1) == self.num_units]
+        for allowed in short:
+            before.append((before[-1][:, None] & allowed).any(axis=0))
+        for allowed in reversed(short):
+            after.append((allowed & after[-1][None, :]).any(axis=1))
+        after.reverse()
+        relevant = [allowed & before[s][:, None] & after[s + 1][None, :] for s, allowed in enumerate(short)]
+        if sum(int(r.sum()) for r in relevant) > _MOST_CHECKED:
+            return True
+        least = [self._least_of(s, range(int(i), int(j))) for s, r in enumerate(relevant) for i, j in np.argwhere(r)]
+        return any(n is None or (n > 0 and self.fixed is None) for n in least)
+
+    def free_bound_s(self) -> float:
+        """As `bound_s`, if memory were without end: what offloading cannot beat either."""
+        self._build()
+        least = np.full(self.num_units + 1, math.inf)
+        least[self.num_units] = 0.0
+        for shape, each in reversed(self._shapes):
+            own = np.where(shape, np.maximum(self.m * each + self._once_s, each + least[None, :]), math.inf)
+            least = own.min(axis=1)
+        return float(least[0]) + self.after_s
+
+    def lacks_device_memory(self) -> bool:
+        """Where the bound says that nothing fits: True if it is not for what the host has no room for.
+
+        The bound counts the most that any choice of recompute frees, so that with fewer choices nothing fits either.
+        (A single cut may: what comes back from the host takes more room than what is computed again.)
+        """
+        self._build()
+        return float(self._on_host.max()) <= self.host_capacity
+
     def _even(self) -> tuple[int, ...]:
         """The cut with the least longest stage: where the search starts from, beside the one with the least bound."""
         ends = np.full(self.num_units + 1, math.inf)
@@ -380,28 +439,34 @@ class Cutter:
         """Steps down the ladder per stage: the fewest that fit, or what is pinned; None if it does not fit."""
         out = []
         for s, units in enumerate(ranges_of(chunks)):
-            key = (s, units.start, units.stop)
-            if key not in self._known:
-                self._known[key] = self._least(s, units, len(chunks))
-            count = self._known[key]
+            count = self._least_of(s, units)
             if count is None:
                 return None
             out.append(count)
         return tuple(out)
 
-    def _least(self, stage: int, units: range, num_stages: int) -> int | None:
+    def _least_of(self, stage: int, units: range) -> int | None:
+        key = (stage, units.start, units.stop)
+        if key not in self._known:
+            self._known[key] = self._least(stage, units)
+        return self._known[key]
+
+    def _least(self, stage: int, units: range) -> int | None:
         layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
         counts = self._counts(units, layers)
         if self.fixed is None:  # fewer than the bound says cannot fit
             counts = counts[int(self._reach[stage][units.start, units.stop]) :]
-        return next((n for n in counts if total_bytes(self._terms(stage, units, num_stages, n)) <= self.capacity), None)
+        return next((n for n in counts if self._fits(self._memory(stage, units, n))), None)
 
-    def _terms(self, stage: int, units: range, num_stages: int, count: int) -> dict[str, Quantity]:
-        """Memory of one stage by term."""
-        ranges = [range(0, 0)] * num_stages
-        tried = [0] * num_stages
+    def _fits(self, memory: RankMemory) -> bool:
+        return total_bytes(memory.terms) <= self.capacity and total_bytes(memory.host) <= self.host_capacity
+
+    def _memory(self, stage: int, units: range, count: int) -> RankMemory:
+        """Memory of one stage."""
+        ranges = [range(0, 0)] * self.pp
+        tried = [0] * self.pp
         ranges[stage], tried[stage] = units, count
-        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_again).terms
+        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_again)
 
     def _counts(self, units: range, layers: int) -> list[int]:
         if self.fixed is None:
@@ -417,17 +482,14 @@ class Cutter:
             (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
         )
         ranges = ranges_of(chunks)
-        worst: Shortage | None = None
+        found = []
         for s, units in enumerate(ranges):
             layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
-            options = [self._terms(s, units, len(ranges), count) for count in self._counts(units, layers)]
-            terms = min(options, key=total_bytes)
-            needed = total_bytes(terms)
-            if worst is None or needed > worst.needed_bytes:
-                worst = Shortage(s, max(terms, key=lambda k: terms[k].mid), needed, self.capacity)
-        if worst is None:
-            raise ValueError("a pipeline has at least one stage")
-        return worst
+            counts = self._counts(units, layers)
+            some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last needs least, nearly always
+            options = [self._memory(s, units, count) for count in sorted(some)]
+            found.append(shortage_of(s, options, self.capacity, self.host_capacity))
+        return worst_of(found)
 
 
 def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
@@ -437,6 +499,24 @@ def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     """
     ratio = 1.0 - 1.0 / num_micro_batches
     return total_s / (1.0 - ratio**num_stages)
+
+
+def shortage_of(rank: int, options: Sequence[RankMemory], capacity: float, host_capacity: float) -> Shortage:
+    """What a rank lacks: of its host, if its own memory would do with one of the options, else of its own."""
+    fitting = [m for m in options if total_bytes(m.terms) <= capacity]
+    if fitting and all(total_bytes(m.host) > host_capacity for m in fitting):
+        host = min((m.host for m in fitting), key=total_bytes)
+        term = max(host, key=lambda k: host[k].mid)
+        return Shortage(rank, f"{term} on the host", total_bytes(host), host_capacity, on_host=True)
+    terms = min((m.terms for m in options), key=total_bytes)
+    return Shortage(rank, max(terms, key=lambda k: terms[k].mid), total_bytes(terms), capacity)
+
+
+def worst_of(found: Sequence[Shortage]) -> Shortage:
+    """That of which least is there."""
+    if not found:
+        raise ValueError("a pipeline has at least one stage")
+    return max(found, key=lambda s: s.needed_bytes / s.available_bytes)
 
 
 def total_bytes(terms: Mapping[str, Quantity]) -> float:

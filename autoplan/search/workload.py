@@ -297,6 +297,8 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         if statement.node.op == "experts" and experts is not None:
             comms += dispatch_comms(block, statement.node, works, experts)
             work = local_products(work, block, statement.node, works, experts)
+        if statement.node.op == "batch_sum":
+            comms += _batch_comms(work, statement.node)
         if statement.node.op == "attention" and works.context > 1:
             method = works.methods.get(block.name)
             if method is None or (works.kernels.handwritten and method.ulysses == 1):
@@ -372,6 +374,14 @@ def _param(lowered: LoweredBlock, index: int, works: Works, experts: ExpertDegre
     else:
         elements = math.prod(works.local(block.name, p.value, p.stored))
     return ParamWork(p.value.name, elements, works.dtype(p.value), p.value.requires_grad, expert)
+
+
+def _batch_comms(work: OpWork, node: Node) -> list[CommWork]:
+    """A sum over the ranks that share a micro-batch, of its gradient as well."""
+    over, tensor = node.attrs["over"], work.inputs[0]
+    axis = "batch" if len(over) > 1 else {"b": "dp", "s": "cp"}[over[0]]
+    phases = ("forward", "backward")[: 1 + tensor.requires_grad]
+    return [CommWork(node.name, "all_reduce", float(tensor.num_bytes), axis, phase) for phase in phases]
 
 
 def _context_comms(work: OpWork, again: bool) -> list[CommWork]:

@@ -1,0 +1,119 @@
+"""Data parallelism under ZeRO 0 to 3 on local processes: the emitted programs against DDP and `fully_shard` by hand.
+
+    python experiments/fully_sharded.py [--processes 2] [--budget-s 25] [--quick] [--json FILE]
+
+Hugging Face's Llama, whole training steps (forward, backward, AdamW) with 1 and 4 micro-batches, in the same processes
+of one gloo group, in turn: the program of every ZeRO stage beside what a user of PyTorch writes for it
+(sharded_by_hand.py). Losses of three steps, the gradients of the first and the parameters after the last are compared
+with one process before anything is timed; it fails if one differs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from measure import describe, environment, make_console, run_command, write_json
+from models import Size, make_llama, token_batch
+from processes import run_ranks
+from sharded_by_hand import RECIPES, make_trainer
+from training import OPTIMIZER, Reference, Trainer, measure, part_of, program, table_of, train_alone
+
+import autoplan
+
+SIZES = (
+    Size(hidden=128, num_layers=4, seq=64, batch=16),
+    Size(hidden=256, num_layers=4, seq=128, batch=16, num_heads=8, num_kv_heads=4),
+)
+QUICK = Size(hidden=32, num_layers=2, seq=16, batch=16, vocab=64)
+MICRO_BATCHES = (1, 4)
+# ZeRO stage -> what is written by hand for it: keeps the same between micro-batches and communicates as often.
+BY_HAND = {
+    0: ("DDP",),
+    1: ("fully_shard kept, reduced once", "DDP, ZeroRedundancyOptimizer"),
+    2: ("fully_shard kept",),
+    # the second reduces less often than ZeRO 3, and pays with the memory of whole gradients
+    3: ("fully_shard", "fully_shard, reduced once"),
+}
+OF_ONE_MICRO_BATCH = {
+    0: ("DDP",),
+    1: ("fully_shard kept", "DDP, ZeroRedundancyOptimizer"),
+    2: ("fully_shard kept",),
+    3: ("fully_shard",),
+}
+
+
+def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[list[dict[str, Any]]]:
+    """What each process does: rows of each of MICRO_BATCHES. The same come back from all of them."""
+    warnings.filterwarnings("ignore")
+    batch = token_batch(size)
+    truth = train_alone(make_llama(size), batch)
+    mine = part_of(batch, rank, world)
+    return [measure_cut(world, size, count, mine, truth, budget_s, folder) for count in MICRO_BATCHES]
+
+
+def measure_cut(
+    world: int,
+    size: Size,
+    num_micro_batches: int,
+    mine: Mapping[str, torch.Tensor],
+    truth: Reference,
+    budget_s: float,
+    folder: str,
+) -> list[dict[str, Any]]:
+    """Rows of one number of micro-batches; `mine` is this rank's part of the batch."""
+    contenders: dict[str, Trainer] = {}
+    pairs = []
+    for zero, recipes in (OF_ONE_MICRO_BATCH if num_micro_batches == 1 else BY_HAND).items():
+        name = f"ZeRO {zero}"
+        pm = autoplan.parallelize(
+            make_llama(size),
+            autoplan.Cluster.local(world, "cpu"),  # every degree is pinned: prices decide nothing
+            optimizer=OPTIMIZER,
+            example_inputs=mine,
+            pins={
+                "dp": world, "tp": 1, "pp": 1, "zero_stage": zero, "num_micro_batches": num_micro_batches,
+                "recompute": "none",
+            },
+            global_batch_size=size.batch,
+            folder=f"{folder}/{zero}-{num_micro_batches}",
+        )  # fmt: skip
+        contenders[name] = program(pm, mine)
+        for recipe in recipes:
+            if recipe not in contenders:
+                contenders[recipe] = make_trainer(make_llama(size), RECIPES[recipe], mine, num_micro_batches)
+            pairs.append((name, recipe))
+    return measure(contenders, truth, pairs, budget_s)
+
+
+def main(
+    processes: Annotated[int, typer.Option(help="data-parallel ranks, one local process each")] = 2,
+    budget_s: Annotated[float, typer.Option(help="seconds of repetitions per model and micro-batches")] = 40.0,
+    quick: Annotated[bool, typer.Option(help="a tiny model, a few repetitions: does it run?")] = False,
+    timeout_s: Annotated[float, typer.Option(help="give up on a model after this long")] = 400.0,
+    json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
+) -> None:
+    """Time programs under ZeRO 0 to 3 against DDP and fully_shard by hand, side by side."""
+    if processes not in (2, 4):
+        raise typer.BadParameter(f"processes={processes}: a batch of 16 is cut into 4 micro-batches on 2 or 4 ranks")
+    env = {**environment(), "threads": 1, "processes": processes, "backend": "gloo"}
+    console = make_console()
+    cases = []
+    for size in (QUICK,) if quick else SIZES:
+        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
+            results = run_ranks(measure_rank, processes, size, 2.0 if quick else budget_s, folder, timeout_s=timeout_s)
+        for count, rows in zip(MICRO_BATCHES, results[0], strict=True):
+            name = f"llama {size} m{count}"
+            cases.append({"name": name, "size": asdict(size), "num_micro_batches": count, "rows": rows})
+    console.print(table_of(cases, f"a step of HF Llama, {processes} processes, gloo; {describe(env)}"))
+    write_json(json, "fully_sharded", env, cases)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,221 @@
+"""A backward in two parts: first what the stage before waits for, then the gradients of parameters.
+
+Zero-bubble schedules (Qi et al., Zero Bubble Pipeline Parallelism, 2023) put the second part where a rank would wait.
+The first follows the graph to the inputs only and remembers the gradients that arrive where parameters branch off; the
+second continues from there, one call of autograd per place. Torch's own (torch.distributed.pipelining._backward) does
+the same, and fails or computes too much where a parameter branches off at several places or where no input leads
+(stages with several inputs, as in encoder-decoders), and where a block is computed again: `torch.utils.checkpoint`
+repeats its forward in every call of autograd, here once for every product. Here such parameters get their gradients in
+the first part.
+
+Between the parts, a graph that autograd kept as a whole would hold more than before the first: the gradients that
+arrived come on top (of a Llama layer 57 %). `Kept` lets go of what only the first part needed, which leaves about as
+much as a forward does (the paper's M_W and M_B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+
+class _Slot:
+    """Place of a tensor that an operation keeps."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+
+
+class Kept:
+    """What operations keep for their backward, in places that can be emptied before autograd lets go of them.
+
+    with kept.forward():
+        outputs = module(*inputs)
+    backward_input(outputs, gradients, inputs, module.parameters(), kept=kept)
+    """
+
+    def __init__(self) -> None:
+        self._spent: list[_Slot] | None = None  # during a first part: what was used and is not needed again
+        self._branch = False  # inside an operation that the second part runs again
+
+    def forward(self) -> saved_tensors_hooks:
+        """Open around a forward."""
+        return saved_tensors_hooks(_Slot, self._get)
+
+    def _get(self, slot: _Slot) -> torch.Tensor:
+        if slot.tensor is None:
+            raise RuntimeError("a second part of a backward needs what its first part gave up")
+        if self._spent is not None and not self._branch:
+            self._spent.append(slot)
+        return slot.tensor
+
+    def enter(self, _: object) -> None:
+        """A hook before an operation that the second part runs again."""
+        self._branch = True
+
+    def leave(self, *_: object) -> None:
+        """A hook after it."""
+        self._branch = False
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Around a first part: empties what it used."""
+        self._spent = []
+        try:
+            yield
+            for slot in self._spent:
+                slot.tensor = None
+        finally:
+            self._spent, self._branch = None, False
+
+
+@dataclass
+class Deferred:
+    """Parameters that branch off at one node of the graph only.
+
+    Attributes:
+        node: of the way from the outputs to the inputs.
+        params: what it leads to beside that way.
+        arrived: gradients of what the node made, filled in by the first part.
+    """
+
+    node: Node
+    params: list[nn.Parameter]
+    arrived: tuple[torch.Tensor | None, ...] = field(default=())
+
+    def remember(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """A hook before the node's own backward."""
+        self.arrived = gradients
+
+
+def backward_input(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None] | None,
+    inputs: Sequence[object],
+    params: Iterable[nn.Parameter],
+    at_once: Collection[nn.Parameter] = (),
+    kept: Kept | None = None,
+) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
+    """Gradients of the inputs; those of parameters that cannot wait are added to `.grad`.
+
+    Args:
+        outputs: of a stage, or its loss. Their graph is let go: they must not be differentiated again.
+        gradients: of the outputs; None: ones.
+        inputs: whatever the stage was called with; what needs no gradient gets None.
+        params: of the stage. at_once: those of them that do not wait, whatever the graph is.
+        kept: what was open around the forward, if anything.
+
+    Returns:
+        One gradient per input, and what `backward_weight` does.
+    """
+    made = [(t, None if gradients is None else gradients[i]) for i, t in enumerate(outputs) if t.requires_grad]
+    given = [(i, t) for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    out: list[torch.Tensor | None] = [None] * len(inputs)
+    leaves = {get_gradient_edge(p).node: p for p in params if p.requires_grad}
+    deferred, now = _branches(
+        [get_gradient_edge(t).node for t, _ in made],
+        {get_gradient_edge(t).node for _, t in given},
+        leaves,
+        {id(p) for p in at_once},
+    )
+    wanted = [*(t for _, t in given), *now]
+    if made and wanted:
+        handles = [d.node.register_prehook(d.remember) for d in deferred]
+        if kept is not None:
+            handles += [d.node.register_prehook(kept.enter) for d in deferred]
+            handles += [d.node.register_hook(kept.leave) for d in deferred]
+        try:
+            with kept.spending() if kept is not None else nullcontext():
+                found = torch.autograd.grad(
+                    [t for t, _ in made],
+                    wanted,
+                    [torch.ones_like(t) if g is None else g for t, g in made],
+                    retain_graph=bool(deferred),
+                    allow_unused=True,
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for (i, _), gradient in zip(given, found, strict=False):
+            out[i] = gradient
+        _add(now, found[len(given) :])
+    held = {id(t) for _, t in given}
+    for t, _ in made:
+        if id(t) not in held and not t._is_view():  # the graph between an output and the first branch
+            t.detach_()
+    return tuple(out), deferred
+
+
+def backward_weight(deferred: Iterable[Deferred]) -> None:
+    """The rest: adds to `.grad` of the parameters, and frees their part of the graph."""
+    for d in deferred:
+        edges = [GradientEdge(d.node, i) for i, g in enumerate(d.arrived) if g is not None]
+        if edges:
+            arrived = [g for g in d.arrived if g is not None]
+            _add(d.params, torch.autograd.grad(edges, d.params, arrived, allow_unused=True))
+        d.arrived = ()
+
+
+def _add(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    """To `.grad`, as autograd's accumulation does, with what is registered to follow it."""
+    for p, gradient in zip(params, gradients, strict=True):
+        if gradient is None:
+            continue
+        if p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad += gradient
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            hook(p)
+
+
+def _branches(
+    roots: Sequence[Node], inputs: set[Node], leaves: Mapping[Node, nn.Parameter], at_once: set[int]
+) -> tuple[list[Deferred], list[nn.Parameter]]:
+    """Where parameters branch off the ways from `roots` to `inputs`: what can wait, and the parameters that cannot.
+
+    A parameter can wait if it is reached from one node of those ways only. From several, the second part would have to
+    follow the ways between them again; and beside all ways there is nothing to remember.
+    """
+    followed: dict[Node, list[Node]] = {}  # keeps the nodes' Python objects, and with them their identity
+    on_way: dict[Node, bool] = {}
+    reached: dict[Node, frozenset[Node]] = {}  # leaves; from a node on the way: beside it
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node in on_way:
+            stack.pop()
+            continue
+        if node not in followed:
+            followed[node] = [n for n, _ in node.next_functions if n is not None]
+            stack += [n for n in followed[node] if n not in on_way]
+            continue
+        stack.pop()
+        after = followed[node]
+        on_way[node] = node in inputs or any(on_way[n] for n in after)
+        beside = [reached[n] for n in after if not on_way[n]]
+        own = frozenset({node}) if node in leaves else frozenset()
+        # mostly one set or none: shared, not copied
+        reached[node] = own.union(*beside) if own or len(beside) > 1 else beside[0] if beside else own
+    times = {n: 2 if id(p) in at_once else 0 for n, p in leaves.items()}
+    for node in followed:
+        if on_way[node]:
+            for leaf in reached[node]:
+                times[leaf] += 1
+    for root in set(roots):
+        if not on_way[root]:
+            for leaf in reached[root]:
+                times[leaf] += 2
+    deferred = []
+    for node in followed:
+        params = [leaves[n] for n in reached[node] if times[n] == 1] if on_way[node] and reached[node] else []
+        if params:
+            deferred.append(Deferred(node, params))
+    return deferred, [p for n, p in leaves.items() if times[n] > 1]

@@ -1,0 +1,95 @@
+"""Optimizers over the local parts of sharded parameters: the same bits as over the DTensors themselves."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from harness import pool, worker_mesh
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from autoplan.runtime.optim import on_local_shards
+
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    # by number of dims, as one leaves out norms and biases
+    "groups": lambda ps: torch.optim.AdamW(
+        [
+            {"params": [p for p in ps if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in ps if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    ),
+}
+
+
+class Odd(nn.Module):
+    """Shards of 2 and 1 rows of 3, of 1 and 0 of 1; a parameter without a gradient, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh() * self.frozen).square().mean()
+
+
+def trained(rank: int, world: int, name: str, local: bool, closure: str) -> dict[str, Any]:
+    """Parameters after three steps, and what the optimizer holds."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    fully_shard(model, mesh=worker_mesh((world,), ("dp",)))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = on_local_shards(OPTIMIZERS[name], parameters) if local else OPTIMIZERS[name](parameters)
+    for step in range(3):
+        x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+        def backward(x: torch.Tensor = x) -> torch.Tensor:
+            for p in parameters:
+                p.grad = None
+            loss = model(x)
+            loss.backward()
+            return loss
+
+        if closure == "argument":
+            optimizer.step(backward)
+        elif closure == "keyword":
+            optimizer.step(closure=backward)
+        else:
+            backward()
+            optimizer.step()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "parameters": [p.full_tensor().detach() for p in model.parameters()],
+        "sharded": any(isinstance(t, DTensor) for s in optimizer.state.values() for t in (*s.values(), *held)),
+        "gradients": sum(p.grad is not None for p in held),
+    }
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closure", ["no", "argument", "keyword"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_local_parts_train_as_the_dtensors_do(name: str, closure: str) -> None:
+    whole = pool(2).run(trained, name, False, closure)
+    local = pool(2).run(trained, name, True, closure)
+    torch.manual_seed(0)
+    before = [p.detach() for p in Odd().double().parameters()]
+    for mine, theirs in zip(local, whole, strict=True):
+        assert theirs["sharded"] and not mine["sharded"]
+        assert mine["gradients"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(mine["parameters"], theirs["parameters"], strict=True))
+        changed = [not torch.equal(a, b) for a, b in zip(mine["parameters"], before, strict=True)]
+        assert changed == [name not in ("unused", "frozen") for name, _ in Odd().named_parameters()]
+
+
+def test_plain_parameters_are_given_as_they_are() -> None:
+    parameters = list(Odd().parameters())
+    optimizer = on_local_shards(OPTIMIZERS["adamw"], iter(parameters))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
