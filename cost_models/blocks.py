@@ -200,6 +200,7 @@ class BlockPricer:
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
         given, c = costs.overlap_fraction(), costs.constants
         self.hides = c.overlap if given is None else given
+        self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
@@ -252,14 +253,14 @@ class BlockPricer:
             {n: self.costs.wait_s(computed["backward"] / n, n) for n in (1, 2)} if reduce.mid else {1: ZERO, 2: ZERO}
         )
         waited = self.costs.wait_s(computed["forward"]) if sharded else ZERO
-        hidden_gather = gather.less(times.forward * self.hides) + waited
-        hidden_reduce = reduce.less(times.backward * self.hides) + waits[1]
-        hidden_last = ((reduce if stage == 1 else ZERO) + across).less(times.backward * self.hides)
+        hidden_gather = self._beside(gather, times.forward) + waited
+        hidden_reduce = self._beside(reduce, times.backward) + waits[1]
+        hidden_last = self._beside((reduce if stage == 1 else ZERO) + across, times.backward)
         hidden_last += waits[1] if stage == 1 else ZERO
         # a stream of its own: traffic hides behind all that a backward does, computing the block again included
         behind = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
-        both = (gather + reduce).less(behind * self.hides) + waits[2]
-        beside = (gather + reduce).less((behind + times.forward) * self.hides) + waits[2]
+        both = self._beside(gather + reduce, behind) + waits[2]
+        beside = self._beside(gather + reduce, behind + times.forward) + waits[2]
         return BlockCost(
             forward=times.forward,
             backward=times.backward,
@@ -282,6 +283,11 @@ class BlockPricer:
             offload=self._offload(block),
             moved=self._moved(block),
         )
+
+    def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
+        """What traffic beside computing costs: what the computing does not hide, and a share of what it does."""
+        exposed = moved.less(computed * self.hides)
+        return exposed + _beyond(moved, exposed) * self.contention
 
     def _group(self, c: CommWork) -> Group:
         """The ranks of a collective; of a message, those two neighbours of the ring that are farthest apart."""

@@ -142,6 +142,8 @@ def roofline_s(
         return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     if known is not None:
         kernel = (options or RunOptions()).attention_in(mode)
+        if work.op == "attention" and kernel is not Attention.UNFUSED and options is not None:
+            work = _within_documents(work, options.document_len)
         model = _unfused_s if work.op == "attention" and kernel is Attention.UNFUSED else _KERNELS.get(work.op)
         if work.op == "experts" and options is not None and options.fused_experts:
             model = _fused_experts_s
@@ -214,7 +216,12 @@ def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
         for sizes in _sides(rows, columns, depth, phase, left.requires_grad, right.requires_grad)
     ]
     # the forward casts its left operand, the backward the gradient once for both products
-    cast = (depth if phase == "forward" else columns) * rows * groups * cast_bytes(kind)
+    cast = (
+        (depth if phase == "forward" else columns)
+        * rows
+        * groups
+        * cast_bytes(work.matmul_dtype or _dtype(work), known.family)
+    )
     return _together(parts, cast / (known.memory_share * device.memory_bytes_per_s), usual) if parts else None
 
 
@@ -256,6 +263,14 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
+def _within_documents(work: OpWork, document_len: int | None) -> OpWork:
+    """Attention of a packed sequence: a query sees keys of its own document, other tiles are skipped."""
+    if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
+        return work
+    keys = work.inputs[1].shape[-2]
+    return work if keys <= document_len else replace(work, flops=work.flops * document_len / keys)
+
+
 def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kernel: Attention) -> Seconds | None:
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
@@ -278,6 +293,9 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kerne
     return found
 
 
+# Products of experts in kernels of their own run on so many streams (Transformer Engine's GroupedLinear:
+# nvte_multi_tensor_gemm of transformer_engine/common/gemm/cublaslt_gemm.cu, num_compute_streams).
+_STREAMS = 4
 # Rows read and written once on the way to the experts of the same rank, and once on the way back.
 _ROW_PASSES = 4.0
 
@@ -310,6 +328,7 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fuse
             groups=experts,
             operand_bytes=width,
             grouped=True,
+            streams=0 if fused else _STREAMS,
             aligned=is_aligned(kind, width, n, k),
         )
         for n, k, weight in ((columns, depth, first), (outer, inner, last))
@@ -325,7 +344,11 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fuse
     inside = inner if phase == "forward" else columns
     if fused:
         activated = inside = 0
-    cast = rows * ((depth if phase == "forward" else outer) + inside) * cast_bytes(kind)
+    cast = (
+        rows
+        * ((depth if phase == "forward" else outer) + inside)
+        * cast_bytes(work.matmul_dtype or _dtype(work), known.family)
+    )
     moved = rows * (ordered + activated) * dtype_bytes(hidden.dtype) + cast
     return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), usual)
 

@@ -93,6 +93,10 @@ class RunOptions:
     over several streams, as Transformer Engine's GroupedLinear.
     `fused_loss`: one kernel reads the logits as the head's product left them, without a copy in 32 bits, and writes
     their gradient in their place (flash-attention's CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
+    `overlap_zero`: what ZeRO 1 and 2 move once per step hides behind computing (Megatron's --overlap-grad-reduce and
+    --overlap-param-gather, which are off by default; fully_shard and the emitted programs always do).
+    `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell
+    et al., Efficient Sequence Packing without Cross-contamination, 2021); None: a sequence is one document.
     """
 
     attention: Attention | None = None
@@ -103,8 +107,13 @@ class RunOptions:
     fused_experts: bool = False
     narrow_gather: bool = False
     fused_loss: bool = False
+    overlap_zero: bool = True
+    document_len: int | None = None
 
     def __post_init__(self) -> None:
+        given = self.document_len
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise PinError(f"document_len={given!r} must be a whole number of at least 1 token")
         for name in sorted(self.overlap):
             if name not in OVERLAPS:
                 raise PinError(f"overlap of {name!r} is not known; use {', '.join(OVERLAPS)}")
@@ -161,6 +170,8 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision("fp16", "float16", 4.0, 12.0),
     "fp32": Precision("fp32", "float32", 4.0, 8.0),
     "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
+    # MXFP8: a scale per 32 elements, along the dim that a product sums over (OCP Microscaling Formats, 2023)
+    "mxfp8": Precision("mxfp8", "bfloat16", 4.0, 12.0, matmul="float8_block32"),
     # NVFP4: operands of products in layers are 4 bits with a scale per 16 (NVIDIA, Pretraining LLMs with NVFP4, 2025;
     # Megatron-Bridge's bf16_with_nvfp4_mixed: parameters stay bf16 and are gathered so, no layer is left out)
     "fp4": Precision("fp4", "bfloat16", 4.0, 12.0, matmul="float4"),
@@ -169,19 +180,29 @@ PRECISIONS: dict[str, Precision] = {
 
 # Gradients kept and reduced in 16 bits: `grad_reduce_in_fp32=False`, which NVIDIA's performance recipes set.
 GRADIENTS_16 = "-grad16"
+# Both moments of AdamW kept in 16 bits beside a float32 master copy (DeepSeek-V3, arXiv 2412.19437, section 3.3.3;
+# Megatron's --use-precision-aware-optimizer with --exp-avg-dtype bf16). Priced, not executed.
+MOMENTS_16 = "-mom16"
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a name, or of a name with GRADIENTS_16 behind it where gradients are wider otherwise.
+    """The precision of a name, or of a name with GRADIENTS_16, MOMENTS_16 or both (in this order) behind it where
+    gradients and moments are wider otherwise.
 
     PinError names the known ones.
     """
-    base = PRECISIONS.get(name.removesuffix(GRADIENTS_16))
-    narrow = name.endswith(GRADIENTS_16)
-    if base is None or (narrow and (base.grad_bytes is None or base.compute == "float32")):
+    short = name.endswith(MOMENTS_16)
+    rest = name.removesuffix(MOMENTS_16)
+    base = PRECISIONS.get(rest.removesuffix(GRADIENTS_16))
+    narrow = rest.endswith(GRADIENTS_16)
+    if base is None or ((narrow or short) and (base.grad_bytes is None or base.compute == "float32")):
         known = ", ".join(PRECISIONS)
         raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
-    return replace(base, name=name, grad_bytes=2.0) if narrow else base
+    if narrow:
+        base = replace(base, name=name, grad_bytes=2.0)
+    if short:
+        base = replace(base, name=name, state_bytes=MASTER_BYTES + 2 * 2.0)
+    return base
 
 
 def executed_precision(name: str) -> Precision:
@@ -192,6 +213,11 @@ def executed_precision(name: str) -> Precision:
         raise PinError(
             f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
             f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
+        )
+    if name.endswith(MOMENTS_16):
+        raise PinError(
+            f"precision {name!r} is priced, but not executed: moments of the optimizer are float32 here; nearest: "
+            f"{name.removesuffix(MOMENTS_16)}"
         )
     if found.compute == "float16" and found.grad_bytes == DTYPE_BYTES["float16"]:
         raise PinError(

@@ -36,13 +36,16 @@ _SUSTAINED = {
 # Waiting for the host beyond this share of a step makes a class of its own: hosts and versions of a framework differ by
 # more than devices do.
 HOST_SHARE = 0.2
+OF_FAMILY = " of "
 
 
-def class_of_step(experts: bool, host_share: float) -> str:
-    """Steps that err alike: `host`, where the device waits for it, `experts` or `dense`."""
+def class_of_step(experts: bool, host_share: float, family: str = "") -> str:
+    """Steps that err alike: `host`, where the device waits for it, `experts` or `dense`; of one family of devices where
+    one is given (`dense of blackwell`: software for a new family changes faster), which matters to all but `host`."""
     if host_share > HOST_SHARE:
         return "host"
-    return "experts" if experts else "dense"
+    kind = "experts" if experts else "dense"
+    return f"{kind}{OF_FAMILY}{family}" if family else kind
 
 
 @dataclass(frozen=True, eq=True)
@@ -66,6 +69,9 @@ class Constants:
         host_expert_s: the same per expert of a rank, where each has products of its own.
         host_fp8: factor on `host_fused_s` where products are 8 bits (amax, scales, casts).
         overlap: share of ZeRO's traffic that hides behind compute.
+        contention: seconds that computing takes longer per second of ZeRO's traffic beside it: its kernels take
+            multiprocessors and bandwidth of the memory (DeepSeek-V3 sets 20 of 132 aside, arXiv 2412.19437, section
+            3.2.2).
         tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
         network_share: bandwidth of networks among other traffic over that of collective benchmarks.
         step_intervals: by class of step (`class_of_step`): between which shares of the predicted step 9 of 10
@@ -92,6 +98,7 @@ class Constants:
     host_expert_s: float = 1e-4
     host_fp8: float = 1.2
     overlap: float = 0.8
+    contention: float = 0.15
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5
     network_share: float = 1.0
@@ -104,7 +111,7 @@ class Constants:
             if name.startswith("sustained") or name.endswith("_share"):
                 if not 0 < value <= 2:
                     raise ProfileError(f"constant {name}={value!r} is a share; it must lie in (0, 2]")
-            elif name in ("overlap", "tp_hidden", "ep_hidden") and value > 1:
+            elif name in ("overlap", "contention", "tp_hidden", "ep_hidden") and value > 1:
                 raise ProfileError(f"constant {name}={value!r} is a share; it must lie in [0, 1]")
             elif name in ("imbalance", "host_fp8") and value < 1:
                 raise ProfileError(f"constant {name}={value!r} is a factor of at least 1")
@@ -122,8 +129,13 @@ class Constants:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_intervals"}
 
     def step_interval(self, name: str) -> tuple[float, float] | None:
-        """Shares of a predicted step of this class between which a measured one lies; None if not known."""
-        return next(((low, high) for known, low, high in self.step_intervals if known == name), None)
+        """Shares of a predicted step of this class between which a measured one lies: of its family of devices, else of
+        all; None if not known."""
+        for wanted in (name, name.partition(OF_FAMILY)[0]):
+            for known, low, high in self.step_intervals:
+                if known == wanted:
+                    return low, high
+        return None
 
     def sustained(self, family: str, kind: str) -> float:
         """Share of a burst's speed; that of the family's 16-bit products where the class has none of its own."""

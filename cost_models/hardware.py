@@ -97,12 +97,14 @@ class Device:
             raise PinError(f"device {self.name}: launch_s={self.launch_s!r} must be a finite number of at least 0")
 
     def flops(self, dtype: str) -> float:
-        """Dense peak FLOP/s of matrix products in `dtype` (bfloat16, float16, float32, tf32, float8, float4, int8).
+        """Dense peak FLOP/s of matrix products in `dtype` (bfloat16, float16, float32, tf32, float8, float4, int8;
+        formats of 8 bits with scales per block, as float8_block32, are float8).
 
         A device without a table (made by hand) has one figure for all. PinError names the dtypes that it has.
         """
         if not self.peak_flops_by_dtype:
             return self.peak_flops
+        dtype = dtype.partition("_block")[0]
         if dtype not in self.peak_flops_by_dtype:
             raise PinError(
                 f"{self.name} has no figure for {dtype}; it has {', '.join(self.peak_flops_by_dtype)}: choose a "

@@ -23,6 +23,8 @@ from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import BlockWork
 
+# What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
+_MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 
 
@@ -47,7 +49,8 @@ def host_s(block: BlockWork, phase: str, costs: Costs) -> Quantity:
             num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
             seconds += c.host_experts_s + num_local * c.host_expert_s
         elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
-            seconds += each * (1.0 if op.matmul_dtype is None else c.host_fp8)
+            one = each if op.op in _MODULES or launch is Launch.BLOCKING else min(each, c.host_eager_s)
+            seconds += one * (1.0 if op.matmul_dtype is None else c.host_fp8)
     for comm in block.comms:  # those of experts have sizes that no graph knows beforehand
         if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or launch is not Launch.GRAPHS):
             seconds += c.host_comm_s

@@ -152,23 +152,27 @@ class Kernels:
         operand_bytes: float | None = None,
         output_bytes: float = 2.0,
         grouped: bool = False,
+        streams: int = 0,
         aligned: bool = True,
     ) -> Seconds:
         """Seconds of `groups` products [rows, depth] x [depth, columns] in one kernel at `device.peak_flops`.
 
-        `grouped`: of unlike operands that one launch works off (experts). Bytes are per element; None: of the kind.
+        `grouped`: of unlike operands (experts), in one kernel, or where `streams` is given as products of their own,
+        that many side by side. Bytes are per element; None: of the kind.
         `aligned`: what `is_aligned` says of the dims that operands are contiguous in.
         """
         fit = self.gemm.get(kind) or self.gemm[Kind.HALF]
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
-        share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
+        share = self.sustained(kind) * (self.steps.grouped_share if grouped and groups > 1 else 1.0)
         if not aligned:
             share *= _MISALIGNED_SHARE
+        beside = min(groups, streams) if streams else groups
         compute_s = _product_compute_s(
-            fit.constants, self.tiles, self.units, rows, columns, depth, groups, device.peak_flops * share, bandwidth
+            fit.constants, self.tiles, self.units, rows, columns, depth, beside, device.peak_flops * share, bandwidth
         )
+        compute_s *= groups / beside
         error = fit.error + (self.grouped_error if grouped else 0.0) + (0.0 if aligned else _MISALIGNED_ERROR)
         tag = fit.tag if kind in self.gemm and not grouped and aligned else Tag.ASSUMED
         return Seconds(both_s(compute_s, moved / bandwidth), self._launch_s(fit), error, tag)
@@ -280,9 +284,13 @@ def memory_ramp_s() -> float:
     return float(data("devices")["memory"]["ramp_s"])
 
 
-def cast_bytes(kind: Kind) -> float:
-    """Traffic per element that is cast to `kind` before a product of training, in bytes; 0 for 16 bits."""
-    return 0.0 if kind is Kind.HALF else float(data("devices")["casts"]["bytes_per_element"])
+def cast_bytes(dtype: str, family: str) -> float:
+    """Traffic per element that is cast to `dtype` before a product of training, in bytes; 0 for 16 bits."""
+    if kind_of(dtype) is Kind.HALF:
+        return 0.0
+    known = data("devices")["casts"]
+    named = {**known["by_dtype"], **known["by_family"].get(family, {})}
+    return float(named.get(dtype, known["bytes_per_element"]))
 
 
 def _constants(row: Mapping[str, Any]) -> Constants:

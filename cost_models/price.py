@@ -199,7 +199,8 @@ class Pricer:
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
-        self.hides = prices.hides
+        self.contention = prices.contention
+        self.hides_once = prices.hides if costs.options.overlap_zero else 0.0  # of computing, for what moves once
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
@@ -300,8 +301,9 @@ class Pricer:
         exposed = 0.0
         for moved, computed in ((table.gather, table.forward), (table.reduce, table.backward)):
             sizes = [moved[u] for u in units]
-            hidden = self.hides * window * sum(computed[u] for u in units)
-            exposed += max(sum(sizes) - hidden, max(sizes))
+            hidden = self.hides_once * window * sum(computed[u] for u in units)
+            shown = max(sum(sizes) - hidden, max(sizes))
+            exposed += shown + self.contention * (sum(sizes) - shown)
         return exposed
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
@@ -502,7 +504,7 @@ class Pricer:
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
             experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
-            found = self.costs.constants.step_interval(class_of_step(experts, host_share))
+            found = self.costs.constants.step_interval(class_of_step(experts, host_share, known.family))
             if found is not None:
                 return mid * found[0], mid * found[1]
         unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR

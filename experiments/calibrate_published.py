@@ -42,8 +42,9 @@ from autoplan.calibration.fit import (
 )
 from autoplan.calibration.steps import Planned
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
-from autoplan.cost_models.constants import Constants, class_of_step
+from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
 from autoplan.cost_models.errors import AutoplanError
+from autoplan.cost_models.kernels import family_of
 from autoplan.report.files import write_text
 
 AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
@@ -149,18 +150,22 @@ def mean_errors(steps: Sequence[Step], logs: Floats) -> dict[str, float]:
 
 
 def classes_of(cases: Sequence[Case], fitted: Constants, price: Price) -> list[str]:
-    """Of every step, as `Pricer.estimate` finds it: what a step is shorter by where the host costs nothing is what it
-    waits for it."""
+    """Of every step with its family of devices, as `Pricer.estimate` finds it: what a step is shorter by where the host
+    costs nothing is what it waits for it."""
     free = fitted.with_({name: 0.0 for name in fitted.values if re.fullmatch(r"host_.*_s", name)})
     usual, without = price([(c, range(len(cases))) for c in (fitted, free)])
     shares = [1 - b / a for a, b in zip(usual, without, strict=True)]
-    return [class_of_step(c.task.shape.num_experts > 0, share) for c, share in zip(cases, shares, strict=True)]
+    return [
+        class_of_step(c.task.shape.num_experts > 0, share, family_of(c.task.cluster.device) or "")
+        for c, share in zip(cases, shares, strict=True)
+    ]
 
 
 def stated_interval(of_step: Sequence[str], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
-    """Of steps of a class; None for fewer than two campaigns of them."""
-    mine = [i for i, found in enumerate(of_step) if found == name]
-    if len({steps[i].group for i in mine}) < 2:
+    """Of steps of a class, over all families where it names none; None for too few campaigns of them: two, of a family
+    as many as a constant needs."""
+    mine = [i for i, found in enumerate(of_step) if name in (found, found.partition(OF_FAMILY)[0])]
+    if len({steps[i].group for i in mine}) < (LEAST_GROUPS if OF_FAMILY in name else 2):
         return None
     return interval([steps[i] for i in mine], errors[mine], STATED)
 
@@ -232,7 +237,8 @@ def main(
             unseen = unseen_errors(all_steps, held, fitted.constants, price)
         # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
         intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
-        classes = {name: stated_interval(of_step, steps, held.errors, name) for name in ("dense", "experts", "host")}
+        names = ("dense", "experts", "host", *sorted({name for name in of_step if OF_FAMILY in name}))
+        classes = {name: stated_interval(of_step, steps, held.errors, name) for name in names}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
     console.print(constants_table(fitted, held, "campaign"))

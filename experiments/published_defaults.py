@@ -27,7 +27,9 @@ class Framework(StrEnum):
     BIGSCIENCE = "Megatron-DeepSpeed of BigScience"
     MEGATRON = "Megatron-LM"
     NEMO = "NeMo, Megatron Bridge"  # the recipes that performance is published with
+    MEGATRON_TESTS = "Megatron-LM, functional tests"
     BRIDGE_LIBRARY = "Megatron Bridge, library recipes"
+    AUTOMODEL = "NeMo Automodel"
     INTERNEVO = "InternEvo"
     TORCHTITAN = "torchtitan"
     OTHER = "other"
@@ -72,6 +74,8 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"bigscience|OpenLLM-France", Framework.BIGSCIENCE),
     (r"DeepSpeed", Framework.MEGATRON_DEEPSPEED),
     (r"Megatron-Bridge (skills|examples)/", Framework.BRIDGE_LIBRARY),
+    (r"Automodel", Framework.AUTOMODEL),
+    (r"functional_tests", Framework.MEGATRON_TESTS),
     (r"NeMo|Megatron-Bridge|dgxc-benchmarking|training_results", Framework.NEMO),
     (r"Megatron|Korthikanti|calculon|SC21|2205\.05198|2402\.15627|SimuMax|ModelZoo|Primus", Framework.MEGATRON),
 )
@@ -86,6 +90,9 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.BIGSCIENCE: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
     # Transformer Engine; performance recipes compute at most the attention core again (NVIDIA NeMo performance guide)
     Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
+    Framework.MEGATRON_TESTS: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
+    # Transformer Engine's modules under fully_shard (examples/llm_benchmark: *_te_deepep.yaml)
+    Framework.AUTOMODEL: Defaults((Mode.FUSED, Mode.EAGER), ("none", "full"), (3,)),
     Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.BRIDGE_LIBRARY: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.INTERNEVO: Defaults((Mode.FUSED,), ("none", "full"), (1,)),  # apex and flash-attention kernels
@@ -109,9 +116,10 @@ PRECISIONS: tuple[tuple[str, str | None], ...] = (
     (r"FP32|TF32", "fp32"),
 )
 
-# Formats that a planner's precision does not tell apart, by what rows call them: scales per block of 32 (MXFP8) or 128
-# elements, per tensor. Sweeps are of one format.
-FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|block", "mxfp8"), (r"FP8", "fp8"))
+# Formats of 8 and 4 bits, by what rows call them: scales per block of 32 (MXFP8) or 128 elements, per tensor. The
+# planner tells blocks apart where the device multiplies by their scales. Sweeps are of one format.
+BLOCKS = "mxfp8"
+FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|block", BLOCKS), (r"FP8", "fp8"))
 
 # ZeRO stages: several where the words leave it open. A shard group smaller than dp gathers and updates as ZeRO 1 and
 # reduces as ZeRO 0; a smaller group of FSDP is read as all of dp.
@@ -148,6 +156,7 @@ INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "Interleav
 # mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
 _MEGATRONS = (
     Framework.MEGATRON,
+    Framework.MEGATRON_TESTS,
     Framework.NEMO,
     Framework.BRIDGE_LIBRARY,
     Framework.MEGATRON_DEEPSPEED,
@@ -229,6 +238,18 @@ MEMORY: tuple[tuple[str, Memory], ...] = (
 
 # Projections of multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, and its descendants): ranks and head sizes.
 # The rank of the queries is that, or they are projected in one step (DeepSeek-V2-Lite).
+# Experts that are many, with as many key-value heads as heads, have it since Megatron knows it: of Megatron-LM's tests
+# all that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), as of Megatron Bridge's
+# recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since)
+LATENT_EXPERTS: tuple[int, float] = (16, 2024.8)
+# Frameworks that know it; and those whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in every test),
+# with which latent attention has no fused kernel: "unfused attention since MLA with fused attention and deterministic
+# mode leads to NaN" (their model_config.yaml).
+LATENT_FRAMEWORKS = frozenset(_MEGATRONS)
+DETERMINISTIC = frozenset((Framework.MEGATRON_TESTS,))
+# Whose recipes of such models keep the optimizer's moments in 16 bits (exp_avg_dtype = bfloat16: DeepSeek-V3 and V4,
+# Moonlight, Kimi), as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3.3).
+MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 HEAD_DIMS = (128, 64)  # usual ones beside hidden / heads

@@ -41,6 +41,16 @@ _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
 _INTERLEAVED = frozenset({"pp", "cp"})
 _RECIPES = frozenset({"pp", "cp", "tp"})  # NeMo's performance recipes add user buffers for tensor parallelism
 
+_MEGATRON = tuple(
+    (since, RunOptions(attention, overlap=_INTERLEAVED, overlap_zero=False))  # both are off by default
+    for since, attention in (
+        (0.0, Attention.UNFUSED),
+        (2023.0, Attention.FLASH1),
+        (2023.8, Attention.FLASH2),
+        (2024.3, Attention.FUSED),
+    )
+)
+
 # (since, options), the last that applies. FlashAttention: 2022, in Megatron and PyTorch from 2023 on, FlashAttention-2
 # from the end of 2023; Transformer Engine brings cuDNN's own from 2024 on.
 OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
@@ -56,12 +66,9 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
         (0.0, RunOptions(Attention.UNFUSED, Launch.BLOCKING)),
         (2023.8, RunOptions(Attention.FLASH2, Launch.BLOCKING)),
     ),
-    Framework.MEGATRON: (
-        (0.0, RunOptions(Attention.UNFUSED, overlap=_INTERLEAVED)),
-        (2023.0, RunOptions(Attention.FLASH1, overlap=_INTERLEAVED)),
-        (2023.8, RunOptions(Attention.FLASH2, overlap=_INTERLEAVED)),
-        (2024.3, RunOptions(Attention.FUSED, overlap=_INTERLEAVED)),
-    ),
+    Framework.MEGATRON: _MEGATRON,
+    Framework.MEGATRON_TESTS: _MEGATRON,
+    Framework.AUTOMODEL: ((0.0, RunOptions(Attention.FUSED, dispatcher=Dispatcher.FLEX)),),
     Framework.NEMO: (
         (0.0, RunOptions(Attention.FLASH2, overlap=_RECIPES)),
         (2024.3, RunOptions(Attention.FUSED, overlap=_RECIPES)),
@@ -118,6 +125,13 @@ _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe", "ep"),
     (r"TP/DP/PP overlap|overlap-p2p|PP overlap", "pp"),
 )
+_OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm overlap"
+
+# Fine-tuning recipes of NeMo pack SQuAD (Rajpurkar et al., 2016) to the sequence length; with the prompt around it, a
+# paragraph with its question is about 200 tokens. Megatron Bridge, which came after it, takes mock data instead
+# (scripts/performance/argument_parser.py, --data). (framework, until, tokens)
+_FINE_TUNED = r"\b(SFT|LoRA|LORA)\b|[Ff]ine-?tun"
+_PACKED: tuple[tuple[Framework, float, int], ...] = ((Framework.NEMO, 2025.6, 200),)
 
 
 def era_of(source: str, notes: str, device: str) -> float:
@@ -130,7 +144,9 @@ def era_of(source: str, notes: str, device: str) -> float:
     return year if year is not None else find(_DEVICES, device) or 2026.0
 
 
-def options_of(framework: Framework, era: float, flags: str, device: str, precision: str) -> RunOptions:
+def options_of(
+    framework: Framework, era: float, flags: str, device: str, precision: str, notes: str = ""
+) -> RunOptions:
     """The options of a framework at a time, and what the flags of a run say of them."""
     usual = next(options for since, options in reversed(OPTIONS[framework]) if era >= since)
     if framework is Framework.NEMO:
@@ -144,4 +160,10 @@ def options_of(framework: Framework, era: float, flags: str, device: str, precis
         launch=launch or usual.launch,
         attention=attention or usual.attention,
         overlap=usual.overlap | said,
+        overlap_zero=usual.overlap_zero or re.search(_OVERLAPS_ZERO, flags, re.IGNORECASE) is not None,
+        document_len=_document_len(framework, era) if re.search(_FINE_TUNED, f"{flags} {notes}") else None,
     )
+
+
+def _document_len(framework: Framework, era: float) -> int | None:
+    return next((tokens for known, until, tokens in _PACKED if known is framework and era < until), None)

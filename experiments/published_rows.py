@@ -26,7 +26,7 @@ from published_table import read_rows as read_rows
 
 from autoplan.cost_models.catalog import entry
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import GRADIENTS_16, Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.config import GRADIENTS_16, MOMENTS_16, Attention, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.errors import AutoplanError
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Shapes:
         if row["params_b"]:
             shape = self._nearest(row, stated)
         else:
-            shape = replace(stated, kind=self._kinds.get(self._layer(stated), stated.kind))
+            shape = replace(stated, kind=self._kinds.get(self._layer(stated)) or _usual_kind(row, stated))
         return replace(shape, adapters=_adapters(row))
 
     @staticmethod
@@ -235,6 +235,10 @@ class Shapes:
         def off(candidate: Shape) -> float:
             return candidate.num_params / published - 1
 
+        if _usual_kind(row, shape).latent:  # of many small experts, too few parameters are attention's to tell
+            likely = min((s for s in found if s.kind.latent), key=lambda s: abs(off(s)))
+            if abs(off(likely)) < tables.USUAL_WITH_EXPERTS:
+                return likely
         usual = found[0].kind == shape.kind  # else the size of a head is none that is used with experts
         if usual and abs(off(found[0])) < (tables.USUAL_WITH_EXPERTS if shape.num_experts else tables.USUAL):
             return found[0]
@@ -242,6 +246,15 @@ class Shapes:
         if abs(off(best)) > tables.PARAMS_TOLERANCE:
             raise Unpriced(f"the dimensions give {off(best):+.0%} of the published number of parameters at best")
         return best
+
+
+def _usual_kind(row: Row, shape: Shape) -> Kind:
+    """Where nothing says what kind of layer it is: latent attention with many experts, in frameworks that know it."""
+    least, since = tables.LATENT_EXPERTS
+    known = row.framework in tables.LATENT_FRAMEWORKS and era_of(row["source"], row["notes"], row["gpu"]) >= since
+    if not known or shape.num_experts < least or shape.kv_heads != shape.heads:
+        return shape.kind
+    return replace(shape.kind, latent=True, q_rank=tables.LATENT_Q_RANKS[0], head_dim=tables.LATENT["v_head_dim"])
 
 
 def _vocab(row: Row) -> int:
@@ -345,8 +358,13 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     if precision is None:
         raise Unpriced(f"no precision of the planner for {row['precision']!r}")
     assumed = (*assumed, *(name for name in ("vocab", "precision") if not row[name]))
+    blocks = precision == "fp8" and find(tables.FORMATS, row["precision"]) == tables.BLOCKS
+    if blocks and "float4" in cluster.device.peak_flops_by_dtype:  # devices that multiply by scales per block
+        precision = "mxfp8"
     if framework in tables.GRADIENTS_16 and precision != "fp32":
         precision += GRADIENTS_16
+        if shape.kind.latent and framework in tables.MOMENTS_16:
+            precision += MOMENTS_16
     task = Task(shape, cluster, precision, seq_len, batch, settings)
     return Case(row, task, framework, measured_s, assumed)
 
@@ -480,8 +498,11 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> tuple[tuple[Setti
     readings += [replace(usual, mode=v) for v in modes[1:]]
     readings += [replace(usual, micro_batch=v) for v in micro[1:]]
     schedule = _schedule(row)
-    options = options_of(framework, era, f"{row['flags']} {row['model']}", row["gpu"], row["precision"])
+    said = f"{row['flags']} {row['model']}"
+    options = options_of(framework, era, said, row["gpu"], row["precision"], row["notes"])
     options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
+    if shape.kind.latent and framework in tables.DETERMINISTIC:
+        options = replace(options, attention=Attention.UNFUSED)
     settings = []
     for r in readings:
         chunks = r.virtual_stages if pp > 1 else 1

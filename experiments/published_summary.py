@@ -55,11 +55,13 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
     macro, width = f"{summary['macro_mean']:.1%}", f"{summary['all']['width']:.0%}"
     counts = ("num_right", "num_pairs", "num_other_right", "num_other")
     right, pairs, other_right, others = (sum(r[k] for r in summary["ranking"].values()) for k in counts)
+    known = [held_out[name] for name in groups["campaign"] if name in held_out]
+    out = f", held out **{sum(known) / len(known):.1%}**" if len(known) == len(groups["campaign"]) else ""
     lines += [
         "",
-        f"Macro average over campaigns: **{macro}**. Median width of the interval: {width} of the prediction.",
+        f"Macro average over campaigns: **{macro}**{out}. Median width of the interval: {width} of the prediction.",
         f"Pairs of layouts of one sweep, measured more than 5 % apart, in the order predicted: {right} of {pairs};",
-        f"of pairs that differ in the number format, too (MXFP8 and FP8 have one price): {other_right} of {others}.",
+        f"of pairs that differ in the number format, too (mostly MXFP8 and FP8): {other_right} of {others}.",
     ]
     return "\n".join(lines)
 

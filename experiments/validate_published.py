@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from published_defaults import FORMATS, find
+from published_defaults import BLOCKS, FORMATS, find
 from published_graphs import graph_of
 from published_rows import Case, Row, Setting, Shape, Shapes, Task, Unstated, interpret, read_rows
 from published_summary import held_out_errors, insert, markdown
@@ -175,7 +175,8 @@ def result_of(case: Case) -> Result:
         stages = estimate.stages[-1:] if kind.last_stage else estimate.stages
         sizes = [stage.allocated_bytes if comparable else stage.memory_bytes for stage in stages]
         predicted_bytes = max(size.mid for size in sizes)
-    sweep = (task.shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], task.precision, task.global_batch_size)
+    bits = task.precision.replace(BLOCKS, "fp8")  # formats are told apart by `number_format`
+    sweep = (task.shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], bits, task.global_batch_size)
     return Result(
         id=row["id"],
         campaign=row["campaign"],

@@ -492,4 +492,5 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
     assert entry["fitted"] and entry["groups"] == ["c0", "c1", "c2", "c3"] and entry["value"] != entry["before"] == 0.96
     assert str(tmp_path) not in out.read_text()
     assert Constants.load(out).sustained_hopper == entry["value"]
+    assert {"dense", "dense of hopper"} <= found["step_intervals"].keys() <= {"dense", "host", "dense of hopper"}
     assert found["error"]["in_sample"] < found["error"]["before"]

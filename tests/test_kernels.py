@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from autoplan.cost_models.compute import op_s, roofline_s
 from autoplan.cost_models.config import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware import Device
-from autoplan.cost_models.kernels import Kernels, Kind, kernels_of
+from autoplan.cost_models.kernels import Kernels, Kind, cast_bytes, kernels_of
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 
@@ -164,9 +165,42 @@ def test_experts_are_slower_the_fewer_rows_each_has() -> None:
     assert roofline_s(experts(16384, 8), "forward", H100, Mode.FUSED).tag is Tag.ASSUMED
 
 
+def test_one_expert_of_a_rank_is_a_plain_product_and_others_take_turns_on_four_streams() -> None:
+    known = kernels_of(H100, Constants.shipped())
+    assert known is not None
+
+    def busy(groups: int, rows: float, **more: Any) -> float:
+        return known.product_s(H100, Kind.HALF, rows, 4096, 4096, groups=groups, **more).busy_s
+
+    assert busy(1, 8192, grouped=True, streams=4) == busy(1, 8192)
+    share = Constants.shipped().grouped_share
+    for rows in (64, 300):  # few tiles each: side by side they fill the device better, 16 in turn as 4 times 4
+        four = busy(4, rows, grouped=True, streams=4)
+        assert busy(16, rows, grouped=True, streams=4) == pytest.approx(4 * four, rel=1e-6)
+        assert four < 4 * busy(1, rows) / share
+    assert busy(16, 64, grouped=True) <= busy(16, 64, grouped=True, streams=4)  # one kernel for all
+
+
+def test_scales_per_block_cost_another_copy_where_any_layout_can_be_multiplied() -> None:
+    """Blackwell: per tensor one copy of 8 bits, per 32 elements two; Hopper transposes in either case."""
+    assert cast_bytes("bfloat16", "blackwell") == 0
+    assert (
+        cast_bytes("float8", "blackwell") < cast_bytes("float8", "hopper") < cast_bytes("float8_block32", "blackwell")
+    )
+    b200 = catalog.device("b200-sxm-180gb")
+    assert b200.flops("float8_block32") == b200.flops("float8")
+    x, w = TensorWork((16384, 8192), "bfloat16", True), TensorWork((8192, 8192), "bfloat16", True)
+
+    def seconds(dtype: str) -> float:
+        work = OpWork("linear", (x, w), (x,), (("matmul_dtype", dtype),), 2.0 * 16384 * 8192**2, 1e6)
+        return roofline_s(work, "forward", replace(b200, peak_flops=b200.flops("float8")), Mode.FUSED).mid
+
+    assert seconds("float8") < seconds("float8_block32") < 1.1 * seconds("float8")
+
+
 def test_fused_experts_save_the_activation_and_rows_in_order_cost_traffic() -> None:
     """Fused: less than the speed of the products alone explains. Passes: each moves all rows once, in both phases."""
-    work, fused = experts(16384, 64), RunOptions(fused_experts=True)
+    work, fused = experts(16384, 4), RunOptions(fused_experts=True)  # as many as run side by side in any case
     shipped = Constants.shipped()
     slow_products = shipped.with_({"fused_grouped_share": shipped.grouped_share})
     for phase, activated in (("forward", 3 * 2048), ("backward", 5 * 2048)):

@@ -9,7 +9,7 @@ import pytest
 
 from autoplan.cost_models.blocks import BlockPricer, mesh_groups, op_times
 from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.memory import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
@@ -209,6 +209,18 @@ def test_gradients_of_16_bits() -> None:
     assert narrow == replace(wide, name="fp8-grad16", grad_bytes=2.0)
     for name in ("int8", "native-grad16", "fp32-grad16", "-grad16"):
         with pytest.raises(PinError, match=f"precision '{name}' is not known; use native, .*, or bf16-grad16"):
+            precision_of(name)
+
+
+def test_moments_of_16_bits() -> None:
+    """Beside a float32 master: 8 bytes of state in place of 12, whatever gradients have."""
+    for name in ("bf16", "fp8-grad16"):
+        wide, short = precision_of(name), precision_of(f"{name}-mom16")
+        assert short == replace(wide, name=f"{name}-mom16", state_bytes=8.0) and wide.state_bytes == 12.0
+    with pytest.raises(PinError, match=r"precision 'bf16-mom16' is priced, but not executed.*nearest: bf16"):
+        executed_precision("bf16-mom16")
+    for name in ("native-mom16", "fp32-mom16", "bf16-mom16-grad16"):
+        with pytest.raises(PinError, match=f"precision '{name}' is not known"):
             precision_of(name)
 
 

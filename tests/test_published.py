@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import Attention, Mode
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.estimate import estimate_config
@@ -270,6 +270,49 @@ def test_what_the_dimensions_leave_open_follows_from_the_number_of_parameters() 
     part = row(**{**deepseek, "layers": "4", "notes": "moe_ffn=2048 shared_ffn=2048 first_dense_layers=1"})
     shape = Shapes([part, whole]).of(part)
     assert (shape.kind, shape.layers, shape.first_dense) == (latent, 4, 1)
+
+
+MANY_EXPERTS = {"moe_experts": "32", "moe_topk": "4", "kv_heads": "32", "ffn_hidden": "4096"}
+TESTS = {"source": "NVIDIA/Megatron-LM tests/functional_tests/test_cases/moe/a/golden_values.json"}
+
+
+def test_many_experts_without_grouped_queries_have_latent_attention() -> None:
+    """Where neither a number of parameters nor another row says otherwise, and the framework knows it by then."""
+    found = case_of(**MANY_EXPERTS, **TESTS).task
+    assert found.shape.kind == Kind(True, False, 128, True, 1536)
+    assert found.settings[0].options.attention is Attention.UNFUSED  # deterministic
+    other = case_of(**MANY_EXPERTS, source="NVIDIA-NeMo/Megatron-Bridge skills/a", params_b="").task
+    assert other.shape.kind.latent and other.settings[0].options.attention is Attention.FUSED
+    assert other.precision == "bf16-grad16-mom16" and found.precision == "bf16"
+    for more in ({"kv_heads": "8"}, {"moe_experts": "8"}, {"source": "x", "gpu": "A100"}):
+        assert not case_of(**{**MANY_EXPERTS, **TESTS, **more}).task.shape.kind.latent
+    plain = case_of(**TESTS).task
+    assert plain.settings[0].options.attention is Attention.FUSED and not plain.shape.kind.latent
+
+
+def test_fine_tuning_of_nemo_packs_short_documents() -> None:
+    nemo = {"source": "NVIDIA/NeMo docs/source/performance", "notes": "NeMo 24.07; SFT"}
+    assert case_of(**nemo).task.settings[0].options.document_len == 200
+    assert case_of(**{**nemo, "notes": "NeMo 24.07; pretrain"}).task.settings[0].options.document_len is None
+    mock = {"source": "NVIDIA-NeMo/Megatron-Bridge docs", "notes": "container 26.06; SFT"}
+    assert case_of(**mock).task.settings[0].options.document_len is None
+
+
+def test_what_zero_moves_overlaps_where_the_framework_does_it_or_the_row_says_so() -> None:
+    def overlaps(**fields: str) -> bool:
+        return bool(case_of(**fields).task.settings[0].options.overlap_zero)
+
+    assert not overlaps() and overlaps(flags="overlap-grad-reduce=True; overlap-param-gather=True")
+    assert overlaps(source="NVIDIA-NeMo/Megatron-Bridge docs") and overlaps(source="mosaicml/llm-foundry")
+
+
+def test_scales_per_block_are_a_precision_of_their_own_where_devices_multiply_by_them() -> None:
+    def precision(words: str, **fields: str) -> str:
+        return str(case_of(precision=words, **fields).task.precision)
+
+    b200 = {"gpu": "B200", "gpu_mem_gb": "180"}
+    assert precision("MXFP8", **b200) == "mxfp8" and precision("FP8-CS", **b200) == "fp8"
+    assert precision("FP8 fine-grained (32x32 on Blackwell, 128x128/1x128 on H100)") == "fp8"
 
 
 def test_neither_the_name_of_the_model_nor_the_campaign_nor_the_measurement_changes_what_is_priced() -> None:

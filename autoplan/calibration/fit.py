@@ -95,7 +95,7 @@ _RANGES: tuple[tuple[str, Range], ...] = (
     (r"imbalance", Range(1.0, 2.5, 0.2)),
     (r"host_fp8", Range(1.0, 5.0, 0.3)),
     (r"host_.*_s", Range(1e-6, 2e-2, 0.7)),
-    (r"overlap|.*_hidden", Range(0.05, 1.0, 0.4)),
+    (r"overlap|contention|.*_hidden", Range(0.05, 1.0, 0.4)),
     (r".*", Range(1e-12, 1e12, 0.3)),
 )
 

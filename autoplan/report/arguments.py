@@ -116,6 +116,8 @@ def read_options(
     fused_experts: bool = False,
     narrow_gather: bool = False,
     fused_loss: bool = False,
+    overlap_zero: bool = True,
+    document_len: int | str | None = None,
 ) -> RunOptions:
     """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, how rows travel to experts, and
     what `RunOptions` says of the rest. PinError names what is not known and what is."""
@@ -135,6 +137,8 @@ def read_options(
         fused_experts,
         narrow_gather,
         fused_loss,
+        overlap_zero,
+        read_count(document_len, "document_len") if isinstance(document_len, str) else document_len,
     )
 
 
@@ -191,6 +195,8 @@ def option_texts(options: RunOptions) -> list[str]:
     said += ["fused experts"] if o.fused_experts else []
     said += ["weights gathered in 8 bits"] if o.narrow_gather else []
     said += ["fused loss"] if o.fused_loss else []
+    said += [] if o.overlap_zero else ["ZeRO not overlapped"]
+    said += [f"documents of {o.document_len} tokens"] if o.document_len is not None else []
     return said
 
 
@@ -206,4 +212,6 @@ def option_data(options: RunOptions) -> dict[str, Any]:
         "fused_experts": o.fused_experts,
         "narrow_gather": o.narrow_gather,
         "fused_loss": o.fused_loss,
+        "overlap_zero": o.overlap_zero,
+        "document_len": o.document_len,
     }

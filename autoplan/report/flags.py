@@ -32,8 +32,8 @@ PinTexts = Annotated[
 PrecisionName = Annotated[
     str,
     typer.Option(
-        help="bf16, fp16, fp32, fp8, fp4, or native (the model's own dtypes); with -grad16 behind it (bf16-grad16), "
-        "gradients are 16 bits."
+        help="bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); with -grad16 behind it "
+        "(bf16-grad16), gradients are 16 bits."
     ),
 ]
 ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
@@ -55,6 +55,16 @@ NarrowGather = Annotated[
 ]
 FusedLoss = Annotated[
     bool, typer.Option("--fused-loss", help="Cross entropy reads 16-bit logits and writes their gradient in place.")
+]
+OverlapZero = Annotated[
+    bool,
+    typer.Option(
+        "--overlap-zero/--no-overlap-zero",
+        help="What ZeRO 1 and 2 move once per step hides behind computing, or does not.",
+    ),
+]
+DocumentLen = Annotated[
+    str | None, typer.Option(help="Tokens of a document where sequences are packed: attention stays within it.")
 ]
 SequenceParallel = Annotated[
     bool,

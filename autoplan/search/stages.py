@@ -162,11 +162,12 @@ class Cutter:
             return np.maximum(sums[j] - sums[i], 0.0)
         out = np.zeros(i.shape)
         for moved, computed in pricer.once_s:
-            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * pricer.hides
+            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * pricer.hides_once
             most = np.zeros(i.shape)
             for first in range(self.num_units):
                 most[first, first + 1 :] = np.maximum.accumulate(np.array(moved[first:]))
-            out += np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
+            shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
+            out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
         return np.where(j > i, out, 0.0)
 
     def _selective(self) -> Array:
