@@ -400,7 +400,7 @@ def test_time_and_money_by_hand() -> None:
 # -- run options, constants --------------------------------------------------------------------------------------------
 
 EVERYTHING = RunOptions(
-    Attention.FLASH1, Launch.GRAPHS, frozenset({"tp", "ep"}), Dispatcher.FLEX_FP8, False, True, True, True
+    Attention.FLASH1, Launch.GRAPHS, frozenset({"tp", "ep"}), Dispatcher.FLEX_FP8, False, True, True, True, False, 256
 )  # nothing of it is a default
 
 
@@ -411,7 +411,10 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
-    assert "fused experts, weights gathered in 8 bits, fused loss" in text and text.endswith(" ".join(words)), text
+    assert (
+        "weights gathered in 8 bits, fused loss, ZeRO not overlapped, documents of 256 tokens" in text
+        and text.endswith(" ".join(words))
+    ), text
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]
     assert options_of({name: request[name] for name in OPTIONS}) == EVERYTHING
     swept = json.loads(run("whatif", *model, "--vary", "tp=2", *words, "--json").stdout)
