@@ -87,7 +87,7 @@ class Range:
 # By name, the first pattern that matches. A share cannot pass what it is a share of; a little above 1 where that is
 # itself fitted. Widths: 5 to 10 % where hardware settles it, a factor of 2 where software does.
 _RANGES: tuple[tuple[str, Range], ...] = (
-    (r"sustained_.*", Range(0.6, 1.05, 0.07)),
+    (r"sustained_.*", Range(0.6, 1.0, 0.07)),
     (r"memory_share", Range(0.5, 1.0, 0.1)),
     (r"(attention|network)_share", Range(0.4, 1.2, 0.15)),
     (r".*_share", Range(0.2, 1.2, 0.2)),
