@@ -299,7 +299,7 @@ def test_weights_of_8_bit_products_may_be_gathered_in_8_bits() -> None:
 
 def test_a_ring_hides_behind_the_attention_that_it_feeds() -> None:
     config = ParallelConfig(cp=8, num_micro_batches=2)
-    for seq_len, hidden in ((131072, True), (4096, False)):
+    for seq_len, hidden in ((131072, True), (2048, False)):
         plain, ring = (
             estimate(
                 config, NODES.with_(nodes=1), RunOptions(overlap=o, launch=Launch.GRAPHS), seq_len=seq_len
