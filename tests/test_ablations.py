@@ -182,9 +182,7 @@ def test_larger_micro_batches_help_until_the_bubble() -> None:
     assert all(_larger_micro_batches(2, options) < 1 for options in (BLOCKING, UNFUSED))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="where the host decides, 8 and 4 are a tie: 0.755 and 0.756 of micro-batches of 1"
-)
+@pytest.mark.xfail(strict=True, reason="where the host decides, 8 and 4 are a tie: 0.755 and 0.756")
 def test_larger_micro_batches_help_until_the_bubble_where_the_host_decides() -> None:
     """As above, kernels launched one at a time."""
     assert _larger_micro_batches(8, BLOCKING) > _larger_micro_batches(4, BLOCKING)
