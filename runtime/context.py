@@ -70,9 +70,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
         ctx.group, ctx.ranks = group, ranks
-        parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo wants the ranks inside the first dim
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
-        return _in_order(parts.view(ranks, *x.shape))
+        return _in_order(gathered(x, group, ranks))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

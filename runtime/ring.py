@@ -113,7 +113,7 @@ def ring_attention(
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """[b, l] of every rank -> [ranks, b, l]. No gradients."""
+    """[b, ...] of every rank -> [ranks, b, ...]. No gradients."""
     parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo wants the ranks inside the first dim
     dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
     return parts.view(ranks, *x.shape)

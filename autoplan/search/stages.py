@@ -214,13 +214,9 @@ class Cutter:
             legal &= keep <= most + _CLOSE * self.capacity
             again = self._repeated()[j] - self._repeated()[i]
         each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
-        if self.fixed is None:
-            self._shapes.append((shape, each))
-            each = each + again
-        else:
-            each = each + again
-            self._shapes.append((shape, each))
-        return np.where(legal, each, math.inf), self._once_s
+        least = each if self.fixed is None else each + again  # with memory without end
+        self._shapes.append((shape, least))
+        return np.where(legal, each + again, math.inf), self._once_s
 
     def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
         """Of every window the least seconds and steps down the ladder that free `short` bytes, and what is missing."""
