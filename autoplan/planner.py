@@ -53,6 +53,7 @@ from autoplan.search.chunks import ChunkCutter
 from autoplan.search.context_pins import chosen_methods
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
+from autoplan.search.offload_pins import on_host
 from autoplan.search.pins import check_compiled, check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space
 from autoplan.search.stages import Cut, Cutter, Shortage
@@ -89,8 +90,8 @@ _LADDER = (
     "full), cheapest bytes of a stage first, first layers first"
 )
 _OFFLOAD = (
-    "offload: optimizer state of all stages, and what layers keep, as one more choice of recompute; nothing of it "
-    "hidden behind computing; parameters stay"
+    "offload: optimizer state of all stages, parameters with it where they are sharded, and what layers keep, as one "
+    "more choice of recompute; nothing of it hidden behind computing but with the traffic of ZeRO"
 )
 _EXPERTS = (
     "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
@@ -287,7 +288,7 @@ class _Search:
                 self._too_big(candidate)
                 if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
                     for each in offloaded(self.request, candidate):  # what has less on the host is too big, too
-                        if set(each.offload) < set(candidate.offload):
+                        if on_host(each.offload) < on_host(candidate.offload):
                             self.outcomes.setdefault(each, self.outcomes[candidate])
             else:
                 self.bounds[candidate] = bound
@@ -330,7 +331,7 @@ class _Search:
     def _best_first(self, bounds: Mapping[Candidate, float]) -> None:
         """Take the least bound; refine it the first time, evaluate it the second."""
         # of equal ones first what has most on the host: where that is too big, so are the others
-        heap = [(bound, 0, -len(candidate.offload), candidate) for candidate, bound in bounds.items()]
+        heap = [(bound, 0, -len(on_host(candidate.offload)), candidate) for candidate, bound in bounds.items()]
         heapq.heapify(heap)
         while heap:
             bound, refined, _, candidate = heap[0]
@@ -349,7 +350,7 @@ class _Search:
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
-                heapq.heappush(heap, (bound, 1, -len(candidate.offload), candidate))
+                heapq.heappush(heap, (bound, 1, -len(on_host(candidate.offload)), candidate))
 
     def _prepare(self, candidate: Candidate) -> bool:
         """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""
@@ -463,7 +464,9 @@ class _Search:
                 _OFFLOAD if r.cluster.offloads else "nothing is offloaded: no host link is known beside a device"
             )
         if "zero_replicas" not in r.pins:
-            out.append("zero_replicas = 1: ZeRO shards over all replicas")
+            several = any(c.zero_replicas > 1 for c in checked.candidates)
+            beside = ", or over those in one scale-up domain (hybrid ZeRO; not with experts that are spread)"
+            out.append(f"ZeRO shards over all replicas{beside if several else ''}")
         if "schedule" not in r.pins and "virtual_stages" not in r.pins:
             out.append(_SCHEDULES)
         out += [f"{name} pinned to {value}" for name, value in r.pins.items()]

@@ -29,7 +29,7 @@ from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
-from autoplan.search.offload_pins import ACTIVATIONS, searched_offload, state_offload, with_offload
+from autoplan.search.offload_pins import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
@@ -358,7 +358,8 @@ def offloaded(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
     """The same degrees with what a search may leave on the host; none where it looks at nothing of that."""
     if not request.cluster.offloads:
         return []
-    return [replace(candidate, offload=kind) for kind in searched_offload(request.pins)]
+    kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
+    return [replace(candidate, offload=kind) for kind in kinds]
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
@@ -395,7 +396,7 @@ def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelC
 def least_memory_first(candidate: Candidate) -> tuple[int, ...]:
     """Sorting key: what most likely fits comes first."""
     c = candidate
-    return c.micro_batch_size, -len(c.offload), -c.zero_stage, -c.tp, -c.pp
+    return c.micro_batch_size, -len(on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
 
 
 class QuickMemory:

@@ -12,7 +12,7 @@ from autoplan.cost_models.host import host_s, waited_s
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Workload, backward_follows
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
@@ -259,8 +259,10 @@ class BlockPricer:
         hidden_last += waits[1] if stage == 1 else ZERO
         # a stream of its own: traffic hides behind all that a backward does, computing the block again included
         behind = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
-        both = self._beside(gather + reduce, behind) + waits[2]
-        beside = self._beside(gather + reduce, behind + times.forward) + waits[2]
+        moved = (gather if self._gathers_again(block) else ZERO) + reduce
+        wait = waits[2 if moved.mid > reduce.mid else 1]
+        both = self._beside(moved, behind) + wait
+        beside = self._beside(moved, behind + times.forward) + wait
         return BlockCost(
             forward=times.forward,
             backward=times.backward,
@@ -379,6 +381,12 @@ class BlockPricer:
                 back = sum(p.num_elements * self._shown_bytes(p) for p in there if p.trainable) / ranks
                 reduce.append(self.costs.host_copy_s(back))
         return total(gather), total(reduce), bool(gather)
+
+    def _gathers_again(self, block: BlockWork) -> bool:
+        """True if ZeRO 3 gathers the parameters for the backward, too. By hand, all are."""
+        if block.gathered is Gathered.AGAIN or self.costs.mode is Mode.FUSED:
+            return True
+        return block.gathered is Gathered.LAST and not backward_follows(self.config.pp, self.config.schedule)
 
     def _across_replicas(self, block: BlockWork) -> Quantity:
         """Summing the gradients' shards over their replicas (hybrid ZeRO), in the last backward of the step."""

@@ -29,6 +29,7 @@ SCHEMA_VERSION = 1
 # Inputs of a captured graph that are not of the batch: the runtime gives them.
 LOSS_DENOMINATOR = "loss_denominator"  # the global number of what the mean of the loss runs over
 LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for what is averaged over them
+OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number in it is the size of the batch, not of a micro-batch
 NOT_OF_THE_BATCH = frozenset((LOSS_DENOMINATOR, LOSS_SHARE))
 
 Dim = tuple[str, ...]  # factor names, major to minor; () is a dim of size 1

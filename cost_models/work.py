@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from autoplan.cost_models.units import dtype_bytes
 
@@ -109,6 +110,19 @@ class ParamWork:
     expert: bool = False
 
 
+class Gathered(Enum):
+    """What becomes of the parameters that ZeRO 3 gathers for a forward."""
+
+    AGAIN = "again"  # dropped, and gathered again for the backward
+    LAST = "last"  # of the last block of the model: kept where its backward follows at once (`backward_follows`)
+    DROP = "drop"  # the backward needs none
+
+
+def backward_follows(num_stages: int, schedule: str) -> bool:
+    """True if the backward of the model's last block directly follows its forward."""
+    return num_stages == 1 or schedule == "1F1B"
+
+
 @dataclass(frozen=True)
 class BlockWork:
     """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
@@ -116,7 +130,7 @@ class BlockWork:
     `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
     modules start together with another one (queries, keys and values of one input; a norm with the product after it);
     `group_ops`: those that computing a group of regions again runs; `offloaded_bytes`: what it sends to the host and
-    back if its activations wait there.
+    back if its activations wait there; `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
     """
 
     name: str
@@ -127,6 +141,7 @@ class BlockWork:
     joined_ops: frozenset[int] = frozenset()
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
     offloaded_bytes: float = 0.0
+    gathered: Gathered = Gathered.AGAIN
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,13 @@ class Block(nn.Module):
             names of its regions joined by `+` (`attention+norms`); `selective`, the attention region, of which the
             result stays. Or `offload`: what the block keeps waits in the memory of the host.
         site: number of the block's first dropout in the whole program.
+        gathered: under ZeRO 3, of what a forward gathered: `again`, it is dropped and gathered again for the backward;
+            `keep`, the backward follows at once; `drop`, the backward needs no parameter.
     """
 
-    def __init__(self, *, recompute: str = "none", site: int = 0) -> None:
+    def __init__(self, *, recompute: str = "none", site: int = 0, gathered: str = "again") -> None:
         super().__init__()
-        self.recompute, self.site = recompute, site
+        self.recompute, self.site, self.gathered = recompute, site, gathered
         self.compiled = False
         self._regions: Regions | None = None
         self._ran: weakref.WeakSet[Regions | Offload] = weakref.WeakSet()

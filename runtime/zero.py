@@ -10,6 +10,9 @@ divided by the token count of the whole batch. With dp ranks and P parameter byt
 | 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
 | 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
 
+Of ZeRO 3 two kinds of blocks are gathered M times only (`Block.gathered`): the last of all, whose backward follows its
+forward, and those whose backward needs no parameter (an embedding).
+
 Hybrid ZeRO (Zhao et al., PyTorch FSDP, 2023, section 3.2.2) shards over dp / R neighbours and keeps R copies of that:
 the table with dp / R for dp, and once per step an all-reduce of the gradients' shards over the copies.
 
@@ -295,11 +298,13 @@ def apply_zero(
             block,
             mp_policy=(policies or {}).get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard_after_forward and getattr(block, "gathered", "again") != "keep",
             shard_placement_fn=place,
             ignored_params=alone,
             offload_policy=policy,
         )
+        if isinstance(block, FSDPModule) and getattr(block, "gathered", "again") == "drop":
+            block.set_unshard_in_backward(zero is not ZeroStage.PARAMETERS)
     # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
     root = fully_shard(
         stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone, offload_policy=policy

@@ -101,6 +101,8 @@ def brute_force(r: PlanRequest) -> float:
     costs, best = Costs(r.cluster, None, r.mode), math.inf
     kinds = ((), *SEARCHED) if r.cluster.device.host_memory_bytes is not None else ((),)
     for c, kind in itertools.product(space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates, kinds):
+        if "parameters" in kind and (c.zero_stage == 0 or c.dp == 1):
+            continue  # nothing is sharded
         config = ParallelConfig(
             schedule=c.schedule,
             virtual_stages=c.virtual_stages,
@@ -110,6 +112,7 @@ def brute_force(r: PlanRequest) -> float:
             zero_stage=c.zero_stage,
             micro_batch_size=c.micro_batch_size,
             num_micro_batches=c.num_micro_batches,
+            zero_replicas=c.zero_replicas,
             offload=tuple(name for name in kind if name != "activations"),
         )
         one = estimate_config(replace(r, pins={}), config)

@@ -67,6 +67,18 @@ def gpt_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
     return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].view(-1))
 
 
+def summed_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy summed over a sequence, its mean over the sequences; and small terms of the logits themselves."""
+    entropy = F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].view(-1), reduction="sum")
+    penalty = logits.square().sum() / batch["labels"].numel() + logits.abs().mean()
+    return entropy / batch["labels"].shape[0] + 0.1 * penalty
+
+
+def mean_and_penalty(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean over valid labels, and over all tokens."""
+    return gpt_loss(logits, batch) + 0.01 * logits.square().mean()
+
+
 def make_gpt(seed: int = 0, **kwargs: object) -> GPT:
     """A GPT with random weights."""
     torch.manual_seed(seed)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import pytest
 import spmd_types
 import torch
 import torch.distributed as dist
@@ -143,6 +144,11 @@ MOE = {
 }
 
 
+LOSSES = {
+    "gpt-balanced-aux": models.balanced_loss,
+    "gpt-summed": models.summed_loss,
+    "gpt-penalty": models.mean_and_penalty,
+}
 ENCODER_DECODER = {"encdec": models.make_encoder_decoder, "t5": models.make_t5, "bart": models.make_bart}
 
 
@@ -176,7 +182,7 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 @functools.cache
 def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
-    loss = None if is_hf(family) else models.balanced_loss if family == "gpt-balanced-aux" else models.gpt_loss
+    loss = None if is_hf(family) else LOSSES.get(family, models.gpt_loss)
     compute, model = executed_precision(precision).compute, make_model(family, dropout)
     with computing_in(model, None if compute is None else getattr(torch, compute)):
         return capture(model, batch, loss)
@@ -527,6 +533,20 @@ def train_reference(case: Case, dtype: torch.dtype, num_steps: int, optimizer: s
         )
     assert out is not None
     return out
+
+
+def assert_trains_as_one_device(case: Case) -> None:
+    """Losses, gradients and clip norm of the first step, keys and values of `state_dict` after three AdamW steps with
+    clipping: real processes against one device, in float64."""
+    got, want = trained(case), train_reference(case, torch.float64, 3, "adamw")
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    error, name = worst(got.gradients, want.gradients)
+    assert error < 1e-12, name
+    assert got.norm == pytest.approx(want.norm, rel=1e-11)
+    assert sorted(got.parameters) == state_keys(case.family)
+    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
+    # AdamW divides by the root of the second moment: where a gradient is nearly zero it amplifies rounding
+    assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
 
 
 def state_keys(family: str) -> list[str]:

@@ -452,7 +452,7 @@ class Penalised(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("loss", [cosine_loss, two_means, root_of_mean, centred, softmax_over_batch])
+@pytest.mark.parametrize("loss", [cosine_loss, root_of_mean, centred, softmax_over_batch])
 def test_a_batch_that_cannot_be_split_is_refused(loss: Any) -> None:
     graph = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, loss)
     found = batch_obstacle(graph)
@@ -467,5 +467,6 @@ def test_a_term_without_the_batch_is_refused() -> None:
 def test_a_batch_that_can_be_split() -> None:
     stack = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
     assert batch_obstacle(stack) is None
+    assert batch_obstacle(capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, two_means)) is None
     assert batch_obstacle(capture(models.make_llama(), models.token_batch(2, 8))) is None
     assert batch_obstacle(capture(models.make_gpt(dropout=0.1), gpt_batch(), models.gpt_loss)) is None

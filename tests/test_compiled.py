@@ -7,7 +7,16 @@ import shutil
 
 import pytest
 import torch
-from parity import Case, compiled, fake_group, full_tensors, global_batch, reference, train_reference, trained, worst
+from parity import (
+    Case,
+    assert_trains_as_one_device,
+    compiled,
+    fake_group,
+    full_tensors,
+    global_batch,
+    reference,
+    worst,
+)
 from parity_matrix import refusal
 
 from autoplan.runtime.compiled import compile_blocks
@@ -83,12 +92,7 @@ PROCESSES = [
 @pytest.mark.processes
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_training_equals_one_device(case: Case) -> None:
-    got = trained(case)
-    want = train_reference(case, torch.float64, 3, "adamw")
-    assert got.losses == pytest.approx(want.losses, rel=1e-12)
-    assert worst(got.gradients, want.gradients)[0] < 1e-12
-    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
-    assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
+    assert_trains_as_one_device(case)
 
 
 def test_regions_and_compiled_blocks_exclude_each_other() -> None:

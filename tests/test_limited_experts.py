@@ -8,13 +8,12 @@ import torch
 from parity import (
     SEQ,
     Case,
+    assert_trains_as_one_device,
     global_batch,
     graph_of,
     make_model,
     reference,
     run_simulated,
-    train_reference,
-    trained,
     worst,
 )  # fmt: skip
 
@@ -67,11 +66,7 @@ def test_equal_to_one_device(case: Case) -> None:
     ids=str,
 )
 def test_training_equals_one_device(case: Case) -> None:
-    got, want = trained(case), train_reference(case, torch.float64, 3, "adamw")
-    assert got.losses == pytest.approx(want.losses, rel=1e-12)
-    error, name = worst(got.gradients, want.gradients)
-    assert error < 1e-12, name
-    assert worst(got.parameters, want.parameters)[0] < 1e-9
+    assert_trains_as_one_device(case)
 
 
 def test_a_running_sum_over_a_cut_sequence_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.cost_models.blocks import BlockPricer, mesh_groups, op_times
+from autoplan.cost_models.blocks import BlockCost, BlockPricer, mesh_groups, op_times
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
@@ -17,7 +17,7 @@ from autoplan.cost_models.orders import F
 from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.schedule import Transfer, actions, held_at_backwards, simulate
-from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, TensorWork, Workload
+from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TensorWork, Workload
 from autoplan.runtime import zero as runtime_zero
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
@@ -293,6 +293,29 @@ def test_measured_copies_of_fully_shard() -> None:
         got = (block.zero_forward, block.zero_backward, block.zero_first, block.zero_last)
         assert [q.mid for q in got] == pytest.approx(want, rel=1e-3), zero
     assert plain.zero_forward.mid == plain.zero_first.mid == 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "pp", "schedule", "mode", "again"),
+    [
+        (Gathered.AGAIN, 1, "1F1B", Mode.EAGER, True),
+        (Gathered.DROP, 2, "GPipe", Mode.EAGER, False),
+        (Gathered.LAST, 1, "1F1B", Mode.EAGER, False),
+        (Gathered.LAST, 2, "1F1B", Mode.COMPILED, False),
+        (Gathered.LAST, 2, "GPipe", Mode.EAGER, True),
+        (Gathered.DROP, 1, "1F1B", Mode.FUSED, True),
+    ],
+)
+def test_what_zero_3_gathers_for_a_backward(what: Gathered, pp: int, schedule: str, mode: Mode, again: bool) -> None:
+    def cost(gathered: Gathered, zero: int) -> BlockCost:
+        block = replace(layer(), ops=(), gathered=gathered)  # nothing to hide behind
+        config = ParallelConfig(dp=2, pp=pp, zero_stage=zero, num_micro_batches=2, schedule=schedule)
+        return Pricer(workload(2, block=block), config, Costs(cluster(2 * pp), None, mode)).blocks["layer"]
+
+    reduced = cost(what, 2).zero_backward.mid
+    assert cost(what, 3).zero_forward.mid == cost(Gathered.AGAIN, 3).zero_forward.mid > 0
+    assert (cost(what, 3).zero_backward.mid > reduced) == again
+    assert cost(what, 3).zero_backward.mid == (cost(Gathered.AGAIN, 3).zero_backward.mid if again else reduced) > 0
 
 
 def test_collectives_wait_for_stragglers() -> None:

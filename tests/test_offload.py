@@ -11,7 +11,18 @@ import offload_jobs
 import pytest
 import torch
 from harness import pool
-from parity import SEQ, Case, compiled, fake_group, full_tensors, graph_of, train_job, train_reference, trained, worst
+from parity import (
+    SEQ,
+    Case,
+    assert_trains_as_one_device,
+    compiled,
+    fake_group,
+    full_tensors,
+    graph_of,
+    train_job,
+    train_reference,
+    trained,
+)
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.errors import PinError
@@ -56,14 +67,7 @@ PROCESSES = [
 @pytest.mark.processes
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_training_equals_one_device(case: Case) -> None:
-    """Three AdamW steps with clipping, gradients, `state_dict` and `load_state_dict`."""
-    got = trained(case)
-    want = train_reference(case, torch.float64, 3, "adamw")
-    assert got.losses == pytest.approx(want.losses, rel=1e-12)
-    assert got.norm == pytest.approx(want.norm, rel=1e-12)
-    assert worst(got.gradients, want.gradients)[0] < 1e-12
-    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
-    assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
+    assert_trains_as_one_device(case)
 
 
 @pytest.mark.parametrize("precision", ["native", "bf16", "bf16-grad16", "fp16", "fp32"])

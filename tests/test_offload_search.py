@@ -96,6 +96,26 @@ def test_a_model_that_does_not_fit_is_made_to_fit() -> None:
     assert error.value.report.term == "state on the host"
 
 
+def test_parameters_go_to_the_host_where_their_shards_are_too_large() -> None:
+    """With all else there nothing fits, with the shards themselves it does: found, and by enumeration."""
+    pins = {"pp": 1, "tp": 1, "dp": 4, "zero_stage": 3, "num_micro_batches": 2}
+    config = search_plan(request(4, pins=pins)).plans[0].config
+    ways = [("offload", "optimizer"), ("full", "optimizer"), ("offload", "parameters"), ("full", "parameters")]
+    least = [
+        estimate_config(request(4, host=(ROOM, FAST)), replace(config, recompute=how, offload=(kind,))).estimate
+        for how, kind in ways
+    ]
+    bytes_ = [e.peak_memory_bytes.mid for e in least]
+    assert min(bytes_[2:]) < 0.9 * min(bytes_[:2])
+    r = request(4, int((min(bytes_[:2]) + min(bytes_[2:])) / 2), pins=pins, host=(ROOM, FAST))
+    found = search_plan(r).plans[0]
+    assert found.config.offload == ("parameters",) and found.estimate.fits
+    assert found.estimate.step_time_s.mid == pytest.approx(brute_force(r), rel=1e-9)
+    for kind in ("activations+optimizer", "optimizer"):
+        with pytest.raises(NothingFits):
+            search_plan(replace(r, pins={**pins, "offload": kind}))
+
+
 def test_what_fits_without_is_faster_with_a_fast_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies cost less than computing again: equal to enumeration, and not if `Cutter.binds` were wrong."""
     pins = {"pp": 2, "dp": 1, "tp": 1, "micro_batch_size": 2, "schedule": "1F1B"}
@@ -119,7 +139,9 @@ def test_with_ample_memory_nothing_is_offloaded(mode: Mode) -> None:
     never = search_plan(replace(r, pins={"tp": 1, "offload": "none"}))
     assert free.plans[0].config == never.plans[0].config
     c, d = free.certificate, never.certificate
-    assert c.solved == d.solved and c.considered - c.illegal == 4 * (d.considered - d.illegal)
+    assert c.solved == d.solved
+    assert c.considered - c.illegal == sum(1 + len(offloaded(r, each)) for each in space_of(r).candidates)
+    assert {len(offloaded(r, each)) for each in space_of(r).candidates} == {3, 5}  # parameters where ZeRO shards
     assert any(text.startswith("offload: optimizer state") for text in c.restrictions)
     assert any(text == "offload pinned to none" for text in d.restrictions)
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
 import torch
-from parity import Case, compiled, global_batch, state_keys, train_reference, trained, worst
+from parity import (
+    Case,
+    assert_trains_as_one_device,
+    compiled,
+    global_batch,
+    train_reference,
+    trained,
+    worst,
+)
 
 from autoplan.runtime.spec import evaluate
 
@@ -75,17 +84,7 @@ CASES = [
     "case", [pytest.param(c, marks=[] if i % 2 == 0 else pytest.mark.exhaustive) for i, c in enumerate(CASES)], ids=str
 )
 def test_training_equals_one_device(case: Case) -> None:
-    """Losses, gradients and clip norm of the first step, parameters after three AdamW steps with clipping."""
-    got = trained(case)
-    want = train_reference(case, torch.float64, 3, "adamw")
-    assert got.losses == pytest.approx(want.losses, rel=1e-12)
-    error, name = worst(got.gradients, want.gradients)
-    assert error < 1e-12, name
-    assert got.norm == pytest.approx(want.norm, rel=1e-11)
-    assert sorted(got.parameters) == state_keys(case.family)
-    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
-    # AdamW divides by the root of the second moment: where a gradient is nearly zero it amplifies rounding
-    assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
+    assert_trains_as_one_device(case)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[6], CASES[18]], ids=str)
@@ -121,6 +120,31 @@ def test_ledger_over_processes(case: Case) -> None:
     rest = seen - want  # gradients of parameters used as R: one message per dtype
     assert sum(r[2] * n for r, n in rest.items()) == deferred
     assert all(kind == "all_reduce" for kind, *_ in rest)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (Case("llama", dp=2, zero=3, num_micro_batches=2), {"embed": "drop", "head": "keep"}),
+        (Case("gpt", dp=2, zero=3, num_micro_batches=2, recompute="full"), {"embed": "drop", "head": "keep"}),
+        (Case("llama", dp=2, pp=2, zero=3, num_micro_batches=3), {"embed": "drop"}),
+        (Case("llama", dp=2, zero=2, num_micro_batches=2), {}),
+    ],
+    ids=str,
+)
+def test_zero_3_gathers_again_what_a_backward_needs(case: Case, options: dict[str, str]) -> None:
+    """Every forward and backward gathers a block, but not the backward of an embedding, nor that of the last block,
+    which directly follows its forward."""
+    got, program = trained(case, "float32", 1, "sgd"), compiled(case)
+    stage = program.spec.stages[0]  # rank 0 reports
+    for block in {p.block for p in stage.params}:
+        (line,) = re.findall(rf"^ *'{block}': \w+\((.*)\),$", program.sources[stage.source], re.MULTILINE)
+        found = re.search("gathered='([a-z]+)'", line)
+        assert (found and found.group(1)) == options.get(block), line
+    times = {None: 2, "drop": 1, "keep": 1}
+    each = [times[options.get(block)] for block in {p.block for p in stage.params}]
+    want = case.num_micro_batches * sum(each) if case.zero == 3 else len(each)
+    assert sum(kind == "all_gather" and axis == "dp" for kind, axis, *_ in got.ledger) == want
 
 
 LEDGER_CASES = [

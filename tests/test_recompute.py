@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from parity import (
     SEQ,
     Case,
+    assert_trains_as_one_device,
     cluster_of,
     compiled,
     fake_group,
@@ -23,7 +24,6 @@ from parity import (
     graph_of,
     reference,
     run_simulated,
-    train_reference,
     trained,
     worst,
 )
@@ -318,9 +318,4 @@ PROCESSES = [
 @pytest.mark.processes
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_training_equals_one_device(case: Case) -> None:
-    got = trained(case)
-    want = train_reference(case, torch.float64, 3, "adamw")
-    assert got.losses == pytest.approx(want.losses, rel=1e-12)
-    assert worst(got.gradients, want.gradients)[0] < 1e-12
-    floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
-    assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
+    assert_trains_as_one_device(case)

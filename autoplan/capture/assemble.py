@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autoplan.capture.batch_size import averages_of_micro_batches, insert_after
 from autoplan.capture.coupled import router_terms
 from autoplan.capture.hoist import hoist, simplify
 from autoplan.cost_models.errors import CaptureError
@@ -50,6 +51,7 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
     if loss.main:
         router_terms(trace, loss.main)
     pure = _pure_values(trace)
+    averages_of_micro_batches(trace, pure)
     segments = _segments(trace, pure)
     return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
 
@@ -76,7 +78,7 @@ def _normalise_loss(trace: Trace) -> _Loss:
         return _Loss("none", target, ignore, out)
     trace.values[total] = replace(trace.values[out], name=total)
     trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
-    _insert_after(
+    insert_after(
         trace, entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
     )
     return _Loss("tokens", target, ignore, out)
@@ -95,20 +97,11 @@ def _normalise_mean(trace: Trace) -> _Loss:
         for fresh in (total, part):
             trace.values[fresh] = replace(trace.values[out], name=fresh)
         trace.nodes[i] = replace(node, op="sum", outputs=(total,))
-        _insert_after(trace, i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
+        insert_after(trace, i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
         at = next(k for k, n in enumerate(trace.nodes) if n.name == part)
-        _insert_after(
-            trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source)
-        )
+        insert_after(trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
         return _Loss("samples", None, -100, out)
     return _Loss("none", None, -100)
-
-
-def _insert_after(trace: Trace, index: int, node: Node) -> None:
-    at = trace.order.index(("node", index))
-    trace.region[node.name] = trace.region[trace.nodes[index].name]
-    trace.order.insert(at + 1, ("node", len(trace.nodes)))
-    trace.nodes.append(node)
 
 
 def _drop_dead(trace: Trace) -> None:

@@ -566,10 +566,12 @@ def _assign(target: str, text: str, comment: str) -> str:
 
 
 def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
-    lines = ["    def __init__(self, *, recompute: str = 'none', site: int = 0) -> None:"]
-    lines.append("        super().__init__()" if free else "        super().__init__(recompute=recompute, site=site)")
+    lines = [
+        "    def __init__(self, *, recompute: str = 'none', site: int = 0, gathered: str = 'again') -> None:",
+        "        super().__init__(recompute=recompute, site=site, gathered=gathered)",
+    ]
     if free:
-        lines[0] = "    def __init__(self) -> None:"
+        lines = ["    def __init__(self) -> None:", "        super().__init__()"]
     for param in lowered.params:
         sizes = local_shape(param.value, param.stored, ctx.factors, ctx.axes)
         made, used = describe(param.value, param.stored, ctx), ""

@@ -16,6 +16,8 @@ from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.schedule import ranks_of_chunks
 from autoplan.cost_models.symbols import SYMBOLS, Expr
 from autoplan.cost_models.units import DTYPE_BYTES
+from autoplan.cost_models.work import backward_follows
+from autoplan.rules.saved import backward_reads_params
 from autoplan.runtime.spec import (
     BufferSpec,
     CarriedSpec,
@@ -423,6 +425,9 @@ class _Compiler:
                 options.append(f"recompute={how!r}")
             if lowered.num_dropouts:
                 options.append(f"site={self.sites[call.name]}")
+            gathered = self._gathered(call, how)
+            if gathered != "again":
+                options.append(f"gathered={gathered!r}")
             lines.append(f"                {identifier(call.name)!r}: {lowered.class_name}({', '.join(options)}),")
         lines += ["            }", "        )", ""]
         carried = [identifier(c.name) for c in spec.carried_in]
@@ -440,6 +445,15 @@ class _Compiler:
         lines.append(f"        return {', '.join(outs)}")
         lines += ["", *self._count(needs)]
         return lines
+
+    def _gathered(self, call: Call, recompute: str) -> str:
+        """What becomes of the parameters that ZeRO 3 gathers for a forward (see `runtime.program.Block`)."""
+        if self.layouts.zero_stage < 3 or not call.params:
+            return "again"
+        if recompute in ("none", "offload") and not backward_reads_params(self.lowered[call.block].block):
+            return "drop"
+        last = call is self.graph.calls[-1]
+        return "keep" if last and backward_follows(len(self.layouts.stages), self.layouts.schedule) else "again"
 
     def _context_cuts(
         self, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]

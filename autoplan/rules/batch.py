@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
+from autoplan.cost_models.graph import OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
 from autoplan.cost_models.layout import AxisType, P, R, shard
 from autoplan.cost_models.symbols import Expr
 from autoplan.rules.strategies import axis_choices
@@ -35,7 +35,7 @@ def _result(
     """Types of a node's outputs, or None if it cannot be computed in parts."""
     inputs = tuple(types[n] for n in node.tensor_inputs)
     places = [_places(block.values[n], factors, symbol) for n in node.outputs]
-    if any(len(p) > 1 for p in places):
+    if any(len(p) > 1 for p in places) or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
         return None
     if symbol == "s" and node.op == "attention":  # over the keys of all parts (autoplan.runtime.context)
         documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))

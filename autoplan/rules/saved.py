@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any
 
 from autoplan.cost_models.errors import RuleError
+from autoplan.cost_models.graph import Block
 from autoplan.cost_models.units import DTYPE_BYTES
 
 _HALF = ("bfloat16", "float16")
@@ -402,6 +403,18 @@ def rule_name(f: OpFacts) -> str:
         if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or own):
             return "attention_own_mask"
     return f.op
+
+
+def backward_reads_params(block: Block) -> bool:
+    """False if a backward of the block needs none of its parameters, as that of an embedding: only shapes."""
+    stored = set(block.params)  # and what shares their memory
+    for node in block.nodes:
+        rule, used = RULES.get(node.op), [i for i, x in enumerate(node.inputs) if x in stored]
+        if used and (rule is None or any(f"x{i}" == name for name, _ in rule.keeps for i in used)):
+            return True
+        if used and rule is not None and rule.form is Form.VIEW:
+            stored |= set(node.outputs)
+    return False
 
 
 def saved_rule(f: OpFacts) -> SavedRule:

@@ -34,7 +34,12 @@ class Candidate:
     methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
     etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
     zero_replicas: int = 1  # copies of what ZeRO shards
-    offload: tuple[str, ...] = ()  # what is on the host, if that is searched: optimizer, activations of some layers
+    offload: tuple[str, ...] = ()  # what is on the host, if that is searched; activations: of some layers
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return self.dp * self.cp // self.zero_replicas
 
     @property
     def num_actions(self) -> int:
@@ -69,6 +74,7 @@ class Limits:
         experts: number of experts of every mixture; inner: their inner sizes.
         contexts: values of cp that are looked at.
         schedules: (name, stages per rank) that are looked at beside 1F1B.
+        node: devices of a scale-up domain, if there are several domains; 0: one.
     """
 
     devices: int
@@ -81,6 +87,7 @@ class Limits:
     contexts: tuple[int, ...] = (1,)
     schedules: tuple[tuple[str, int], ...] = ()
     inner: tuple[int, ...] = ()
+    node: int = 0
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
@@ -100,7 +107,7 @@ def _candidates_at(
     cp: int, limits: Limits, pins: Mapping[str, Any], found: list[Candidate], illegal: Counter[str]
 ) -> bool:
     """Those with one cp, added to `found`. True if some were left out because tp is beyond the scale-up domain."""
-    devices, limited, copies = limits.devices // cp, False, pins.get("zero_replicas", 1)
+    devices, limited = limits.devices // cp, False
     for pp in _degrees(pins, "pp", devices):
         for tp in _degrees(pins, "tp", devices // pp if devices % pp == 0 else devices):
             if devices % (pp * tp):
@@ -130,15 +137,25 @@ def _candidates_at(
                     continue
                 stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if dp * cp > 1 else [0]
                 for zero, (ep, etp) in itertools.product(stages, spread):
-                    if copies not in zero_replica_counts(dp, cp, ep, zero):
-                        illegal["ZeRO cannot have as many replicas"] += 1
-                        continue
-                    if lacks_shards(state_offload(pins), zero, dp * cp // copies):
-                        illegal[NEEDS_SHARDS] += 1
-                        continue
-                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp, zero_replicas=copies)
-                    found += _schedules(plain, pins, limits, illegal)
+                    plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp)
+                    for copies in _copies(plain, limits, pins):
+                        if copies not in zero_replica_counts(dp, cp, ep, zero):
+                            illegal["ZeRO cannot have as many replicas"] += 1
+                        elif lacks_shards(state_offload(pins), zero, dp * cp // copies):
+                            illegal[NEEDS_SHARDS] += 1
+                        else:
+                            found += _schedules(replace(plain, zero_replicas=copies), pins, limits, illegal)
     return limited
+
+
+def _copies(c: Candidate, limits: Limits, pins: Mapping[str, Any]) -> list[int]:
+    """Copies of what ZeRO shards: one, or as few as leave the ranks that share it in one scale-up domain."""
+    if "zero_replicas" in pins:
+        return [pins["zero_replicas"]]
+    legal = zero_replica_counts(c.dp, c.cp, c.ep, c.zero_stage)
+    ranks = c.dp * c.cp * c.tp
+    inside = [n for n in legal if ranks <= n * limits.node] if ranks > limits.node > 0 else []
+    return [1, *inside[:1]]
 
 
 def _schedules(plain: Candidate, pins: Mapping[str, Any], limits: Limits, illegal: Counter[str]) -> Iterator[Candidate]:

@@ -14,7 +14,7 @@ from autoplan.cost_models.errors import PinError
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS = OFFLOADS
 # What a search looks at beside nothing; activations as a step of recompute, of as many layers as it takes.
-SEARCHED = ((OPTIMIZER,), (ACTIVATIONS,), (ACTIVATIONS, OPTIMIZER))
+SEARCHED = ((OPTIMIZER,), (PARAMETERS,), (ACTIVATIONS,), (ACTIVATIONS, OPTIMIZER), (ACTIVATIONS, PARAMETERS))
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
@@ -52,11 +52,17 @@ def state_offload(pins: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in read_offload(pins.get("offload", "none")) if name != ACTIVATIONS)
 
 
-def searched_offload(pins: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """What a search looks at beside offloading nothing, under these pins."""
+def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> tuple[tuple[str, ...], ...]:
+    """What a search looks at beside offloading nothing, under these pins. `shards`: ranks that ZeRO shards over."""
     if "offload" in pins:
         return ()
-    return tuple(kind for kind in SEARCHED if ACTIVATIONS not in kind or "recompute" not in pins)
+    legal = (kind for kind in SEARCHED if not lacks_shards(kind, zero_stage, shards))
+    return tuple(kind for kind in legal if ACTIVATIONS not in kind or "recompute" not in pins)
+
+
+def on_host(offload: tuple[str, ...]) -> frozenset[str]:
+    """All that is there: parameters bring the optimizer's state with them."""
+    return frozenset(offload) | ({OPTIMIZER} if PARAMETERS in offload else frozenset())
 
 
 def lacks_shards(offload: tuple[str, ...], zero_stage: int, shards: int) -> bool:

@@ -77,9 +77,7 @@ def _legal(limits: Limits, pins: Mapping[str, Any], name: str) -> set[int]:
     """Values of one pin (for stages, their number) that leave some plan under the other pins."""
     attribute = "pp" if name == "stages" else name
     others = {k: v for k, v in pins.items() if k != name}
-    if name == "zero_replicas":  # not searched
-        return {d for d in divisors(limits.devices) if candidates(limits, {**others, name: d}).candidates}
-    if name == "cp":  # of short sequences not searched
+    if name in ("zero_replicas", "cp"):  # more are legal than are searched
         return {d for d in divisors(limits.devices) if candidates(limits, {**others, name: d}).candidates}
     return {getattr(c, attribute) for c in candidates(limits, others).candidates}
 

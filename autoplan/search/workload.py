@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, ParamWork, SharedValue, Workload
+from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, SharedValue, Workload
+from autoplan.rules.saved import backward_reads_params
 from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.activations import OFFLOAD, Activations, activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.context_parallel import context_comms
@@ -85,6 +86,9 @@ def workload(
     made = lower_all(graph, selection, works) if made is None else made
     lowered, held = made.blocks, made.held
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
+    end = graph.calls[-1].block
+    if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
+        blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
     if experts is not None:
         held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
         if experts.executed:
@@ -331,6 +335,7 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         joined_ops=joined,
         group_ops={g: frozenset(position[k] for k in at if k in position) for g, at in held.group_ops.items()},
         offloaded_bytes=float(held.saved_bytes - held.choice_bytes[OFFLOAD]),
+        gathered=Gathered.AGAIN if backward_reads_params(block) else Gathered.DROP,
     )
 
 
