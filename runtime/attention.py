@@ -38,8 +38,8 @@ def attention(
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
-        documents: [b, s], to which document every token belongs: a token sees those of its own. Needs s == t and
-            neither mask nor window.
+        documents: [b, s], to which document every token belongs: a token sees those of its own. Needs s == t and no
+            mask.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``); ulysses over the minor part of it together with one of the others over the
             major part. Needs s == t and no mask.
@@ -70,10 +70,9 @@ def attention(
         )
     if ring is not None and gather is not None:
         raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
-    if documents is not None and (mask is not None or window is not None or documents.shape != q.shape[::2]):
+    if documents is not None and (mask is not None or documents.shape != q.shape[::2]):
         raise ValueError(
-            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask "
-            "or a window"
+            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask"
         )
     cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
     if cut and (mask is not None or q.shape[2] != k.shape[2]):
@@ -87,10 +86,10 @@ def attention(
         return ring_attention(q, k, v, causal=causal, scale=scale, window=window, axis=ring, documents=documents)
     if gather in cut:
         return gathered_attention(q, k, v, causal=causal, scale=scale, window=window, axis=gather, documents=documents)
+    if window is not None and window < q.shape[2]:
+        return _windowed(q, k, v, window, scale, documents)
     if documents is not None:
         mask = documents[:, None, :, None] == documents[:, None, None, :]
-    if window is not None and window < q.shape[2]:
-        return _windowed(q, k, v, window, scale)
     if causal and mask is not None:
         # SDPA takes one or the other.
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -101,7 +100,14 @@ def attention(
     )
 
 
-def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float | None) -> torch.Tensor:
+def _windowed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float | None,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
     """The same in blocks of `window` queries, each of which sees its own block of keys and the one before it: the
     arithmetic grows with s * window, not with s^2. Blocks are a dim of the batch."""
     b, heads, s, _ = q.shape
@@ -117,6 +123,11 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sc
     near = (distance >= 0) & (distance < window)
     first = near & (torch.arange(2 * window, device=q.device) >= window)  # nothing is before the first block
     seen = torch.cat((first[None], near.expand(num_blocks - 1, -1, -1))).repeat(b, 1, 1)[:, None]
+    if documents is not None:
+        ids = documents.long()
+        rows = functional.pad(ids, (0, after), value=-1).unfold(1, window, window)
+        columns = functional.pad(ids, (window, after), value=-1).unfold(1, 2 * window, window)
+        seen = seen & (rows[..., None] == columns[:, :, None, :]).flatten(0, 1)[:, None]
     out = functional.scaled_dot_product_attention(
         blocks(q, 0), blocks(k, window), blocks(v, window), attn_mask=seen, scale=scale, enable_gqa=heads != groups
     )

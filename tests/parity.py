@@ -168,7 +168,7 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_switch()
     if family == "gpt-balanced-aux":
         return models.make_balanced()
-    if family in ("mistral", "qwen2-mixed"):
+    if family in ("mistral", "mistral-padded", "mistral-packed", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family.startswith("llama"):
         model = models.make_llama(tie_word_embeddings=family == "llama-tied")
@@ -189,8 +189,8 @@ def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGra
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if family in ("llama-padded", "llama-packed", "mixtral-padded-aux"):
-        return models.with_documents(batch, packed=family == "llama-packed")
+    if family.split("-")[1:2] in (["padded"], ["packed"]):
+        return models.with_documents(batch, packed="packed" in family)
     if family in ENCODER_DECODER:
         ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()
         if is_hf(family):

@@ -96,20 +96,18 @@ def _attention(
             )
         biased = torch.ops.autoplan.biased_attention(query, key, value, bias, bool(causal), scaling)
         return biased.transpose(1, 2).contiguous(), None
-    window = kwargs.get("sliding_window")
-    if window is not None:
-        if not causal or attention_mask is not None:
-            raise CaptureError(
-                "attention over a sliding window is captured where it is causal and has no other mask: no padding, no "
-                "packed sequences"
-            )
-        windowed = torch.ops.autoplan.windowed_attention(query, key, value, int(window), scaling)
-        return windowed.transpose(1, 2).contiguous(), None
-    if attention_mask is not None and attention_mask.ndim == 2:
+    window = None if kwargs.get("sliding_window") is None else int(kwargs["sliding_window"])
+    documents = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+    if documents is not None:
         if not causal:
             raise CaptureError("attention with padding or packed sequences is captured where it is causal")
-        inside = torch.ops.autoplan.document_attention(query, key, value, attention_mask, scaling)
+        inside = torch.ops.autoplan.document_attention(query, key, value, documents, scaling, window)
         return inside.transpose(1, 2).contiguous(), None
+    if window is not None:
+        if not causal or attention_mask is not None:
+            raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
+        windowed = torch.ops.autoplan.windowed_attention(query, key, value, window, scaling)
+        return windowed.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
         key,

@@ -85,6 +85,8 @@ def _windowed_attention(a: Args) -> Result:
 
 def _document_attention(a: Args) -> Result:
     attrs = {"causal": True, "scale": a.get("scale"), "documents": True}
+    if a.get("window") is not None:
+        attrs["window"] = a["window"]
     return Lowered("attention", (a["query"], a["key"], a["value"], a["documents"]), attrs)
 
 

@@ -21,15 +21,26 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, 
 
 @torch.library.custom_op("autoplan::document_attention", mutates_args=())
 def document_attention_op(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
-    """The marker of causal attention in which a token sees those of its own document; documents: [b, s]."""
+    """The marker of causal attention in which a token sees those of its own document; documents: [b, s]. `window`: and
+    of those only as many as this."""
     raise RuntimeError("autoplan::document_attention is a capture marker and cannot be run")
 
 
 @document_attention_op.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 

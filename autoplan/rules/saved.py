@@ -196,7 +196,7 @@ def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
         return (ins[2].num_bytes, *_written_out_extra(replace(f, inputs=ins)))
     mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
     out = replace(ins[0], shape=(*ins[0].shape[:3], v.shape[3]))
-    of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False})
+    of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
     return (*(t.num_bytes for t in (*ins, out)), *_own_mask_extra(of_blocks))
 
 
