@@ -144,7 +144,8 @@ class _Table:
         self.selective = per_unit(lambda b: b.selective)
         self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
         self._mid = mid
-        self._repeated: dict[tuple[int, str], float] = {}
+        self._names = [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
+        self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # layers are calls of few blocks
         self.gather = per_unit(lambda b: b.gather)
         self.reduce = per_unit(lambda b: b.reduce)
         self.first = per_unit(lambda b: b.zero_first)
@@ -154,9 +155,10 @@ class _Table:
 
     def repeated(self, unit: int, how: str) -> float:
         """What a choice of recompute adds to the backward of a unit."""
-        if (unit, how) not in self._repeated:
-            self._repeated[unit, how] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
-        return self._repeated[unit, how]
+        key = self._names[unit], how
+        if key not in self._repeated:
+            self._repeated[key] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
+        return self._repeated[key]
 
 
 class Pricer:

@@ -12,7 +12,6 @@ fails if one differs.
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,9 +21,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from composed_by_hand import Degrees, make_trainer
-from measure import describe, environment, make_console, run_command, write_json
+from in_turn import report, run_sizes
+from measure import run_command
 from models import Size, make_llama, token_batch
-from processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from training import OPTIMIZER, Reference, Trainer, measure, part_of, program, table_of, train_alone
 
@@ -100,16 +99,14 @@ def main(
     """Time programs with several axes against FSDP2, DTensor and stock pipelining by hand, side by side."""
     if processes not in DEGREES:
         raise typer.BadParameter(f"processes={processes}: the degrees are those of 4 or 8")
-    env = {**environment(), "threads": 1, "processes": processes, "backend": "gloo"}
-    console = make_console()
-    cases = []
-    for size in (QUICK,) if quick else SIZES:
-        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
-            results = run_ranks(measure_rank, processes, size, 2.0 if quick else budget_s, folder, timeout_s=timeout_s)
-        for degrees, rows in zip(DEGREES[processes], results[0], strict=True):
-            cases.append({"name": f"llama {size}", "size": asdict(size), "degrees": asdict(degrees), "rows": rows})
-    console.print(table_of(cases, f"a step of HF Llama, {processes} processes, gloo; {describe(env)}"))
-    write_json(json, "composed", env, cases)
+    sizes = (QUICK,) if quick else SIZES
+    env, found = run_sizes(measure_rank, "llama", sizes, processes, 2.0 if quick else budget_s, timeout_s)
+    cases = [
+        {"name": case["name"], "size": case["size"], "degrees": asdict(degrees), "rows": rows}
+        for case in found
+        for degrees, rows in zip(DEGREES[processes], case["contenders"], strict=True)
+    ]
+    report("composed", env, cases, json, table_of)
 
 
 if __name__ == "__main__":

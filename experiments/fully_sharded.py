@@ -10,18 +10,16 @@ with one process before anything is timed; it fails if one differs.
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from measure import describe, environment, make_console, run_command, write_json
+from in_turn import report, run_sizes
+from measure import run_command
 from models import Size, make_llama, token_batch
-from processes import run_ranks
 from sharded_by_hand import RECIPES, make_trainer
 from training import OPTIMIZER, Reference, Trainer, measure, part_of, program, table_of, train_alone
 
@@ -102,17 +100,14 @@ def main(
     """Time programs under ZeRO 0 to 3 against DDP and fully_shard by hand, side by side."""
     if processes not in (2, 4):
         raise typer.BadParameter(f"processes={processes}: a batch of 16 is cut into 4 micro-batches on 2 or 4 ranks")
-    env = {**environment(), "threads": 1, "processes": processes, "backend": "gloo"}
-    console = make_console()
-    cases = []
-    for size in (QUICK,) if quick else SIZES:
-        with console.status(f"llama {size}"), tempfile.TemporaryDirectory() as folder:
-            results = run_ranks(measure_rank, processes, size, 2.0 if quick else budget_s, folder, timeout_s=timeout_s)
-        for count, rows in zip(MICRO_BATCHES, results[0], strict=True):
-            name = f"llama {size} m{count}"
-            cases.append({"name": name, "size": asdict(size), "num_micro_batches": count, "rows": rows})
-    console.print(table_of(cases, f"a step of HF Llama, {processes} processes, gloo; {describe(env)}"))
-    write_json(json, "fully_sharded", env, cases)
+    sizes = (QUICK,) if quick else SIZES
+    env, found = run_sizes(measure_rank, "llama", sizes, processes, 2.0 if quick else budget_s, timeout_s)
+    cases = [
+        {"name": f"{case['name']} m{count}", "size": case["size"], "num_micro_batches": count, "rows": rows}
+        for case in found
+        for count, rows in zip(MICRO_BATCHES, case["contenders"], strict=True)
+    ]
+    report("fully_sharded", env, cases, json, table_of)
 
 
 if __name__ == "__main__":

@@ -165,8 +165,10 @@ class ChunkCutter:
         most = [self.pricer.ladder.height(ranges[k]) for k in mine]  # without a search, its layers
         if self.fixed is None:
             turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
-            order = [place for _, place in turns]
-            return [tuple(order[:n].count(place) for place in range(len(most))) for n in range(len(order) + 1)]
+            taken = [(0,) * len(most)]
+            for _, place in turns:
+                taken.append(tuple(n + (at == place) for at, n in enumerate(taken[-1])))
+            return taken
         if self.fixed == "full":
             return [tuple(most)]
         return [tuple(sum(u in self.pricer.pinned_again for u in ranges[k]) for k in mine)]
