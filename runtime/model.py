@@ -83,6 +83,8 @@ class ParallelModel:
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
         self._given = {name: t.dtype for name, t in parameters.items()}
+        double = torch.float64 in self._given.values()
+        self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         if self.precision is not None and dtype is not None:
             raise ValueError(
@@ -419,7 +421,7 @@ class ParallelModel:
         Raises:
             ValueError: (on all ranks) no label is valid, or ranks have different numbers of samples.
         """
-        dtype, ranks = self._dtype or torch.float32, self.mesh.size("dp")
+        dtype, ranks = self._loss_dtype, self.mesh.size("dp")
         counts, alike = self.spec.loss_count != "none", self.spec.loss_share and ranks > 1
         if not counts and not alike:
             return torch.ones((), dtype=dtype, device=self.device)
