@@ -70,7 +70,7 @@ def assert_equal(model: nn.Module, batch: dict[str, torch.Tensor], loss: Loss = 
     got_loss, got = run(model, graph_of(model, batch, loss), batch)
     want = loss(model(batch["x"]), batch)
     want.backward()
-    assert got_loss == pytest.approx(want.item(), rel=1e-6)  # handed out in float32
+    assert got_loss == pytest.approx(want.item(), rel=1e-12)
     error, name = worst(got, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert error < 1e-12, name
 
