@@ -222,7 +222,7 @@ GROUPS: Mapping[str, Callable[[Result], str]] = {
     "precision": lambda r: r.precision or NOT_STATED,
     "model": lambda r: NOT_STATED if r.experts is None else "experts" if r.experts else "dense",
     "framework": lambda r: r.framework or NOT_STATED,
-    "recompute": lambda r: r.recompute or NOT_STATED,
+    "recompute": lambda r: r.recompute,
     "tp": lambda r: f"tp {r.tp or NOT_STATED}",
     "pp": lambda r: f"pp {r.pp or NOT_STATED}" if r.pp <= 2 else "pp 3-8" if r.pp <= 8 else "pp > 8",
     "cp": lambda r: f"cp {r.cp or NOT_STATED}",

@@ -14,7 +14,8 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from published_graphs import graph_of
 from published_results import (
     FAILED,
     GROUPS,
+    NOT_STATED,
     Errors,
     Feasibility,
     Result,
@@ -158,7 +160,7 @@ def blank_result(row: Row, reason: str, stated: bool = True, shapes: Shapes | No
         pp=count("pp"),
         cp=count("cp"),
         ep=count("ep"),
-        recompute=row["recompute"].split(" ")[0],
+        recompute=row["recompute"].split(" ")[0] or NOT_STATED,
     )
 
 
@@ -218,7 +220,7 @@ def _compared(case: Case, priced: Priced) -> Result:
         pp=first.pp,
         cp=first.cp,
         ep=first.ep,
-        recompute=row["recompute"].split(" ")[0],
+        recompute=row["recompute"].split(" ")[0] or NOT_STATED,
         sweep=f"{row['campaign']} {sweep}",
         number_format=find(FORMATS, row["precision"]) or precision,
         setting=str(used),
@@ -275,7 +277,26 @@ def _map(groups: Sequence[Sequence[Case]], jobs: int, progress: Console | None) 
         yield from shown(map(results_of_shape, groups))
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from shown(pool.map(results_of_shape, groups))
+        asked = [pool.submit(results_of_shape, group) for group in groups]
+        yield from shown(_answer(future, group) for future, group in zip(asked, groups, strict=True))
+
+
+def _answer(future: Future[list[Result]], group: Sequence[Case]) -> list[Result]:
+    """What a process answered; if it died (of memory, mostly), with its pool, the group has one of its own."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return _in_own_process(group)
+
+
+def _in_own_process(cases: Sequence[Case]) -> list[Result]:
+    try:
+        with ProcessPoolExecutor(1) as pool:
+            return pool.submit(results_of_shape, cases).result()
+    except BrokenProcessPool as exc:
+        if len(cases) == 1:
+            return [failure(cases[0].row, exc)]
+        return [result for case in cases for result in _in_own_process([case])]
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
