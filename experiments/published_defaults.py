@@ -147,7 +147,7 @@ OFFLOADED: tuple[tuple[str, str], ...] = (
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
 RECOMPUTE: tuple[tuple[str, str], ...] = (
-    (r"^none|^(no|off|false|0|disabled)$", "none"),
+    (r"^none|^(no|off|false|0|disabled)$|^off-?load", "none"),
     (r"^full|^(yes|on|true|1|all|uniform|block|enabled)$", "full"),
 )
 # torchtitan's selective recompute: every other layer, or within layers every other product, which costs about as much

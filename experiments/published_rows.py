@@ -36,6 +36,7 @@ from published_words import (
     precision_of_words,
     recompute_of,
     schedule_of,
+    stated_chunks,
     usual_precision,
 )
 
@@ -295,11 +296,9 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         "schedule": schedules.choices,
         "offload": on_host.choices,
     }
-    blank = [
-        name
-        for name in ("zero_stage", "recompute", "vpp", "micro_batch")
-        if not row[name] and (name != "vpp" or (pp > 1 and schedules.choices[0] in tables.INTERLEAVED))
-    ]
+    blank = [name for name in ("zero_stage", "recompute", "micro_batch") if not row[name]]
+    if pp > 1 and schedules.choices[0] in tables.INTERLEAVED and stated_chunks(row) is None:
+        blank.append("vpp")
     blank += ["zero_stage"] if unknown_zero else []
     assumed += [n for n, found in choices.items() if (len(found) > 1 or n in blank) and n not in assumed]
     usual = _Reading(

@@ -54,9 +54,7 @@ def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
         return (fewest,)
     if most is not None and schedule not in tables.INTERLEAVED:
         return (1,)
-    stated = row.count("vpp")
-    if stated is None and (match := re.search(_CHUNKS, row["schedule"], re.IGNORECASE)) is not None:
-        stated = int(match.group(1))
+    stated = stated_chunks(row)
     if stated is not None:
         return (stated or 1,)
     if re.search(tables.ONE_CHUNK, _bare(row["schedule"])):
@@ -65,6 +63,13 @@ def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
 
 
 _CHUNKS = r"\b(?:VPP|VP|virtual[ _-]?(?:pipeline|stages?|size)*|chunks|v)\s*[=: ]\s*(\d+)"
+
+
+def stated_chunks(row: Row) -> int | None:
+    """Chunks per rank in the column or with the schedule's name, None where neither says it."""
+    if not row["vpp"] and (match := re.search(_CHUNKS, row["schedule"], re.IGNORECASE)) is not None:
+        return int(match.group(1))
+    return row.count("vpp")
 
 
 def _bare(text: str) -> str:

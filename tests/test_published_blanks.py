@@ -160,6 +160,12 @@ def test_a_precision_that_the_planner_lacks_is_priced_by_the_nearest() -> None:
 def test_recompute_of_other_tools() -> None:
     for words, how in (("True", "full"), ("full", "full"), ("uniform", "full"), ("False", "none"), ("off", "none")):
         assert recompute_of(row(recompute=words), ()) == (how,)
+    assert (
+        recompute_of(row(recompute="offload"), ()) == ("none",)
+        and "recompute" not in case_of(recompute="offload").assumed
+    )
+    assert "vpp" not in case_of(schedule="interleaved (VP=2)", vpp="", pp="2", dp="8").assumed
+    assert "vpp" in case_of(schedule="interleaved", vpp="", pp="2", dp="8").assumed
     assert recompute_of(row(recompute="selective (op)"), ())[0] == HALF
     assert recompute_of(row(recompute="selective (mlp)"), ()) == ("selective", "none", "full")
 
