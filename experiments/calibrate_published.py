@@ -141,11 +141,11 @@ def unseen_errors(steps: Sequence[Step], held: HeldOut, constants: Constants, pr
     return out
 
 
-def mean_errors(steps: Sequence[Step], logs: Floats) -> dict[str, float]:
-    """Mean |predicted / measured - 1| by campaign."""
+def mean_errors(groups: Sequence[str], logs: Floats) -> dict[str, float]:
+    """Mean |predicted / measured - 1| by group of every step."""
     found: dict[str, list[float]] = defaultdict(list)
-    for step, value in zip(steps, logs, strict=True):
-        found[step.group].append(abs(math.exp(value) - 1))
+    for group, value in zip(groups, logs, strict=True):
+        found[group].append(abs(math.exp(value) - 1))
     return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
@@ -226,6 +226,7 @@ def main(
             near = [max(p / s.measured_s, s.measured_s / p) <= BEYOND for p, s in zip(first, steps, strict=True)]
             console.print(f"{near.count(False)} of {len(steps)} steps are more than {BEYOND:g} times off and left out")
             everywhere, all_steps = indices, steps
+            models = ["experts" if c.task.shape.num_experts else "dense" for c in cases]
             cases, indices, steps = (
                 [x for x, ok in zip(values, near, strict=True) if ok] for values in (cases, indices, steps)
             )
@@ -257,7 +258,8 @@ def main(
             if found is not None
         },
         # of all steps of a campaign, with constants fitted without it
-        "unseen": mean_errors(all_steps, unseen),
+        "unseen": mean_errors([step.group for step in all_steps], unseen),
+        "unseen_models": mean_errors(models, unseen),
         "date": date or datetime.date.today().isoformat(),
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }

@@ -104,16 +104,16 @@ DEFAULTS: Mapping[Framework, Defaults] = {
 # Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False).
 GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 
-# Name of a planner's precision, or None where it has none. Of two that a source leaves open, the one that all of its
+# Name of a planner's precision, or int8 (published_words). Of two that a source leaves open, the one that all of its
 # devices have.
-PRECISIONS: tuple[tuple[str, str | None], ...] = (
+PRECISIONS: tuple[tuple[str, str], ...] = (
     (r"FP8 or NVFP4", "fp8"),
-    (r"FP4", "fp4"),
-    (r"INT8", None),
-    (r"FP8", "fp8"),
+    (r"FP4|float4|e2m1", "fp4"),
+    (r"INT8|AQT", "int8"),
+    (r"FP8|float8|e4m3|e5m2", "fp8"),
     (r"BF16|bfloat", "bf16"),
-    (r"FP16|float16", "fp16"),
-    (r"FP32|TF32", "fp32"),
+    (r"FP16|float16|\bhalf\b", "fp16"),
+    (r"FP32|TF32|float32", "fp32"),
 )
 
 # Formats of 8 and 4 bits, by what rows call them: scales per block of 32 (MXFP8) or 128 elements, per tensor. The
@@ -129,26 +129,52 @@ ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"^1|zero-?1", (1,)),
     (r"^2|SHARD_GRAD_OP|zero-?2|optim_grads$", (2,)),
     (r"^3|FSDP|zero-?3|optim_grads_params", (3,)),
+    (r"(zero|stage)\W*(stage\W*)?1|distributed.?optimizer", (1,)),
+    (r"(zero|stage)\W*(stage\W*)?2", (2,)),
+    (r"(zero|stage)\W*(stage\W*)?3|HSDP|hybrid.?shard", (3,)),
+    (r"(zero|stage)\W*(stage\W*)?0|^(none|no|off|false|ddp)\b", (0,)),
+)
+
+# What is offloaded to the host, in the words of a row. Megatron's and NeMo's cpu_offloading is of activations, FSDP's
+# CPUOffload of parameters with the optimizer, ZeRO-Offload of the optimizer, ZeRO-Infinity of parameters, too.
+OFFLOADED: tuple[tuple[str, str], ...] = (
+    (r"activation|cpu[-_]offloading|\bact\b", "activations"),
+    (r"optim|CPU-?Adam|ZeRO-?Offload|\bstates?\b|moments", "optimizer"),
+    (r"param|weight|ZeRO-?Infinity|FSDP|\bCPUOffload\b", "parameters"),
 )
 
 # Everything is sharded over all devices: a row that says so and states no degree has no other.
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
-RECOMPUTE: tuple[tuple[str, str], ...] = ((r"^none", "none"), (r"^full", "full"))
+RECOMPUTE: tuple[tuple[str, str], ...] = (
+    (r"^none|^(no|off|false|0|disabled)$|^off-?load", "none"),
+    (r"^full|^(yes|on|true|1|all|uniform|block|enabled)$", "full"),
+)
 # torchtitan's selective recompute: every other layer, or within layers every other product, which costs about as much
 EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
 
-# The planner's schedule for a row's words; None: none is the same. ZBB (Qi et al., Zero Bubble Pipeline Parallelism,
-# 2023) on chunks of one rank is interleaved; V-half and V-min (Qi et al., Pipeline Parallelism with Controllable
-# Memory, 2024) hold fewer micro-batches than ZBV at the cost of a bubble.
-SCHEDULES: tuple[tuple[str, str | None], ...] = (
-    (r"^(1F1B|1F1B.?interleaved|interleaved( ?1F1B)?|Interleaved1F1B)$", "1F1B"),
-    (r"^(GPipe|all.?forward.?all.?backward)$", "GPipe"),
-    (r"^(ZB-?H1|ZBB|zero.?bubble|InterleavedZeroBubble)$", "ZB-H1"),
-    (r"^ZB-?V$", "ZBV"),
-    (r"^DualPipe-?V$", "DualPipeV"),
+# The planner's schedules for a row's words, by their letters and digits alone; several where they are not the planner's
+# own. ZBB (Qi et al., Zero Bubble Pipeline Parallelism, 2023) on chunks of one rank is interleaved; ZB-H2 and the
+# adaptive ones of that paper have the bubble of ZBV or less. V-half and V-min (Qi et al., Pipeline Parallelism with
+# Controllable Memory, 2024) hold fewer micro-batches than ZBV at the cost of a bubble, which is at most that of 1F1B.
+# Breadth-first (Lamy-Poirier, 2022) is GPipe over the chunks of Interleaved1F1B.
+SCHEDULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"^(1f1b|1f1binterleaved|interleaved(1f1b|pipeline|1f1bpipeline)?|looped1f1b)$", ("1F1B",)),
+    (r"^(vpp|virtualpipeline(parallel(ism)?)?|megatron(interleaved)?|pipedream(flush|2bw)?)$", ("1F1B",)),
+    (r"^((plain|non)(interleaved)?1f1b|1f1bnoninterleaved|noninterleaved|none|no|na|default)$", ("1F1B",)),
+    (r"^(gpipe|allforwardallbackward|afab|fthenb|filldrain)$", ("GPipe",)),
+    (r"^(zbh1|zbb|zerobubble(h1)?|interleavedzerobubble|zerobubbleinterleaved|zb1p|zb)$", ("ZB-H1",)),
+    (r"^(zbh2|zerobubbleh2|zb2p)$", ("ZBV", "ZB-H1")),
+    (r"^(zbv|zbvzerobubble|zerobubblev|vschedule)$", ("ZBV",)),
+    (r"^v(half|min)$", ("ZBV", "1F1B")),
+    (r"^(dualpipev|cutinhalf)$", ("DualPipeV",)),
+    (r"^dualpipe$", ("DualPipe",)),
+    (r"^(loopedbfs|bfs|breadthfirst)$", ("1F1B", "GPipe")),
 )
+UNKNOWN_SCHEDULE = ("1F1B", "ZB-H1")
+# One chunk per rank where the row does not say how many.
+ONE_CHUNK = r"^(1f1b|plain.*|non.*|1f1bnon.*|none|no|na|default|pipedream.*|zb(h1|h2|1p|2p)?|zerobubble(h1|h2)?)$"
 # with several chunks per rank
 INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "InterleavedZeroBubble"}
 
@@ -176,36 +202,6 @@ ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = dict.fromkeys(
     (Framework.MEGATRON, Framework.NEMO, Framework.BRIDGE_LIBRARY), (16, ("q_proj", "k_proj", "v_proj"))
 )
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
-
-# (device, memory in GB): catalog id and overrides of Cluster.parse. A800 is an A100 with NVLink cut to 400 GB/s both
-# ways (NVIDIA A800 data sheet). Memory as the sources write it.
-DEVICES: Mapping[tuple[str, int], tuple[str, str]] = {
-    ("V100", 16): ("v100-sxm2-16gb", ""),
-    ("V100", 32): ("v100-sxm2-32gb", ""),
-    ("A100", 40): ("a100-sxm4-40gb", ""),
-    ("A100", 80): ("a100-sxm4-80gb", ""),
-    ("A800", 80): ("a100-sxm4-80gb", "scaleup=200"),
-    ("H100", 80): ("h100-sxm5-80gb", ""),
-    # Meta's of 95 or 96 GB: HBM2e and 500 W (pytorch/torchtitan benchmarks)
-    ("H100", 94): ("h100-sxm5-80gb", "memory_gb=94,power=500"),
-    ("H800", 80): ("h800-sxm-80gb", ""),
-    ("H200", 141): ("h200-sxm-141gb", ""),
-    ("B200", 180): ("b200-sxm-180gb", ""),
-    ("B300", 270): ("b300-sxm-288gb", ""),
-    ("GB200", 186): ("gb200-nvl72", ""),
-    ("GB300", 279): ("gb300-nvl72", ""),
-    ("MI300X", 192): ("mi300x-192gb", ""),
-    ("MI325X", 256): ("mi325x-256gb", ""),
-    ("MI355X", 288): ("mi355x-288gb", ""),
-    ("TPU V5P", 95): ("tpu-v5p", ""),
-    ("TPU V5E", 16): ("tpu-v5e", ""),
-    ("TPU V6E", 32): ("tpu-v6e", ""),
-    ("TPU TRILLIUM", 32): ("tpu-v6e", ""),
-    ("L40S", 48): ("l40s-48gb", ""),
-}
-# What is left out of a device's name: vendors, form factors, memory.
-NOT_NAMES = r"\b(NVIDIA|AMD|Google|Instinct|Tensor Core|GPU|SXM\d?|HGX|DGX|NVL72|\d+ ?GB)\b"
-SAME_MEMORY = 0.07  # relative: sources count GB or GiB, with or without what the driver keeps
 
 # Gbit/s of the network: per device, or of the node as links times speed.
 NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
@@ -252,12 +248,25 @@ DETERMINISTIC = frozenset((Framework.MEGATRON_TESTS,))
 MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Where dimensions are blank. Key-value heads: 8 of grouped queries in Llama 2 from 34B on (arXiv 2307.09288, table 1)
+# and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before: (number, of all since, of at
+# least so many parameters, since). Others that models have, to look for the published number of parameters with.
+GROUPED: tuple[int, float, float, float] = (8, 2024.3, 30e9, 2023.0)
+KV_HEADS = (4, 2, 16, 1)
+LAYER_WEIGHTS = 12  # times hidden squared: parameters of a layer, roughly
+GATED_SINCE = 2023.1  # LLaMA: SwiGLU; GPTs before have 4 h
+# Entries of tokenizers: GPT-2's, LLaMA's, Llama 3's, and since when they are usual.
+TOKENIZERS: tuple[tuple[float, int], ...] = ((0.0, 50257), (2023.1, 32000), (2024.3, 128256))
+# Experts per token of few and of many experts (Mixtral: 2 of 8; Qwen3 and DeepSeek-V3: 8 of 128 and 256).
+MANY_EXPERTS = 64
+TOP_K: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 4), (8, 4))
 HEAD_DIMS = (128, 64)  # usual ones beside hidden / heads
 EXPERT_EVERY = (1, 2)  # experts in every layer, or in every second one
 # Published counts are rounded, and some leave out embeddings. The usual kind of decoder is taken if it gives the count
 # up to this (less with experts, where attention is a small part of all parameters), else the nearest one, up to the
 # last.
 USUAL, USUAL_WITH_EXPERTS, PARAMS_TOLERANCE = 0.05, 0.01, 0.1
+ROUNDED = 0.01  # candidates for blank dimensions that are this much further off than the best are as good
 
 
 def find(table: Sequence[tuple[str, Found]], text: str) -> Found | None:

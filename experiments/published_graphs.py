@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from published_rows import Adapters, Shape
+from published_shapes import Adapters, Shape
 
 from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.graph import Call, ModelGraph, check

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,63 @@ END = "<!-- end of published runs -->"
 
 def held_out_errors() -> dict[str, float]:
     """Mean error by campaign with the constants of this version fitted without it; all of its rows count."""
+    return {name: float(error) for name, error in _constants().get("unseen", {}).items()}
+
+
+def _constants() -> dict[str, Any]:
     text = files("autoplan.profiles").joinpath("constants.json").read_text(encoding="utf-8")
-    return {name: float(error) for name, error in json.loads(text).get("unseen", {}).items()}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def held_out_of(campaigns: Sequence[str]) -> dict[str, Any]:
+    """What is known of these campaigns without a part of theirs in the constants; None where it is not known.
+
+    macro_mean: over those with a held-out error, by `errors` of each; models: mean error of rows with and without
+    experts; covered: share of steps in the intervals of their class, each campaign's in intervals of the others.
+    `not_fitted`: campaigns without a part in the constants, all figures of which are held out.
+    """
+    data = _constants()
+    known = held_out_errors()
+    errors = {name: known[name] for name in campaigns if name in known}
+    intervals = data.get("step_intervals", {})
+    return {
+        "macro_mean": sum(errors.values()) / len(errors) if errors else None,
+        "errors": errors,
+        "models": {name: float(error) for name, error in data.get("unseen_models", {}).items()} or None,
+        "covered": {name: float(found["covered"]) for name, found in intervals.items() if "covered" in found} or None,
+        "not_fitted": [name for name in campaigns if name not in known],
+    }
+
+
+def held_out_text(campaigns: Sequence[str]) -> list[str]:
+    """The same in words: what of the printed figures is in sample, and what is not."""
+    found = held_out_of(campaigns)
+    lines = []
+    if found["errors"]:
+        lines.append(
+            f"held out (constants fitted without a campaign): macro average over {len(found['errors'])} of these "
+            f"campaigns {_share(found['macro_mean'])}; their figures above are in sample"
+        )
+    if found["not_fitted"]:
+        lines.append(
+            f"had no part in the constants, so that all of their figures are held out: {', '.join(found['not_fitted'])}"
+        )
+    if found["errors"] and found["models"] is None:
+        lines.append(
+            "held-out errors of rows with experts are not stored with the constants: those above are in sample"
+        )
+    elif found["errors"]:
+        models = ", ".join(f"{name} {_share(error)}" for name, error in found["models"].items())
+        lines.append(f"held out, mean error of the rows that the constants were fitted to: {models}")
+    if found["covered"] is not None:
+        shares = ", ".join(
+            f"{name} {_share(found['covered'][name])}" for name in found["covered"] if " of " not in name
+        )
+        lines.append(f"held out, steps within the intervals of their class: {shares}; covered above is in sample")
+    else:
+        lines.append("no intervals are stored with the constants: covered above is in sample")
+    return lines
 
 
 def _share(value: float | None, signed: bool = False) -> str:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,8 +24,26 @@ from typing import Annotated, Any
 import typer
 from published_defaults import BLOCKS, FORMATS, find
 from published_graphs import graph_of
-from published_rows import Case, Row, Setting, Shape, Shapes, Task, Unstated, interpret, read_rows
-from published_summary import held_out_errors, insert, markdown
+from published_results import (
+    FAILED,
+    GROUPS,
+    NOT_STATED,
+    Errors,
+    Feasibility,
+    Result,
+    duplicates,
+    grouped,
+    macro_mean,
+    memory_errors,
+    ranked_pairs,
+    reasons,
+    summary_of,
+)
+from published_results import MemoryErrors as MemoryErrors
+from published_results import Ranking as Ranking
+from published_rows import Case, Row, Setting, Shape, Shapes, Task, interpret, own_precision, read_rows
+from published_summary import held_out_errors, held_out_text, insert, markdown
+from published_table import Unmeasured, Unstated
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -39,97 +56,59 @@ from autoplan.points import PlanRequest
 from autoplan.report.files import write_text
 
 _log = logging.getLogger(__name__)
-RANKED_APART = 0.05  # pairs whose measured times differ by less are not ranked
-
-
-@dataclass(frozen=True)
-class Result:
-    """One row, priced or not (`reason`). Times in seconds of a step, memory in bytes of one device.
-
-    `stated`: the row has dimensions, degrees and a result, so that a planner can be asked. low_s, high_s: over all
-    readings; `fits`: any of them does. `measured_s` is NaN where only memory is published. `measured_bytes` where the
-    row has a figure; `memory_kind` as the row says.
-    """
-
-    id: str
-    campaign: str
-    trust: str
-    model: str
-    device: str
-    num_devices: str
-    reason: str = ""
-    stated: bool = True
-    precision: str = ""
-    framework: str = ""
-    experts: bool = False
-    tp: int = 0
-    pp: int = 0
-    cp: int = 0
-    ep: int = 0
-    recompute: str = ""
-    sweep: str = ""
-    number_format: str = ""
-    setting: str = ""
-    assumed: tuple[str, ...] = ()
-    predicted_s: float = math.nan
-    low_s: float = math.nan
-    high_s: float = math.nan
-    measured_s: float = math.nan
-    predicted_bytes: float = math.nan
-    measured_bytes: float = math.nan
-    memory_kind: str = ""
-    memory_comparable: bool = False
-    fits: bool = True
-    out_of_memory: bool = False
-    breakdown_s: Mapping[str, float] | None = None
-
-    @property
-    def compared(self) -> bool:
-        """True if there are a predicted and a measured time."""
-        return not self.reason and not math.isnan(self.measured_s)
-
-    @property
-    def error(self) -> float:
-        """Relative error of the step."""
-        return self.predicted_s / self.measured_s - 1
-
-    @property
-    def covered(self) -> bool:
-        """True if what was measured is within the interval."""
-        return self.low_s <= self.measured_s <= self.high_s
-
-    @property
-    def width(self) -> float:
-        """Of the interval, relative to the prediction."""
-        return (self.high_s - self.low_s) / self.predicted_s
 
 
 # -- pricing -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Priced:
+    """Of a task: the first legal setting, with `refused`, why those before it are not; estimates of it and of all legal
+    ones after it."""
+
+    setting: Setting
+    estimates: tuple[Estimate, ...]
+    refused: str = ""
+
+
 @lru_cache(maxsize=4096)
-def price(task: Task) -> tuple[Estimate, ...]:
-    """Of every reading that is legal, at least of the first. AutoplanError if that is not."""
-    usual = task.settings[0]
-    first = estimate_config(request_of(task, usual), usual.config)
+def price(task: Task) -> Priced:
+    """Of every reading that is legal; where none is, of what is nearest to the row. AutoplanError if that is not."""
+    usual, first, refused = _first_legal(task)
     out = [replace(first.estimate, events=())]  # thousands of them, not needed
-    for setting in task.settings[1:]:
+    rest = task.settings[task.settings.index(usual) + 1 :] if usual in task.settings else ()
+    for setting in rest:
         try:
             out.append(variant(request_of(task, setting), first, usual, setting))
         except AutoplanError as exc:
             _log.debug("not legal, and left out: %s: %s", setting, exc)
-    return tuple(out)
+    return Priced(usual, tuple(out), refused)
+
+
+def _first_legal(task: Task) -> tuple[Setting, Planned, str]:
+    """The first setting with a price, that price, and why the very first has none, which is raised if none has."""
+    error: AutoplanError | None = None
+    for setting in (*task.settings, *task.last):
+        try:
+            return (
+                setting,
+                estimate_config(request_of(task, setting), setting.config),
+                "" if error is None else str(error),
+            )
+        except AutoplanError as exc:
+            error = error or exc
+    raise error or AutoplanError("no setting to price")
 
 
 def request_of(task: Task, setting: Setting) -> PlanRequest:
     """What the planner is asked."""
-    graph, batch = graph_of(task.shape), task.global_batch_size
+    graph, batch = graph_of(setting.shape or task.shape), task.global_batch_size
     return PlanRequest(
         graph,
-        task.cluster,
+        setting.cluster or task.cluster,
         task.seq_len,
         batch,
-        precision=task.precision,
+        precision=setting.precision or task.precision,
         mode=setting.mode,
         options=setting.options,
     )
@@ -140,10 +119,13 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     config = setting.config
 
     def laid_out(c: ParallelConfig) -> tuple[object, ...]:
-        return c.etp, c.virtual_stages, c.micro_batch_size
+        return c.etp, c.virtual_stages, c.micro_batch_size, c.schedule, c.offload
 
-    if (was.mode, was.options) != (setting.mode, setting.options) or laid_out(was.config) != laid_out(config):
-        return estimate_config(request, config).estimate
+    def asked(s: Setting) -> tuple[object, ...]:
+        return s.mode, s.options, s.shape, s.cluster, s.precision
+
+    if asked(was) != asked(setting) or laid_out(was.config) != laid_out(config):
+        return replace(estimate_config(request, config).estimate, events=())
     check_config(request, config)
     costs = request.costs
     point = first.point
@@ -152,31 +134,16 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     return pricer.estimate(chunks, recompute_counts(pricer, config, chunks))
 
 
-def blank_result(row: Row, reason: str, stated: bool = True) -> Result:
-    """Of a row that is not priced."""
-    return Result(row["id"], row["campaign"], row["trust"], row["model"], row["gpu"], row["n_gpus"], reason, stated)
+def blank_result(row: Row, reason: str, stated: bool = True, shapes: Shapes | None = None) -> Result:
+    """Of a row that is not priced, with what its own columns say of its group."""
 
+    def count(column: str) -> int:
+        try:
+            return row.count(column) or 0
+        except AutoplanError:
+            return 0
 
-def result_of(case: Case) -> Result:
-    """Price a case and compare. The reason stands in the result if the planner refuses it."""
-    row, task, first = case.row, case.task, case.task.settings[0].config
-    try:
-        estimates = price(task)
-    except AutoplanError as exc:
-        return blank_result(row, f"refused: {exc}")
-    except Exception as exc:  # a fault of the planner or of a library costs one row of hundreds, and is shown
-        _log.exception("row %s cannot be priced", row["id"])
-        return blank_result(row, f"failed: {type(exc).__name__}: {exc}")
-    steps, estimate = [e.step_time_s for e in estimates], estimates[0]
-    predicted_bytes, measured_bytes, comparable = estimate.peak_memory_bytes.mid, math.nan, False
-    if case.memory is not None:
-        kind, measured_bytes = case.memory
-        comparable = kind.comparable
-        stages = estimate.stages[-1:] if kind.last_stage else estimate.stages
-        sizes = [stage.allocated_bytes if comparable else stage.memory_bytes for stage in stages]
-        predicted_bytes = max(size.mid for size in sizes)
-    bits = task.precision.replace(BLOCKS, "fp8")  # formats are told apart by `number_format`
-    sweep = (task.shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], bits, task.global_batch_size)
+    dense = False if row["hidden"] or row["ffn_hidden"] else None
     return Result(
         id=row["id"],
         campaign=row["campaign"],
@@ -184,18 +151,81 @@ def result_of(case: Case) -> Result:
         model=row["model"],
         device=row["gpu"],
         num_devices=row["n_gpus"],
-        precision=task.precision,
+        reason=reason,
+        stated=stated,
+        precision=own_precision(row, shapes),
+        framework=row.framework.value,
+        experts=True if count("moe_experts") else dense,
+        tp=count("tp"),
+        pp=count("pp"),
+        cp=count("cp"),
+        ep=count("ep"),
+        recompute=row["recompute"].split(" ")[0] or NOT_STATED,
+    )
+
+
+def failure(row: Row, exc: Exception, shapes: Shapes | None = None) -> Result:
+    """Of a row that an exception kept from a price: a fault here, which costs one row of hundreds, and is shown."""
+    _log.error("row %s cannot be priced", row["id"], exc_info=exc)
+    return blank_result(row, f"{FAILED}{type(exc).__name__}: {exc}", shapes=shapes)
+
+
+def result_of(case: Case) -> Result:
+    """Price a case and compare. The reason stands in the result if the planner refuses it."""
+    try:
+        return _compared(case, price(case.task))
+    except AutoplanError as exc:
+        return blank_result(case.row, f"refused: {exc}")
+    except Exception as exc:
+        return failure(case.row, exc)
+
+
+def _compared(case: Case, priced: Priced) -> Result:
+    row, task, used = case.row, case.task, priced.setting
+    first, estimates = used.config, priced.estimates
+    steps, estimate = [e.step_time_s for e in estimates], estimates[0]
+    predicted_bytes, measured_bytes, comparable = estimate.peak_memory_bytes.mid, math.nan, False
+    memory, memory_reason = None, ""
+    try:
+        memory = case.memory
+    except Unmeasured as exc:
+        memory_reason = str(exc)
+    if memory is not None:
+        kind, measured_bytes = memory
+        comparable = kind.comparable
+        stages = estimate.stages[-1:] if kind.last_stage else estimate.stages
+        sizes = [stage.allocated_bytes if comparable else stage.memory_bytes for stage in stages]
+        predicted_bytes = max(size.mid for size in sizes)
+    assumed, notes = case.assumed, case.notes
+    if priced.refused:
+        assumed += tuple(name for name in used.instead if name not in assumed)
+        notes += (f"as the row says it is refused ({priced.refused}); priced is {used}",)
+    precision = used.precision or task.precision
+    bits = precision.replace(BLOCKS, "fp8")  # formats are told apart by `number_format`
+    shape = used.shape or task.shape
+    sweep = (shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], bits, task.global_batch_size)
+    return Result(
+        id=row["id"],
+        campaign=row["campaign"],
+        trust=row["trust"],
+        model=row["model"],
+        device=row["gpu"],
+        num_devices=row["n_gpus"],
+        reason=case.unmeasured,
+        stated=not case.unmeasured,
+        precision=precision,
         framework=case.framework.value,
-        experts=task.shape.num_experts > 0,
+        experts=shape.num_experts > 0,
         tp=first.tp,
         pp=first.pp,
         cp=first.cp,
         ep=first.ep,
-        recompute=row["recompute"].split(" ")[0] or "not stated",
+        recompute=row["recompute"].split(" ")[0] or NOT_STATED,
         sweep=f"{row['campaign']} {sweep}",
-        number_format=find(FORMATS, row["precision"]) or task.precision,
-        setting=str(task.settings[0]),
-        assumed=case.assumed,
+        number_format=find(FORMATS, row["precision"]) or precision,
+        setting=str(used),
+        assumed=assumed,
+        notes=notes,
         predicted_s=steps[0].mid,
         low_s=min(q.low for q in steps),
         high_s=max(q.high for q in steps),
@@ -204,6 +234,7 @@ def result_of(case: Case) -> Result:
         measured_bytes=measured_bytes,
         memory_kind=row["mem_kind"],
         memory_comparable=comparable,
+        memory_reason=memory_reason,
         fits=any(e.fits for e in estimates),
         out_of_memory=row.out_of_memory,
         breakdown_s={name: q.mid for name, q in estimate.breakdown.items()},
@@ -227,7 +258,9 @@ def validate(
             case = interpret(row, shapes)
             cases[case.task.shape].append(case)
         except AutoplanError as exc:
-            done[row.line] = blank_result(row, str(exc), not isinstance(exc, Unstated))
+            done[row.line] = blank_result(row, str(exc), not isinstance(exc, Unstated), shapes)
+        except Exception as exc:
+            done[row.line] = failure(row, exc, shapes)
     groups = sorted(cases.values(), key=len, reverse=True)
     for group, results in zip(groups, _map(groups, jobs, progress), strict=True):
         done.update((case.row.line, result) for case, result in zip(group, results, strict=True))
@@ -244,197 +277,26 @@ def _map(groups: Sequence[Sequence[Case]], jobs: int, progress: Console | None) 
         yield from shown(map(results_of_shape, groups))
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from shown(pool.map(results_of_shape, groups))
+        asked = [pool.submit(results_of_shape, group) for group in groups]
+        yield from shown(_answer(future, group) for future, group in zip(asked, groups, strict=True))
 
 
-# -- summaries ---------------------------------------------------------------------------------------------------------
+def _answer(future: Future[list[Result]], group: Sequence[Case]) -> list[Result]:
+    """What a process answered; if it died (of memory, mostly), with its pool, the group has one of its own."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return _in_own_process(group)
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Of one group: fractions, not per cent; NaN where there is nothing.
-
-    `num_rows`: all; `num_stated`: those with dimensions, degrees and a result; `num_priced`: of those. The error is of
-    rows with a measured time; `mean_with_unpriced` counts stated rows that are not priced as an error of 100 %.
-    """
-
-    num_rows: int
-    num_stated: int
-    num_priced: int
-    mean: float
-    mean_with_unpriced: float
-    median: float
-    bias: float
-    p90: float
-    coverage: float
-    width: float
-
-    @staticmethod
-    def of(results: Sequence[Result]) -> Errors:
-        compared = [r for r in results if r.compared]
-        num_stated, num_priced = sum(r.stated for r in results), sum(not r.reason for r in results)
-        sizes = sorted(abs(r.error) for r in compared)
-        counted = [*sizes, *(1.0 for r in results if r.stated and r.reason)]
-        with_unpriced = statistics.fmean(counted) if counted else math.nan
-        counts = len(results), num_stated, num_priced
-        if not compared:
-            return Errors(*counts, math.nan, with_unpriced, *[math.nan] * 5)
-        return Errors(
-            *counts,
-            mean=statistics.fmean(sizes),
-            mean_with_unpriced=with_unpriced,
-            median=statistics.median(sizes),
-            bias=statistics.fmean(r.error for r in compared),
-            p90=sizes[math.ceil(0.9 * len(sizes)) - 1],
-            coverage=statistics.fmean(r.covered for r in compared),
-            width=statistics.median(r.width for r in compared),
-        )
-
-
-@dataclass(frozen=True)
-class Feasibility:
-    """Whether what ran is predicted to fit, and what ran out of memory is not: rows of both, and how many are right."""
-
-    num_ran: int
-    num_ran_right: int
-    num_out: int
-    num_out_right: int
-
-    @staticmethod
-    def of(results: Sequence[Result]) -> Feasibility:
-        priced = [r for r in results if not r.reason]
-        ran, out = [r for r in priced if not r.out_of_memory], [r for r in priced if r.out_of_memory]
-        return Feasibility(len(ran), sum(r.fits for r in ran), len(out), sum(not r.fits for r in out))
-
-    @property
-    def balanced_accuracy(self) -> float:
-        """Mean of the two shares; NaN unless there are rows of both."""
-        if not self.num_ran or not self.num_out:
-            return math.nan
-        return (self.num_ran_right / self.num_ran + self.num_out_right / self.num_out) / 2
-
-
-def grouped(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, Errors]:
-    """Errors by group, largest group first."""
-    groups: dict[str, list[Result]] = defaultdict(list)
-    for r in results:
-        groups[key(r)].append(r)
-    return {name: Errors.of(found) for name, found in sorted(groups.items(), key=lambda item: -len(item[1]))}
-
-
-def macro_mean(campaigns: Mapping[str, Errors]) -> float:
-    """Mean over campaigns, each counting once, of their error with stated rows that are not priced counted as 100 %."""
-    known = [e.mean_with_unpriced for e in campaigns.values() if not math.isnan(e.mean_with_unpriced)]
-    return statistics.fmean(known) if known else math.nan
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Of pairs whose measured times differ by more than RANKED_APART, how many are predicted in the right order.
-
-    Two measurements of one setting (another site, a repetition) are no pair: nothing tells them apart. `num_other`:
-    pairs of one sweep but for the number format (MXFP8 against scales per tensor), which have the same price.
-    """
-
-    num_sweeps: int = 0
-    num_pairs: int = 0
-    num_right: int = 0
-    num_other: int = 0
-    num_other_right: int = 0
-
-
-def ranked_pairs(results: Sequence[Result]) -> dict[str, Ranking]:
-    """By campaign, over its sweeps: same model, devices, number format and batch; other layouts or schedules."""
-    sweeps: dict[str, list[Result]] = defaultdict(list)
-    for r in results:
-        if r.compared:
-            sweeps[r.sweep].append(r)
-    out: dict[str, Ranking] = {}
-    for found in sweeps.values():
-        pairs, right = Counter[bool](), Counter[bool]()  # by whether the formats are the same
-        for i, a in enumerate(found):
-            for b in found[:i]:
-                if a.setting == b.setting:
-                    continue
-                if max(a.measured_s, b.measured_s) > (1 + RANKED_APART) * min(a.measured_s, b.measured_s):
-                    same = a.number_format == b.number_format
-                    pairs[same] += 1
-                    right[same] += (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
-        if pairs:
-            was = out.get(found[0].campaign, Ranking())
-            out[found[0].campaign] = Ranking(
-                was.num_sweeps + (pairs[True] > 0),
-                was.num_pairs + pairs[True],
-                was.num_right + right[True],
-                was.num_other + pairs[False],
-                was.num_other_right + right[False],
-            )
-    return out
-
-
-GROUPS: Mapping[str, Callable[[Result], str]] = {
-    "campaign": lambda r: r.campaign,
-    "device": lambda r: r.device,
-    "precision": lambda r: r.precision,
-    "model": lambda r: "experts" if r.experts else "dense",
-    "framework": lambda r: r.framework,
-    "recompute": lambda r: r.recompute,
-    "tp": lambda r: f"tp {r.tp}",
-    "pp": lambda r: f"pp {r.pp}" if r.pp <= 2 else "pp 3-8" if r.pp <= 8 else "pp > 8",
-    "cp": lambda r: f"cp {r.cp}",
-    "ep": lambda r: f"ep {r.ep}",
-}
-
-
-def summary_of(results: Sequence[Result]) -> dict[str, Any]:
-    """All groups as plain data."""
-    priced = [r for r in results if not r.reason]
-    feasibility = Feasibility.of(results)
-    tables = {"campaign": grouped(results, GROUPS["campaign"]), "device": grouped(results, GROUPS["device"])}
-    tables |= {name: grouped(priced, key) for name, key in GROUPS.items() if name not in tables}
-    return {
-        "all": asdict(Errors.of(results)),
-        "macro_mean": macro_mean(tables["campaign"]),
-        "feasibility": asdict(feasibility) | {"balanced_accuracy": feasibility.balanced_accuracy},
-        "groups": {name: {k: asdict(e) for k, e in groups.items()} for name, groups in tables.items()},
-        "ranking": {name: asdict(found) for name, found in ranked_pairs(results).items()},
-        "memory": {k: asdict(e) for k, e in memory_errors(results).items()},
-        "not_priced": dict(reasons([r for r in results if r.stated])),
-        "not_stated": dict(reasons([r for r in results if not r.stated])),
-    }
-
-
-@dataclass(frozen=True)
-class MemoryErrors:
-    """Of one kind of memory figure. `comparable`: the figure counts live tensors only."""
-
-    num_rows: int
-    mean: float
-    bias: float
-    p90: float
-    comparable: bool
-
-
-def memory_errors(results: Sequence[Result]) -> dict[str, MemoryErrors]:
-    """By kind of figure and campaign."""
-    groups: dict[str, list[Result]] = defaultdict(list)
-    for r in results:
-        if not r.reason and not math.isnan(r.measured_bytes):
-            groups[f"{r.campaign}: {r.memory_kind}"].append(r)
-    out = {}
-    for name, found in groups.items():
-        errors = [r.predicted_bytes / r.measured_bytes - 1 for r in found]
-        sizes = sorted(map(abs, errors))
-        p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]
-        out[name] = MemoryErrors(
-            len(found), statistics.fmean(sizes), statistics.fmean(errors), p90, found[0].memory_comparable
-        )
-    return out
-
-
-def reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
-    """Why rows are not priced, most frequent first; numbers do not tell reasons apart."""
-    return Counter(re.sub(r"(?<![A-Za-z\d])\d+", "N", r.reason) for r in results if r.reason).most_common()
+def _in_own_process(cases: Sequence[Case]) -> list[Result]:
+    try:
+        with ProcessPoolExecutor(1) as pool:
+            return pool.submit(results_of_shape, cases).result()
+    except BrokenProcessPool as exc:
+        if len(cases) == 1:
+            return [failure(cases[0].row, exc)]
+        return [result for case in cases for result in _in_own_process([case])]
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
@@ -459,17 +321,17 @@ def _errors_table(title: str, groups: Mapping[str, Errors]) -> Table:
 
 def show(results: Sequence[Result], console: Console) -> None:
     """Print every table."""
-    priced = [r for r in results if not r.reason]
     campaigns = grouped(results, GROUPS["campaign"])
     for name, key in GROUPS.items():
-        # what a row that is not priced has is not known beyond its campaign and device
-        console.print(_errors_table(name, grouped(results if name in ("campaign", "device") else priced, key)))
+        console.print(_errors_table(name, grouped(results, key)))
     console.print(_errors_table("all", {"all rows": Errors.of(results)}))
     console.print(
         "stated: rows with dimensions, degrees and a result; priced: share of those; unpriced 100 %: mean error where "
         "stated rows that are not priced count as 100 %"
     )
     console.print(f"mean error with those, macro average over campaigns: {_percent(macro_mean(campaigns))}")
+    for line in held_out_text(list(campaigns)):
+        console.print(line)
     columns = ("campaign", "sweeps", "pairs", "right order", "of other formats", "right order")
     ranking = Table(*columns, title="Order within sweeps", title_justify="left")
     for name, found in ranked_pairs(results).items():
@@ -483,11 +345,17 @@ def show(results: Sequence[Result], console: Console) -> None:
         label = name if m.comparable else f"{name} (not comparable)"
         memory.add_row(label, str(m.num_rows), _percent(m.mean), _percent(m.bias, True), _percent(m.p90))
     console.print(memory)
+    for reason, count in Counter(r.memory_reason for r in results if r.memory_reason).most_common():
+        console.print(f"{count} memory figures are {reason}")
     f = Feasibility.of(results)
     console.print(
         f"feasibility: {f.num_ran_right} of {f.num_ran} rows that ran are predicted to fit, {f.num_out_right} of "
         f"{f.num_out} that ran out of memory not to; balanced accuracy {_percent(f.balanced_accuracy)}"
     )
+    if same := duplicates(results):
+        console.print(f"ids of more than one row, each priced and counted: {', '.join(same)}")
+    if failed := sum(r.failed for r in results):
+        console.print(f"{failed} rows failed: exceptions in here, not refusals of the planner; each is logged above")
     for title, stated in (("Refused", True), ("No dimensions, degrees or result", False)):
         refused = Table("rows", "not priced because", title=title, title_justify="left")
         for reason, count in reasons([r for r in results if r.stated is stated]):

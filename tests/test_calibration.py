@@ -468,7 +468,7 @@ def test_the_experiment_answers_every_question_in_order(catalog_graph: None) -> 
     slow = begin.with_({"sustained_hopper": 0.7})
     steps = [0, 1, 2, 0]  # steps may share a task
     (first, second) = workers.price(steps, [(begin, [3, 2, 1]), (slow, [0])])
-    alone = [validate_published.price(task)[0].step_time_s.mid for task in tasks]
+    alone = [validate_published.price(task).estimates[0].step_time_s.mid for task in tasks]
     assert first == pytest.approx([alone[0], alone[2], alone[1]], rel=1e-9) and second[0] > 1.1 * first[0]
     assert experiment.planned(refused) is None  # more chunks than layers
 
@@ -490,6 +490,8 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
     assert list(found["errors"]) == ["c0", "c1", "c2", "c3"] and len(json.loads(rows.read_text())["rows"]) == 8
     entry = found["constants"]["sustained_hopper"]
     assert entry["fitted"] and entry["groups"] == ["c0", "c1", "c2", "c3"] and entry["value"] != entry["before"] == 0.96
+    assert list(found["unseen_models"]) == ["dense"]  # all rows are of one model: the same as the mean of its campaigns
+    assert found["unseen_models"]["dense"] == pytest.approx(sum(found["unseen"].values()) / 4)
     assert str(tmp_path) not in out.read_text()
     assert Constants.load(out).sustained_hopper == entry["value"]
     assert {"dense", "dense of hopper"} <= found["step_intervals"].keys() <= {"dense", "host", "dense of hopper"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
 import published_summary
 import validate_published as tool
+from made_up import QWEN, case_of, row, write_csv
 from published_defaults import Formula
 from published_rows import (
     Adapters,
@@ -30,70 +30,8 @@ from published_rows import (
     Shapes,
     cluster_of,
     flops_per_token,
-    interpret,
 )
-from published_table import COLUMNS, Row, Unpriced, Unstated, read_rows
-
-# a small Llama on one node, everything stated
-LLAMA = {
-    "id": "a",
-    "campaign": "made-up",
-    "source": "NVIDIA/Megatron-LM",
-    "trust": "A",
-    "model": "some",
-    "params_b": "",
-    "layers": "16",
-    "hidden": "2048",
-    "ffn_hidden": "8192",
-    "heads": "32",
-    "kv_heads": "8",
-    "vocab": "128256",
-    "seq_len": "4096",
-    "gpu": "H100",
-    "gpu_mem_gb": "80",
-    "n_gpus": "16",
-    "gpus_per_node": "8",
-    "internode": "IB 400 Gb/s per GPU",
-    "tp": "1",
-    "pp": "1",
-    "vpp": "1",
-    "dp": "16",
-    "cp": "1",
-    "zero_stage": "1",
-    "micro_batch": "1",
-    "global_batch": "64",
-    "recompute": "none",
-    "precision": "BF16",
-    "step_time_s": "0.5",
-}
-QWEN = {
-    "layers": "48",
-    "hidden": "2048",
-    "ffn_hidden": "6144",
-    "kv_heads": "4",
-    "vocab": "151936",
-    "moe_experts": "128",
-    "moe_topk": "8",
-    "params_b": "30.5",
-    "notes": "moe_ffn=768 shared_ffn=0 first_dense_layers=0",
-}
-
-
-def row(line: int = 2, **fields: str) -> Row:
-    return Row(line, {c: {**LLAMA, **fields}.get(c, "") for c in COLUMNS})
-
-
-def case_of(**fields: str) -> Any:
-    r = row(**fields)
-    return interpret(r, Shapes([r]))
-
-
-def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({c: {**LLAMA, **r}.get(c, "") for c in COLUMNS} for r in rows)
-    return path
+from published_table import COLUMNS, Unmeasured, Unpriced, Unstated, read_rows
 
 
 @pytest.fixture
@@ -126,14 +64,14 @@ def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"flags": "optimizer CPU offload 25%"}, "offloading to the host"),
-        ({"precision": "INT8"}, "precision"),
-        ({"gpu": "H100", "gpu_mem_gb": "60"}, "no device H100 with 60 GB in the catalog; it has H100 with 80, 94 GB"),
-        ({"gpu": "MI999"}, "no device MI999 with 80 GB in the catalog$"),
-        ({"micro_batch": "8"}, "dp=16 x micro-batches of 8 are more than the global batch of 64"),
-        ({"n_gpus": "15", "dp": "15"}, "15 devices are not spread evenly over 2 nodes"),
-        ({"params_b": "70"}, "of the published number of parameters"),
-        ({"schedule": "V-half", "pp": "2", "dp": "8"}, "schedule V-half"),
+        ({"gpu": "H100", "gpu_mem_gb": "60"}, "no device H100 with 60 GB is known; H100 is known with 80 GB"),
+        ({"gpu": "MI999"}, "no device MI999 in the catalog; it has v100-sxm2-16gb"),
+        ({"global_batch": "8"}, "dp=16 is more than the global batch of 8"),
+        ({"tp": "2.5"}, "tp=2.5: must be a whole number"),
+        ({"tp": "-1"}, "tp=-1: must be a whole number"),
+        ({"layers": "0"}, "layers=0: must be at least 1"),
+        ({"params_b": "0"}, "params_b=0: must be above 0"),
+        ({"gpu_mem_gb": "-80"}, "gpu_mem_gb=-80: must be above 0"),
     ],
 )
 def test_what_is_stated_but_cannot_be_priced_says_why(fields: dict[str, str], why: str) -> None:
@@ -146,14 +84,12 @@ def test_what_is_stated_but_cannot_be_priced_says_why(fields: dict[str, str], wh
     ("fields", "why"),
     [
         ({"hidden": ""}, "hidden is not stated"),
-        ({"step_time_s": ""}, "nothing measured"),
         ({"gpu": ""}, "gpu is not stated"),
         ({"tp": "", "dp": ""}, "tp is not stated"),
         ({"tp": "", "pp": "", "dp": "", "zero_stage": "FSDP/sharding per submission"}, "tp is not stated"),
         ({"dp": "", "tp": "3"}, "dp is not stated"),  # does not follow
         ({"tp": "3", "dp": "4"}, "the degrees are those of 12 devices, not 16"),
         ({"dp": "8", "global_batch": "24"}, "the degrees are those of 8 devices, not 16"),
-        ({"vocab": "", "source": "a blog"}, "vocab is not stated"),
         ({"hidden": "", "precision": "INT8", "gpu": "?"}, "hidden is not stated"),  # whatever else there is
     ],
 )
@@ -225,6 +161,21 @@ def test_a_device_is_found_however_it_is_spelled(gpu: str, memory: str, name: st
         ("ZBB", "2", "InterleavedZeroBubble"),
         ("ZBV", "2", "ZBV"),
         ("DualPipeV", "2", "DualPipeV"),
+        ("DualPipe", "", "DualPipe"),
+        ("DualPipe", "2", "DualPipe"),  # two chunks per rank, but one of its own
+        ("Dual-Pipe V", "", "DualPipeV"),
+        ("ZBV", "", "ZBV"),
+        ("ZBVZeroBubble", "", "ZBV"),
+        ("zb-h1", "", "ZB-H1"),
+        ("zero bubble", "", "ZB-H1"),
+        ("interleaved 1F1B (VP=2)", "", "Interleaved1F1B"),
+        ("VPP", "4", "Interleaved1F1B"),
+        ("interleaved", "2", "Interleaved1F1B"),
+        ("Interleaved1F1B", "2", "Interleaved1F1B"),
+        ("ScheduleInterleavedZeroBubble", "2", "InterleavedZeroBubble"),
+        ("non-interleaved 1F1B", "", "1F1B"),
+        ("V-half", "", "ZBV"),
+        ("heard of nowhere", "1", "1F1B"),
     ],
 )
 def test_schedules_are_the_planners(words: str, vpp: str, schedule: str) -> None:
@@ -380,8 +331,9 @@ def test_seconds_come_from_tokens_or_from_arithmetic_as_the_row_counts_it() -> N
     assert c.measured_s == pytest.approx(64 * 4096 * flops / (200e12 * 16))
     full, half = (flops_per_token(f, c.task.shape, 4096) for f in (Formula.FULL_ATTENTION, Formula.CAUSAL_ATTENTION))
     assert full - half == 6 * n * h * 4096
-    with pytest.raises(Unpriced, match="nothing measured"):
-        case_of(step_time_s="", tflops_per_gpu="200", tflops_kind="as reported")
+    for fields in ({}, {"tflops_per_gpu": "200", "tflops_kind": "as reported"}):
+        c = case_of(step_time_s="", **fields)
+        assert math.isnan(c.measured_s) and "nothing measured that gives seconds" in c.unmeasured
 
 
 def test_memory_is_read_in_the_unit_and_of_the_stage_that_the_row_says() -> None:
@@ -389,7 +341,14 @@ def test_memory_is_read_in_the_unit_and_of_the_stage_that_the_row_says() -> None
     kind, size = case_of(peak_mem_gb="2", mem_kind="torch max_memory_allocated, GB=1e9, logged by LAST rank").memory
     assert (kind.last_stage, kind.comparable, size) == (True, True, 2e9)
     assert not case_of(peak_mem_gb="2", mem_kind="nvidia-smi, GB, max over nodes").memory[0].comparable
-    assert case_of(peak_mem_gb="2", mem_kind="unheard of").memory is None
+    assert case_of().memory is None
+    for fields, why in (
+        ({"mem_kind": "unheard of"}, "mem_kind 'unheard of' does not say"),
+        ({}, "mem_kind 'blank' does not say"),
+        ({"peak_mem_gb": "-2", "mem_kind": "allocated GB"}, "peak_mem_gb=-2 is not above 0"),
+    ):
+        with pytest.raises(Unmeasured, match=why):
+            _ = case_of(**{"peak_mem_gb": "2", **fields}).memory
 
 
 # -- pricing -----------------------------------------------------------------------------------------------------------
@@ -438,7 +397,7 @@ def test_a_file_is_priced_row_by_row_and_stored(tmp_path: Path) -> None:
         [
             {"id": "one"},
             {"id": "two", "global_batch": "128", "step_time_s": "1.0", "campaign": "second", "trust": "B"},
-            {"id": "int8", "precision": "INT8"},
+            {"id": "device", "gpu": "MI999"},
             {"id": "unstated", "layers": ""},
             {"id": "out", "step_time_s": "", "notes": "OOM", "recompute": "full"},
             {"id": "refused", "tp": "3", "dp": "2", "n_gpus": "6", "global_batch": "6"},
@@ -447,11 +406,11 @@ def test_a_file_is_priced_row_by_row_and_stored(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     tool.main(data, out, jobs=1)
     stored = json.loads(out.read_text())
-    assert [r["id"] for r in stored["rows"]] == ["one", "two", "int8", "unstated", "out", "refused"]
-    one, two, int8, unstated, out_of_memory, refused = stored["rows"]
+    assert [r["id"] for r in stored["rows"]] == ["one", "two", "device", "unstated", "out", "refused"]
+    one, two, device, unstated, out_of_memory, refused = stored["rows"]
     assert one["low"] < one["predicted_step_time_s"] < one["high"] and one["predicted_peak_bytes"] > 1e9
     assert one["measured_step_time_s"] == 0.5 and two["predicted_step_time_s"] > one["predicted_step_time_s"]
-    assert "INT8" in int8["reason"] and int8["predicted_step_time_s"] is None and int8["stated"]
+    assert "MI999" in device["reason"] and device["predicted_step_time_s"] is None and device["stated"]
     assert "layers" in unstated["reason"] and not unstated["stated"]
     assert out_of_memory["predicted_peak_bytes"] > 1e9 and out_of_memory["measured_step_time_s"] is None
     assert refused["reason"].startswith("refused: ") and "tp=3" in refused["reason"]
@@ -465,7 +424,7 @@ def test_a_file_is_priced_row_by_row_and_stored(tmp_path: Path) -> None:
     assert list(summary["not_stated"]) == ["layers is not stated"] and len(summary["not_priced"]) == 2
     assert set(stored["summary"]["groups"]["campaign"]) == {"made-up", "second"}
     rows = read_rows(data)
-    assert [r["id"] for r in tool.chosen(rows, "A", "", 0)] == ["one", "int8", "unstated", "out", "refused"]
+    assert [r["id"] for r in tool.chosen(rows, "A", "", 0)] == ["one", "device", "unstated", "out", "refused"]
     assert [r["id"] for r in tool.chosen(rows, "", "", 2)] == ["one", "unstated"]
     with pytest.raises(AutoplanError, match="there is only made-up, second"):
         tool.chosen(rows, "", "third", 0)
