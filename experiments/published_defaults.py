@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import MODULES, Mode
 
 Found = TypeVar("Found")
 
@@ -138,6 +138,8 @@ RECOMPUTE: tuple[tuple[str, str], ...] = ((r"^none", "none"), (r"^full", "full")
 # torchtitan's selective recompute: every other layer, or within layers every other product, which costs about as much
 EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
+_MODULE = f"(?:{'|'.join(MODULES)})"  # of Megatron's --recompute-modules
+MODULES_AGAIN = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
 
 # The planner's schedule for a row's words; None: none is the same. ZBB (Qi et al., Zero Bubble Pipeline Parallelism,
 # 2023) on chunks of one rank is interleaved; V-half and V-min (Qi et al., Pipeline Parallelism with Controllable

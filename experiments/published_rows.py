@@ -26,7 +26,15 @@ from published_table import read_rows as read_rows
 
 from autoplan.cost_models.catalog import entry
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import GRADIENTS_16, MOMENTS_16, Attention, Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.config import (
+    GRADIENTS_16,
+    MOMENTS_16,
+    Attention,
+    Mode,
+    ParallelConfig,
+    RunOptions,
+    modules_choice,
+)
 from autoplan.cost_models.errors import AutoplanError
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -550,8 +558,10 @@ def _recompute(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
         return ("selective",)
     if re.search(tables.EVERY_OTHER, text):
         return (HALF, "selective", "full")
+    if (named := re.search(tables.MODULES_AGAIN, text)) is not None:
+        return (modules_choice(name.strip() for name in named[1].split(",")),)
     found = find(tables.RECOMPUTE, text)
-    return (found,) if found else ("selective", "none", "full")  # of other parts of a layer: it lies between
+    return (found,) if found else ("selective", "none", "full")
 
 
 HALF = "half"  # of every stage's layers, in full
