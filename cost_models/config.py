@@ -127,6 +127,8 @@ class RunOptions:
     their gradient in their place (flash-attention's CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
     `overlap_zero`: what ZeRO 1 and 2 move once per step hides behind computing (Megatron's --overlap-grad-reduce and
     --overlap-param-gather, which are off by default; fully_shard and the emitted programs always do).
+    `overlap_gather`: of these the gathers, too (InternEvo's overlap_sync_param is off by default, while gradients are
+    reduced beside the backward).
     `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell
     et al., Efficient Sequence Packing without Cross-contamination, 2021); None: a sequence is one document.
     """
@@ -141,6 +143,7 @@ class RunOptions:
     fused_loss: bool = False
     overlap_zero: bool = True
     document_len: int | None = None
+    overlap_gather: bool = True
 
     def __post_init__(self) -> None:
         given = self.document_len

@@ -118,6 +118,7 @@ def read_options(
     fused_loss: bool = False,
     overlap_zero: bool = True,
     document_len: int | str | None = None,
+    overlap_gather: bool = True,
 ) -> RunOptions:
     """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, how rows travel to experts, and
     what `RunOptions` says of the rest. PinError names what is not known and what is."""
@@ -139,6 +140,7 @@ def read_options(
         fused_loss,
         overlap_zero,
         read_count(document_len, "document_len") if isinstance(document_len, str) else document_len,
+        overlap_gather,
     )
 
 
@@ -196,6 +198,7 @@ def option_texts(options: RunOptions) -> list[str]:
     said += ["weights gathered in 8 bits"] if o.narrow_gather else []
     said += ["fused loss"] if o.fused_loss else []
     said += [] if o.overlap_zero else ["ZeRO not overlapped"]
+    said += [] if o.overlap_gather or not o.overlap_zero else ["gathers of ZeRO not overlapped"]
     said += [f"documents of {o.document_len} tokens"] if o.document_len is not None else []
     return said
 
@@ -214,4 +217,5 @@ def option_data(options: RunOptions) -> dict[str, Any]:
         "fused_loss": o.fused_loss,
         "overlap_zero": o.overlap_zero,
         "document_len": o.document_len,
+        "overlap_gather": o.overlap_gather,
     }
