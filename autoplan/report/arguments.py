@@ -13,6 +13,7 @@ from typing import Any
 from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOptions
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.run import Assumptions
+from autoplan.points import PlanRequest
 from autoplan.report.numbers import read_count, read_series
 from autoplan.search.pins import check_choice
 from autoplan.sweep import TEXTS, VARIED, WHOLE
@@ -184,6 +185,18 @@ def option_words(options: RunOptions) -> list[str]:
         else:
             words += [f"--{flag}", ",".join(value) if isinstance(value, list) else str(value)]
     return words
+
+
+def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
+    """What is assumed of uneven routing: `{"value", "what", "source"}`; None for a model without experts."""
+    if not any(node.op == "experts" for block in request.graph.blocks.values() for node in block.nodes):
+        return None
+    shipped = "stated, not fitted: published runs with experts force balance; others: --constants FILE"
+    return {
+        "value": request.constants.imbalance,
+        "what": "rows of the fullest rank's experts over the mean",
+        "source": shipped if request.constants_file is None else f"constants of {request.constants_file}",
+    }
 
 
 def option_texts(options: RunOptions) -> list[str]:
