@@ -30,6 +30,7 @@ from autoplan.planner import PlanRequest, search_plan
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
+from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.space import check_pins, space
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def parallelize(
         folder=Path(folder) if folder is not None else None,
         seed=seed,
         aliases=_aliases(model),
-        extra_state=_persistent_buffers(model),
+        extra_state=_not_in(program.spec, model),
         compile="inductor" if compile is True else compile or None,
         gradient_compression=gradient_compression,
     )
@@ -384,6 +385,8 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {mine[0]: tuple(mine[1:]) for mine in names.values() if len(mine) > 1}
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    params = dict(model.named_parameters(remove_duplicate=False))
-    return {n: t.detach() for n, t in model.state_dict().items() if n not in params}
+def _not_in(spec: ProgramSpec, model: nn.Module) -> dict[str, torch.Tensor]:
+    """What else the state of the model has: persistent buffers, and frozen parameters that the loss does not need."""
+    params = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
+    used = {id(params[p.name]) for stage in spec.stages for p in stage.params}
+    return {n: t.detach() for n, t in model.state_dict().items() if n not in params or id(params[n]) not in used}

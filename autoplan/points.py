@@ -80,6 +80,14 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pins", with_offload(self.pins))
+        lengths = self.env(1)
+        for symbol, (low, high) in self.graph.bounds.items():
+            if lengths[symbol] < low or (high is not None and lengths[symbol] > high):
+                allowed = f"{low} or more" if high is None else f"{low} to {high}"
+                raise PinError(
+                    f"sequences of {lengths[symbol]} tokens: the forward of {self.graph.name} asks for the length, and "
+                    f"this graph is that of {allowed}; nearest legal: {low if lengths[symbol] < low else high}"
+                )
 
     def env(self, size: int, cp: int = 1) -> dict[str, int]:
         """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""

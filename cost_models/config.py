@@ -254,11 +254,6 @@ def executed_precision(name: str) -> Precision:
             f"precision {name!r} is priced, but not executed: moments of the optimizer are float32 here; nearest: "
             f"{name.removesuffix(MOMENTS_16)}"
         )
-    if found.compute == "float16" and found.grad_bytes == DTYPE_BYTES["float16"]:
-        raise PinError(
-            f"precision {name!r} is priced, but not executed: sums of scaled gradients in float16 were not equal to "
-            "the same by hand; nearest: fp16"
-        )
     return found
 
 

@@ -24,7 +24,7 @@ from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.symbols import Expr, product
 from autoplan.cost_models.units import DTYPE_BYTES, dtype_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # Inputs of a captured graph that are not of the batch: the runtime gives them.
 LOSS_DENOMINATOR = "loss_denominator"  # the global number of what the mean of the loss runs over
@@ -125,7 +125,8 @@ class ModelGraph:
     The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known
     before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
     `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of
-    `loss_target` (!= `ignore_index`), samples, or nothing.
+    `loss_target` (!= `ignore_index`), samples, or nothing. Of sequences whose length is not within its `bounds` the
+    model would compute something else (its forward asked).
     """
 
     name: str
@@ -140,6 +141,7 @@ class ModelGraph:
     loss_target: str | None = None
     ignore_index: int = -100
     factors: Mapping[str, Expr] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t: the least, the largest
 
     @property
     def num_params(self) -> int:
@@ -297,6 +299,7 @@ def _decode_graph(data: Any) -> ModelGraph:
         loss_target=data["loss_target"],
         ignore_index=data["ignore_index"],
         factors=_plain(data["factors"]),
+        bounds=_plain(data["bounds"]),
     )
 
 

@@ -44,7 +44,7 @@ class ParallelModel:
         seed: of dropout.
         dtype: run in another floating dtype than captured (parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
-        extra_state: persistent buffers of the original model, for `state_dict`.
+        extra_state: persistent buffers of the original model and what else the loss does not need, for `state_dict`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
         gradient_compression: of the all-reduce of ZeRO 0 (`autoplan.runtime.compression`).
 
@@ -83,6 +83,8 @@ class ParallelModel:
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
         self._given = {name: t.dtype for name, t in parameters.items()}
+        double = torch.float64 in self._given.values()
+        self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         if self.precision is not None and dtype is not None:
             raise ValueError(
@@ -397,27 +399,50 @@ class ParallelModel:
         ]
 
     def _check_shapes(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """ValueError for sequences that belong together and have different lengths."""
+        """ValueError for sequences that belong together and have different lengths, or that the program is not for."""
         env = {symbol: batch[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
         for name, shape in self.spec.input_shapes:
             wanted, found = tuple(evaluate(size, env) for size in shape), tuple(batch[name].shape)
             if found != wanted:
                 sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
                 raise ValueError(f"{name} has shape {found}; with {sizes} this program takes {wanted}")
+        for symbol, low, high in self.spec.bounds:
+            if not low <= env[symbol] <= (env[symbol] if high is None else high):
+                allowed = f"{low} or more" if high is None else f"{low} to {high}"
+                raise ValueError(
+                    f"sequences of {env[symbol]} tokens: the forward of {self.spec.model} asks for the length, and "
+                    f"this program is that of {allowed}; capture it with such an example"
+                )
 
     def _denominator(self, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        dtype = self._dtype or torch.float32
-        if self.spec.loss_count == "none":
+        """What means are divided by: counted over all ranks. Where the loss is a mean over the samples of a
+        micro-batch, too, all ranks must have as many of them.
+
+        Raises:
+            ValueError: (on all ranks) no label is valid, or ranks have different numbers of samples.
+        """
+        dtype, ranks = self._loss_dtype, self.mesh.size("dp")
+        counts, alike = self.spec.loss_count != "none", self.spec.loss_share and ranks > 1
+        if not counts and not alike:
             return torch.ones((), dtype=dtype, device=self.device)
-        count_valid: Any = self.stage.count
-        count = torch.zeros((), dtype=torch.int64, device=self.device)
-        for part in parts:
-            count += count_valid(**part).to(self.device)
-        if self.mesh.size("dp") > 1:
+        count = torch.zeros(3 if alike else 1, dtype=torch.int64, device=self.device)
+        if counts:
+            count_valid: Any = self.stage.count
+            for part in parts:
+                count[0] += count_valid(**part).to(self.device)
+        if alike:
+            size = len(parts) * next(iter(parts[0].values())).shape[0]
+            count[1], count[2] = size, size * size
+        if ranks > 1:
             dist.all_reduce(count, group=self.mesh.group("dp"))
-        if int(count) == 0:
+        if alike and int(count[2]) * ranks != int(count[1]) ** 2:
+            raise ValueError(
+                f"the loss is a mean over samples, and the {ranks} data-parallel ranks have different numbers of them "
+                f"({int(count[1])} together); give each the same number"
+            )
+        if counts and int(count[0]) == 0:
             raise ValueError("no label of the global batch is valid, so the mean loss is not defined")
-        return count.to(dtype)
+        return count[0].to(dtype) if counts else torch.ones((), dtype=dtype, device=self.device)
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}

@@ -38,9 +38,11 @@ def on_local_shards(
 
     Element by element the update is the same. `optimizer.step()` reads the gradients of `parameters` when it begins
     (and again after its closure, if it is given one) and forgets them when it ends; `optimizer.zero_grad()` does not
-    reach them. State and param_groups hold the local parts.
+    reach them. State and param_groups hold the local parts. Without parameters: an optimizer of one without elements.
     """
     given = list(parameters)
+    if not given:  # all of this rank's parameters are frozen
+        return make([nn.Parameter(torch.zeros(0))])
     pairs = [(p, _local_parameter(p)) for p in given if isinstance(p, DTensor)]
     replaced = {id(whole): mine for whole, mine in pairs}
     optimizer = make([replaced.get(id(p), p) for p in given])

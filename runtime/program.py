@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import sys
 import weakref
 from collections.abc import Callable
@@ -145,5 +146,7 @@ def load_module(path: Path, name: str) -> ModuleType:
         raise FileNotFoundError(f"emitted module {path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    # not by the loader, which takes bytecode of a file of the same size and second for that of this one
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    linecache.checkcache(str(path))
     return module

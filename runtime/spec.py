@@ -141,6 +141,7 @@ class ProgramSpec:
     loss_share: bool = False  # takes `loss_share`, one over the number of micro-batches
     gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
     offload: tuple[str, ...] = ()  # what is on the host: optimizer, parameters (autoplan.runtime.offload)
+    bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: none)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""

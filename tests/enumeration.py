@@ -98,7 +98,7 @@ def brute_schedule(pricer: Pricer, capacity: float) -> float:
 
 def brute_force(r: PlanRequest) -> float:
     """Every candidate of the space, each with everything that may be on the host."""
-    costs, best = Costs(r.cluster, None, r.mode), math.inf
+    best = math.inf
     kinds = ((), *SEARCHED) if r.cluster.device.host_memory_bytes is not None else ((),)
     for c, kind in itertools.product(space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates, kinds):
         if "parameters" in kind and (c.zero_stage == 0 or c.dp == 1):
@@ -115,9 +115,14 @@ def brute_force(r: PlanRequest) -> float:
             zero_replicas=c.zero_replicas,
             offload=tuple(name for name in kind if name != "activations"),
         )
-        one = estimate_config(replace(r, pins={}), config)
-        precision, searched = precision_of(r.precision), r.mode is Mode.EAGER
-        pricer = Pricer(one.point.workload, config, costs, precision, None, searched, "activations" in kind)
-        memory = r.cluster.device.memory_bytes
-        best = min(best, brute_cut(pricer, memory)[0] if c.schedule == "1F1B" else brute_schedule(pricer, memory))
+        best = min(best, best_of(r, config, "activations" in kind))
     return best
+
+
+def best_of(r: PlanRequest, config: ParallelConfig, activations: bool = False) -> float:
+    """Of all cuts, and all that may be computed again or (`activations`) wait on the host, at given degrees."""
+    one = estimate_config(replace(r, pins={}), config)
+    costs, precision = Costs(r.cluster, None, r.mode), precision_of(r.precision)
+    pricer = Pricer(one.point.workload, config, costs, precision, None, r.mode is Mode.EAGER, activations)
+    memory = r.cluster.device.memory_bytes
+    return brute_cut(pricer, memory)[0] if config.schedule == "1F1B" else brute_schedule(pricer, memory)

@@ -105,6 +105,8 @@ def by_hand(
             found.append({n: p.grad.to(accumulate) for n, p in model.named_parameters() if p.grad is not None})
         of_rank = [found[r * case.num_micro_batches :][: case.num_micro_batches] for r in range(case.dp)]
         groups = [list(g) for g in zip(*of_rank, strict=True)] if case.zero >= 2 else of_rank
+        if case.zero >= 2:  # shards are float32 between micro-batches
+            groups = [[{n: g.float() for n, g in added(group).items()}] for group in groups]
         sums = added([added(g) for g in groups])
         for name in [n for n in sums if names[n] != n]:
             sums[names[name]] += sums.pop(name)
@@ -138,11 +140,12 @@ def gradients_by_hand(case: Case, step: int) -> dict[str, torch.Tensor]:
         p.data = p.data.to(compute)
     batch = global_batch(case, step)
     count, parts = count_of(case.family, batch), case.dp * case.num_micro_batches
+    scale = 2.0**16 if compute is torch.float16 else 1.0
     found = []
     for index in range(parts):
         model.zero_grad()
-        loss_of(model, case.family, part_of(batch, index, parts), count).backward()
-        found.append({n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None})
+        (loss_of(model, case.family, part_of(batch, index, parts), count) * scale).backward()
+        found.append({n: p.grad.float() / scale for n, p in model.named_parameters() if p.grad is not None})
     return added(found)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness import pool
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
-from autoplan.api import _aliases, _persistent_buffers
+from autoplan.api import _aliases, _not_in
 from autoplan.capture.cast import computing_in
 from autoplan.capture.export import capture
 from autoplan.codegen.program import Program, compile_program
@@ -481,7 +481,7 @@ def train_job(
         optimizer=make,
         dtype=dtype if case.precision == "native" else None,
         aliases=_aliases(model),
-        extra_state=_persistent_buffers(model),
+        extra_state=_not_in(spec, model),
         compile=case.compile,
     )
     losses, gradients, norm, records = [], {}, 0.0, []
@@ -551,4 +551,4 @@ def assert_trains_as_one_device(case: Case) -> None:
 
 def state_keys(family: str) -> list[str]:
     model = make_model(family, 0.0)
-    return sorted({*model.state_dict(), *(x for v in _aliases(model).values() for x in v), *_persistent_buffers(model)})
+    return sorted({*model.state_dict(), *(x for v in _aliases(model).values() for x in v)})

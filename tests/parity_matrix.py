@@ -22,7 +22,19 @@ from typing import Any
 
 import torch
 from mixed import error_of, gradients_by_hand
-from parity import SEQ, TARGET, Case, Trained, cluster_of, graph_of, one_device, train_reference, trained, worst
+from parity import (
+    ENCODER_DECODER,
+    SEQ,
+    TARGET,
+    Case,
+    Trained,
+    cluster_of,
+    graph_of,
+    one_device,
+    train_reference,
+    trained,
+    worst,
+)
 
 from autoplan.cost_models.config import Mode
 from autoplan.cost_models.errors import PinError
@@ -54,10 +66,12 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "ZeRO 3": {"zero": 3},
     "hybrid ZeRO": {"dp": 4, "zero": 1, "zero_replicas": 2},
     "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
     "GPipe": {"pp": 2, "schedule": "GPipe", "num_micro_batches": 2},
     "interleaved": {"pp": 2, "schedule": "Interleaved1F1B", "virtual": 2, "num_micro_batches": 6},
     "ZB-H1": {"pp": 2, "schedule": "ZB-H1", "num_micro_batches": 6},
     "ZBV": {"pp": 2, "schedule": "ZBV", "virtual": 2, "num_micro_batches": 6},
+    "DualPipeV": {"pp": 2, "schedule": "DualPipeV", "virtual": 2, "num_micro_batches": 6},
     "recompute": {"recompute": "full"},
     "regions": {"recompute": "attention+mlp+norms"},
     "offload": {"recompute": "offload"},
@@ -86,10 +100,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 # of each axis, of ZeRO, schedules and recompute those that differ most
 WITH_FAMILIES = ("dp", "tp", "pp", "ep", "cp", "ring", "Ulysses", "ZeRO 3", "interleaved", "recompute", "regions")
+# and of each kind of model one has all of them
+IN_FULL = ("Mixtral", "DeepSeek-V3", "router loss", "encoder-decoder", "T5")
 # no plan has two of these
 ONE_OF = (
     ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
-    ("GPipe", "interleaved", "ZB-H1", "ZBV"),
+    ("GPipe", "interleaved", "ZB-H1", "ZBV", "DualPipeV"),
+    ("bf16", "fp16"),
     ("cp", "ring", "Ulysses", "Ulysses x ring"),
     ("recompute", "regions", "offload"),
     ("ep over tp", "etp"),
@@ -173,9 +190,10 @@ def case_of(*names: str) -> Case:
 
 
 def pairs() -> Iterator[tuple[str, str]]:
-    """Every feature with every later one, and the main ones with every family."""
+    """Every feature with every later one, the main ones with every family, and all with some families."""
     excluded = {frozenset(p) for group in ONE_OF for p in itertools.combinations(group, 2)}
     found = [*itertools.combinations(FEATURES, 2), *itertools.product(WITH_FAMILIES, FAMILIES)]
+    found += itertools.product((f for f in FEATURES if f not in WITH_FAMILIES), IN_FULL)
     return (p for p in found if frozenset(p) not in excluded)
 
 
@@ -230,11 +248,13 @@ def check(case: Case) -> Result:
 
 
 def _in_16_bits(case: Case, exact: Trained) -> Result:
-    """Gradients as good as those of one device in 16 bits (by hand, but for dropout, whose masks are autoplan's), and
-    the first loss; what follows an AdamW step in 16 bits is no longer the same for any two orders of summation."""
+    """Gradients as good as those of one device in 16 bits (by hand, but for dropout, whose masks are autoplan's, and
+    for losses and inputs that `mixed` does not know), and the first loss; what follows an AdamW step in 16 bits is no
+    longer the same for any two orders of summation."""
     got = trained(case, "float32", NUM_STEPS, "adamw")
-    if case.dropout:
-        one = replace(Case(case.family, dropout=case.dropout, labels=case.labels), precision=case.precision)
+    if case.dropout or case.family.endswith("-aux") or case.family in ENCODER_DECODER:
+        one = Case(case.family, dropout=case.dropout, labels=case.labels, precision=case.precision)
+        one = replace(one, num_micro_batches=case.num_micro_batches, micro_batches_of=case.dp)
         alone = trained(one, "float32", 1, "adamw").gradients
     else:
         alone = gradients_by_hand(case, 0)
@@ -277,14 +297,16 @@ def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Resu
             "Qwen2 (sliding windows), mixtures of experts, encoder-decoders (source and target of different lengths)",
             "and a GPT with skip connections over several layers, with random weights.",
             "",
-            f"*bf16*: the error of all gradients against float64 is less than {FACTOR:g} times that of one device in",
-            "bf16 with the same micro-batches (`tests/test_precision.py`: the same bits, where sums keep their order).",
+            f"*bf16*, *fp16*: the error of all gradients against float64 is less than {FACTOR:g} times that of one",
+            "device in as many bits with the same micro-batches (`tests/test_precision.py`: the same bits, where sums",
+            "keep their order). *compile*: each block by torch.compile with the backend aot_eager, which needs no",
+            "compiler; tests/test_compiled.py has inductor.",
             "",
             *lines,
             "",
             f"{sum(r.equal for r in ran)} of {len(ran)} plans that run are equal; largest relative differences: loss "
             f"{largest['loss']:.1e}, gradients {largest['gradient']:.1e}, parameters {largest['parameter']:.1e}; "
-            f"largest factor of bf16: {factor:.2f}.",
+            f"largest factor of 16 bits: {factor:.2f}.",
             "",
             "Refused:",
             "",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import enumeration
 import models
 import pytest
 
@@ -16,7 +17,7 @@ from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.context import read_method
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
@@ -24,6 +25,7 @@ from autoplan.estimate import estimate_config
 from autoplan.planner import SearchResult, search_plan
 from autoplan.points import PlanRequest
 from autoplan.search.context_pins import combinations, legal_methods
+from autoplan.search.offload_pins import SEARCHED
 from autoplan.search.space import LEAST_PART, space
 
 SEQ = 16
@@ -182,6 +184,56 @@ def test_search_with_experts_and_cut_sequences_is_enumeration(monkeypatch: pytes
         result = search_plan(request(4, pins, memory_bytes=memory))
         best = next(step for step, held, _ in plans if held <= memory)
         assert result.plans[0].estimate.step_time_s.mid == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [
+        ("1F1B", 1),
+        pytest.param("Interleaved1F1B", 2, marks=pytest.mark.exhaustive),
+        pytest.param("ZBV", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
+    schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages of two ranks: tp, cp, dp, ep and etp, every ZeRO stage, cut, and what is computed again, or with the
+    optimizer on the host; with all of the memory, and with less and less."""
+    monkeypatch.setattr("autoplan.search.space.LEAST_PART", 4)
+    pins = {"pp": 2, "schedule": schedule, "virtual_stages": virtual, "micro_batch_size": 1}
+    free = replace(request(4, pins), mode=Mode.EAGER, time_limit_s=1e9)
+    host = replace(free.cluster.device, host_memory_bytes=1 << 40, host_bytes_per_s=1e10)
+    free = replace(free, cluster=replace(free.cluster, device=host))
+    configs = [
+        replace(ParallelConfig(pp=2, schedule=schedule, virtual_stages=virtual, micro_batch_size=1), **given)
+        for tp, cp, dp in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+        for ep in (1, 2)
+        for zero in (range(4) if cp * dp > 1 else (0,))
+        if not (zero == 3 and schedule == "ZBV")
+        for chosen in (combinations(legal_methods(free.graph, cp, tp)) if cp > 1 else [None])
+        if not (ep > 1 and any(read_method(name, cp).is_product for _, name in chosen or ()))
+        for given in [
+            {"tp": tp, "cp": cp, "dp": dp, "ep": ep, "etp": tp if ep == 1 else 1, "zero_stage": zero}
+            | {"num_micro_batches": 8 // dp, "context_method": None if chosen is None else dict(chosen)}
+        ]
+    ]
+    asked = {(c.tp, c.cp, c.dp, c.ep, c.zero_stage) for c in configs}
+    found = space(free.graph, free.cluster, 8, pins, seq_len=SEQ).candidates
+    assert asked == {(c.tp, c.cp, c.dp, c.ep, c.zero_stage) for c in found}
+    peak = search_plan(free).plans[0].estimate.peak_memory_bytes.mid
+    seen = set()
+    for share in (1.0, 0.8, 0.6):
+        r = replace(free, cluster=free.cluster.with_(memory_gb=share * peak * (1 + 1e-9) / 1e9))
+        kinds = [
+            (replace(c, offload=tuple(n for n in kind if n != "activations")), "activations" in kind)
+            for c, kind in itertools.product(configs, [(), *SEARCHED])
+            if "parameters" not in kind or (c.zero_stage and c.dp * c.cp > 1)
+        ]
+        expected = min(enumeration.best_of(r, config, activations) for config, activations in kinds)
+        plan = search_plan(r).plans[0]
+        assert plan.estimate.step_time_s.mid == pytest.approx(expected, rel=1e-9), share
+        seen.add((plan.config.tp, plan.config.cp, plan.config.ep, plan.config.offload))
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "windows"])

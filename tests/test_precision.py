@@ -60,6 +60,10 @@ SAME_BITS = [
     Case("llama", precision="bf16-grad16", num_micro_batches=3),
     Case("llama", dp=2, zero=0, precision="bf16-grad16", num_micro_batches=3),
     Case("llama", dp=2, zero=1, precision="bf16-grad16", num_micro_batches=3),
+    Case("llama", dp=2, zero=3, precision="bf16-grad16", num_micro_batches=3),
+    Case("llama", precision="fp16-grad16", num_micro_batches=3),
+    Case("llama", dp=2, zero=0, precision="fp16-grad16", num_micro_batches=2, labels="unequal"),
+    Case("llama", dp=2, zero=2, precision="fp16-grad16", num_micro_batches=3),
     Case("llama", precision="fp16", num_micro_batches=3, labels="unequal"),
     Case("llama", dp=2, zero=0, precision="fp16", num_micro_batches=2),
     Case("gpt-untied", dp=2, zero=3, precision="fp16", num_micro_batches=3),
@@ -80,7 +84,7 @@ def compare(case: Case, want: ByHand) -> tuple[float, float]:
 
 @pytest.mark.parametrize("case", SAME_BITS, ids=str)
 def test_training_equals_the_same_by_hand(case: Case) -> None:
-    scale = 2.0**16 if case.precision == "fp16" else 1.0
+    scale = 2.0**16 if case.precision.startswith("fp16") else 1.0
     gradient, parameter = compare(case, by_hand(case, scale=scale))
     assert gradient < 1e-6
     assert parameter < 1e-6

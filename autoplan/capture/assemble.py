@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from autoplan.capture.batch_size import averages_of_micro_batches, insert_after
+from autoplan.capture.batch_size import averages_of_micro_batches, insert_after, wide_means
 from autoplan.capture.coupled import router_terms
 from autoplan.capture.hoist import hoist, simplify
 from autoplan.cost_models.errors import CaptureError
@@ -45,6 +45,7 @@ class _Loss:
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
     """The ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-contained."""
     simplify(trace)
+    wide_means(trace)
     loss = _normalise_loss(trace)
     _drop_dead(trace)
     hoist(trace, _pure_values(trace))

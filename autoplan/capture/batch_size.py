@@ -19,6 +19,32 @@ if TYPE_CHECKING:
     from autoplan.capture.export import Trace
 
 
+def wide_means(trace: Trace) -> None:
+    """Means over the batch of 16-bit values, in float32: torch sums them so, and here the sum is a value of its own,
+    which would overflow in 16 bits."""
+    for index, node in enumerate(list(trace.nodes)):
+        if _number_of_mean(trace, node) is None:
+            continue
+        (name,) = node.outputs
+        out = trace.values[name]
+        if out.dtype not in ("float16", "bfloat16"):
+            continue
+        wide = f"{node.name}.wide"
+        trace.values[wide] = replace(out, name=wide, dtype="float32")
+        trace.nodes[index] = replace(node, outputs=(wide,), attrs={**node.attrs, "dtype": "float32"})
+        cast = Node(f"{node.name}.narrow", "to", (wide,), (name,), {"dtype": out.dtype}, "", node.source)
+        insert_after(trace, index, cast)
+
+
+def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
+    """Of a mean over the batch outside the layers, over how many elements it goes."""
+    if node.op != "mean" or trace.region[node.name]:
+        return None
+    source, out = trace.values[str(node.inputs[0])], trace.values[node.outputs[0]]
+    number = source.num_elements.divide(out.num_elements)
+    return number if number is not None and "b" in number.symbols else None
+
+
 def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
     """Changes the trace: means over the batch and sums that are divided by its size get their share, other uses of the
     size a mark.
@@ -57,14 +83,11 @@ def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
 
 def _means_as_sums(trace: Trace, but: set[str]) -> None:
     for index, node in enumerate(list(trace.nodes)):
-        if node.op != "mean" or trace.region[node.name] or set(node.outputs) & but:
-            continue
-        source, out = trace.values[str(node.inputs[0])], trace.values[node.outputs[0]]
-        number = source.num_elements.divide(out.num_elements)
-        if number is None or "b" not in number.symbols:
+        number = _number_of_mean(trace, node)
+        if number is None or set(node.outputs) & but:
             continue
         total = f"{node.name}.sum"
-        trace.values[total] = replace(out, name=total)
+        trace.values[total] = replace(trace.values[node.outputs[0]], name=total)
         trace.nodes[index] = replace(node, op="sum", outputs=(total,))
         by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
         insert_after(trace, index, by)

@@ -36,7 +36,7 @@ from autoplan.capture.inplace import (
     window,
 )
 from autoplan.capture.lengths import length_symbols, target_inputs
-from autoplan.capture.ops import OPS, SKIP, Alias, Lowered
+from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
 from autoplan.cost_models.symbols import Expr
@@ -149,10 +149,12 @@ def _capture(
             stack.enter_context(capture_hf_experts(model))
             stack.enter_context(own_hooks(model))
         program, symbols = _export(wrapper, example_inputs, tracer)
+    bounds = _bounds(program, symbols, type(model).__name__)
     if tracer.unproved and merge:
         return None
     trace = _Translator(program, wrapper, symbols, names).run()
-    return assemble(trace, type(model).__name__, *_parameters(model))
+    graph = assemble(trace, type(model).__name__, *_parameters(model))
+    return graph if graph is None else replace(graph, bounds=bounds)
 
 
 def _dims(
@@ -233,6 +235,28 @@ def _export_refining(
                 ) from exc
         tracer.reset()
         return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=refined)
+
+
+def _bounds(
+    program: torch.export.ExportedProgram, symbols: Mapping[str, str], model: str
+) -> dict[str, tuple[int, int | None]]:
+    """Of the lengths of sequences for which this graph is the model: where the forward asks how long one is, another
+    graph is that of other lengths. CaptureError if it asks how large the batch is, which is another number in every
+    micro-batch."""
+    out = {}
+    for symbol, found in program.range_constraints.items():
+        name = symbols.get(str(symbol))
+        low, high = int(found.lower), int(found.upper) if found.upper.is_Integer else None
+        if name is None or (low == 0 and high is None):
+            continue
+        if name == "b":
+            kept = f"up to {high}" if high is not None else f"from {low} on"
+            raise CaptureError(
+                f"the forward of {model} asks how large the batch is (this graph is that of {kept}); micro-batches are "
+                "smaller than the batch: compute the same for every size"
+            )
+        out[name] = (low, high)
+    return out
 
 
 def _where(exc: BaseException) -> str:
@@ -486,7 +510,7 @@ class _Translator:
                 "rule to autoplan.rules.table"
             )
         try:
-            result = OPS[target](self._arguments(node))
+            result = lower(target, *self._arguments(node))
         except CaptureError as exc:
             raise CaptureError(f"{where or node.name}: {exc}") from exc
         meta = node.meta["val"]
@@ -540,16 +564,18 @@ class _Translator:
         self.counter[base] = count + 1
         return base if count == 0 else f"{base}_{count}"
 
-    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+    def _arguments(self, node: fx.Node) -> tuple[Arguments, dict[str, Any]]:
+        """Those given, and the defaults of all."""
         schema = node.target._schema.arguments  # type: ignore[union-attr]
-        out: dict[str, Any] = {}
+        out = Arguments()
         for argument, value in zip(schema, node.args, strict=False):
             out[argument.name] = self._plain(value)
         for key, value in node.kwargs.items():
             out[key] = self._plain(value)
         if "dtype" in out and isinstance(out["dtype"], torch.dtype):
             out["dtype"] = _dtype(out["dtype"])
-        return out
+        out.read.clear()
+        return out, {argument.name: argument.default_value for argument in schema}
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

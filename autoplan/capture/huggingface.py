@@ -170,7 +170,7 @@ def capture_attention(model: nn.Module, positions: bool = False, padded: bool = 
 
     Args:
         padded: the batch has a padding mask; without it a mask is one that the model makes of nothing.
-        positions: the batch says the positions of its tokens: where they start again, another document begins.
+        positions: the batch says the positions of its tokens: where they do not follow, another document begins.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
@@ -178,7 +178,9 @@ def capture_attention(model: nn.Module, positions: bool = False, padded: bool = 
 
     def starts(position_ids: torch.Tensor) -> torch.Tensor | None:
         if positions:
-            packed.append((position_ids == 0).to(torch.int64).cumsum(-1))
+            # as find_packed_sequence_indices of transformers: where a position does not follow the one before
+            follows = position_ids[:, 1:] - position_ids[:, :-1] == 1
+            packed.append(F.pad((~follows).to(torch.int64), (1, 0)).cumsum(-1))
         return None
 
     AttentionInterface.register(_NAME, _attention)

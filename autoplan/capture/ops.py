@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,21 @@ def _linear(a: Args) -> Result:
 
 
 def _addmm(a: Args) -> Result:
-    return [Lowered("matmul", (a["mat1"], a["mat2"]), {}), Lowered("add", ("$0", a["self"]), {})]
+    """beta * self + alpha * product; a factor that both have is taken last, where both have one shape."""
+    alpha, beta, added = a.get("alpha", 1), a.get("beta", 1), a["self"]
+    out = [Lowered("matmul", (a["mat1"], a["mat2"]), {})]
+    if alpha != (beta or 1):
+        out.append(Lowered("mul_scalar", ("$0",), {"scalar": alpha / (beta or 1)}))
+    if beta != 0:
+        out.append(Lowered("add", ("$0", added), {}))
+    return [*out, Lowered("mul_scalar", ("$0",), {"scalar": beta})] if beta not in (0, 1) else out
+
+
+def _rsub(a: Args) -> Result:
+    difference = Lowered("rsub_scalar", ("$0",), {"scalar": a["other"]})
+    if a.get("alpha", 1) == 1:
+        return Lowered("rsub_scalar", (a["self"],), {"scalar": a["other"]})
+    return [Lowered("mul_scalar", (a["self"],), {"scalar": a["alpha"]}), difference]
 
 
 def _attention(a: Args) -> Result:
@@ -117,17 +131,20 @@ def _pad(a: Args) -> Result:
     return Lowered("pad", (a["self"],), {"pad": tuple(a["pad"]), "value": a.get("value") or 0})
 
 
-def _layer_norm(a: Args) -> Result:
+def _last_dim_only(op: str, a: Args) -> None:
     if len(a["normalized_shape"]) != 1:
-        raise CaptureError(
-            f"layer_norm over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only"
-        )
+        raise CaptureError(f"{op} over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only")
+
+
+def _layer_norm(a: Args) -> Result:
+    _last_dim_only("layer_norm", a)
     tensors = tuple(t for t in (a["input"], a.get("weight"), a.get("bias")) if t is not None)
     attrs = {"eps": a.get("eps", 1e-5), "weight": a.get("weight") is not None, "bias": a.get("bias") is not None}
     return Lowered("layer_norm", tensors, attrs)
 
 
 def _rms_norm(a: Args) -> Result:
+    _last_dim_only("rms_norm", a)
     tensors = tuple(t for t in (a["input"], a.get("weight")) if t is not None)
     return Lowered("rms_norm", tensors, {"eps": a.get("eps"), "weight": a.get("weight") is not None})
 
@@ -158,7 +175,10 @@ def _reduce(op: str) -> Callable[[Args], Result]:
     def build(a: Args) -> Result:
         dims = a.get("dim")
         dims = None if dims is None else tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
-        return Lowered(op, (a["self"],), {"dims": dims, "keepdim": bool(a.get("keepdim", False))})
+        attrs = {"dims": dims, "keepdim": bool(a.get("keepdim", False))}
+        if a.get("dtype") is not None:
+            attrs["dtype"] = a["dtype"]
+        return Lowered(op, (a["self"],), attrs)
 
     return build
 
@@ -234,7 +254,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.__and__.Tensor": _binary("bitwise_and"),
     "aten.min.other": _binary("minimum"),
     "aten.max.other": _binary("maximum"),
-    "aten.rsub.Scalar": lambda a: Lowered("rsub_scalar", (a["self"],), {"scalar": a["other"]}),
+    "aten.rsub.Scalar": _rsub,
     "aten.pow.Tensor_Scalar": lambda a: Lowered("pow_scalar", (a["self"],), {"scalar": a["exponent"]}),
     "aten.gelu.default": lambda a: Lowered("gelu", (a["self"],), {"approximate": a.get("approximate", "none")}),
     "aten.linear.default": _linear,
@@ -312,5 +332,53 @@ OPS: dict[str, Callable[[Args], Result]] = {
     "aten.ones_like.default": lambda a: Lowered("full", (), {"scalar": 1}),
     "aten.zeros_like.default": lambda a: Lowered("full", (), {"scalar": 0}),
 }
+
+# Arguments that show in the shape, dtype or place of what an operation makes, which are taken from there.
+_SHOWN = frozenset(
+    "size shape sizes chunks split_size split_sizes start_dim end_dim memory_format device layout pin_memory "
+    "non_blocking copy implicit enable_gqa cudnn_enable".split()
+)
+_SHAPE_OF = {"aten.view_as.default": "other", **{f"aten.{f}_like.default": "self" for f in ("full", "ones", "zeros")}}
+_TAKES_DTYPE = frozenset(("to", "arange", "full"))
+
+
+class Arguments(dict[str, Any]):
+    """ATen arguments by schema name. Remembers which were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As that of a dict."""
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def lower(target: str, a: Arguments, defaults: Mapping[str, Any]) -> Result:
+    """The IR of one ATen operation.
+
+    Args:
+        defaults: of its arguments, by the schema.
+
+    Raises: CaptureError, also for an argument that the rule here does not know and that is not at its default.
+    """
+    result = OPS[target](a)
+    if isinstance(result, Alias):
+        return result
+    made = {item.op for item in (result if isinstance(result, list) else [result]) if isinstance(item, Lowered)}
+    for name in sorted(set(a) - a.read - _SHOWN):
+        value = dict.__getitem__(a, name)
+        if value is None or value == defaults.get(name) or (name == "dtype" and made & _TAKES_DTYPE):
+            continue
+        if name == _SHAPE_OF.get(target):
+            continue
+        raise CaptureError(f"{target.split('.')[1]} with {name}={value} is not supported")
+    return result
+
 
 SKIP = frozenset({"aten._assert_tensor_metadata.default", "aten.sym_size.int", "aten._assert_scalar.default"})

@@ -163,8 +163,9 @@ def _reduce(name: str) -> Callable[[_OpText], str]:
     def text(t: _OpText) -> str:
         dims = t.attrs["dims"]
         over = ["dim=None"] if not dims else [repr(dims[0] if len(dims) == 1 else tuple(dims))]
-        keep = ["keepdim=True"] if t.attrs["keepdim"] else []
-        call = f"{t.a[0]}.{name}({', '.join([*over, *keep] if dims or keep else [])})"
+        more = ["keepdim=True"] if t.attrs["keepdim"] else []
+        more += [f"dtype=torch.{t.attrs['dtype']}"] if t.attrs.get("dtype") else []
+        call = f"{t.a[0]}.{name}({', '.join([*over, *more] if dims or more else [])})"
         shards = t.num_partial()
         return f"{call} / {shards}" if name == "mean" and shards > 1 else call
 

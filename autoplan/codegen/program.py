@@ -176,6 +176,7 @@ class _Compiler:
             stage_ranks=self._stage_ranks(),
             loss_share=LOSS_SHARE in self.graph.inputs,
             offload=self.layouts.offload,
+            bounds=tuple((symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
         )
         return Program(program, sources)
 

@@ -44,6 +44,8 @@ def _result(
     if node.op in ("batch_sum", "batch_part") and symbol in node.attrs["over"]:  # over all parts, by a collective
         before, after = (P, R) if node.op == "batch_sum" else (R, P)
         return [after] if inputs == (before,) and not any(places) else None
+    if node.op == "to" and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
+        return [P]  # of a term of the loss: each part is rounded
     if symbol == "s" and node.op == "dropout" and node.attrs["p"]:
         return None  # its mask is a function of the place in the whole sequence
     if all(t is R for t in inputs) and (not any(places) or node.op in _FILLS):
