@@ -347,6 +347,17 @@ def test_a_blank_field_is_read_by_the_frameworks_default_and_leaves_alternatives
     assert case_of(flags="MaxText/JAX", zero_stage="FSDP (degree 8)").task.settings[0].config.zero_stage == 3
 
 
+def test_modules_computed_again_and_shard_groups_are_what_the_row_says() -> None:
+    found = case_of(recompute="selective (mlp, core_attn)").task.settings
+    assert [s.config.recompute for s in found] == ["modules:core_attn,mlp"]
+    assert case_of(recompute="selective (core_attn)").task.settings[0].config.recompute == "selective"
+    assert case_of(recompute="selective (every other layer)").task.settings[0].config.recompute != "selective"
+    stated = case_of().task.settings[0].config
+    ranks = stated.dp * stated.cp
+    for words, copies in (("1, optimizer shard group=2", ranks // 2), ("1, optimizer shard group=all DP", 1)):
+        assert case_of(zero_stage=words).task.settings[0].config.zero_replicas == copies, words
+
+
 def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:
     degrees = {"pp": "4", "dp": "4", "global_batch": "64"}
     assert case_of(**degrees).task.settings[0].config.stages == (4, 4, 4, 4)
