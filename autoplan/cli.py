@@ -29,6 +29,7 @@ from autoplan.report.flags import (
     Model,
     ModeName,
     NarrowGather,
+    OverlapGather,
     Overlaps,
     OverlapZero,
     PinTexts,
@@ -149,6 +150,7 @@ def plan(
     narrow_gather: NarrowGather = False,
     fused_loss: FusedLoss = False,
     overlap_zero: OverlapZero = True,
+    overlap_gather: OverlapGather = True,
     document_len: DocumentLen = None,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
@@ -186,6 +188,7 @@ def plan(
             fused_loss,
             overlap_zero,
             document_len,
+            overlap_gather,
         ),
         constants=constants,
         top=top,
@@ -260,6 +263,7 @@ def estimate(
     narrow_gather: NarrowGather = False,
     fused_loss: FusedLoss = False,
     overlap_zero: OverlapZero = True,
+    overlap_gather: OverlapGather = True,
     document_len: DocumentLen = None,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
@@ -298,6 +302,7 @@ def estimate(
             fused_loss,
             overlap_zero,
             document_len,
+            overlap_gather,
         ),
         constants=constants,
         target_len=target_len,
@@ -377,6 +382,7 @@ def whatif(
     narrow_gather: NarrowGather = False,
     fused_loss: FusedLoss = False,
     overlap_zero: OverlapZero = True,
+    overlap_gather: OverlapGather = True,
     document_len: DocumentLen = None,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
@@ -424,6 +430,7 @@ def whatif(
             fused_loss,
             overlap_zero,
             document_len,
+            overlap_gather,
         ),
         constants=constants,
         time_limit=time_limit,
@@ -486,8 +493,8 @@ def capacity(
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
     precision, mode, pins, attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather,
-    fused_loss, overlap_zero, document_len, profile, constants, assumptions (mtbf_device_days, pue, ...) and
-    time_limit_s.
+    fused_loss, overlap_zero, overlap_gather, document_len, profile, constants, assumptions (mtbf_device_days, pue, ...)
+    and time_limit_s.
     """
     from autoplan.fleet import Cell, cell_row, cells, read_task
     from autoplan.report.files import check_writable, write_csv

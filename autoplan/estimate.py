@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, modules_of
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Estimate, Pricer, ranges_of
@@ -24,6 +24,7 @@ from autoplan.search.pins import (
     check_context,
     check_degrees,
     check_dispatch,
+    check_modules,
     check_recompute,
     check_replicas,
     check_schedule,
@@ -56,7 +57,11 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     behind attention with overlap "cp"). Raises: PinError for degrees that the cluster
     or model cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
     """
-    r = replace(request, pins={**request.pins, "state_slack": config.state_slack})
+    pins = {**request.pins, "state_slack": config.state_slack}
+    if modules_of(config.recompute):  # what is kept is known of those that are asked for
+        config = replace(config, recompute=check_choice(config.recompute))
+        pins["recompute"] = config.recompute
+    r = replace(request, pins=pins)
     config = _with_chunks(config)
     check_task(r)
     check_config(r, config)
@@ -199,6 +204,7 @@ def check_config(request: PlanRequest, config: ParallelConfig) -> None:
     if request.executed:
         check_dispatch(request.graph, c)
     _check_recompute(request.graph, c)
+    check_modules(c.recompute, request.mode, request.executed)
 
 
 def _check_experts(graph: ModelGraph, c: ParallelConfig) -> None:

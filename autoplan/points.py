@@ -12,7 +12,7 @@ from typing import Any
 
 from autoplan.cost_models.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions, modules_of, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.context import ContextMethod, read_method
 from autoplan.cost_models.costs import Costs
@@ -31,7 +31,7 @@ from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.offload_pins import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
 from autoplan.search.own_tokens import with_own_tokens
-from autoplan.search.pins import is_count, make_mesh, read_recompute
+from autoplan.search.pins import check_modules, is_count, make_mesh, read_recompute
 from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.search.space import Candidate, Space, space
 from autoplan.search.stages import Cutter
@@ -244,6 +244,7 @@ class Points:
                 float8=self.precision.matmul is not None,
                 fused_loss=r.options.fused_loss,
                 context=cp,
+                modules=modules_of(r.pins.get("recompute")),
             ),
             methods={block: read_method(name, cp) for block, name in methods},
         )
@@ -424,7 +425,8 @@ class QuickMemory:
     def largest_bytes(self, size: int) -> float:
         """Of the values that operations make for `size` sequences, on all of tp together."""
         # what selective recompute drops may be the largest value, and then it counts nowhere in the memory model
-        if self.request.pins.get("recompute") == "selective":
+        pinned = self.request.pins.get("recompute")
+        if pinned == "selective" or modules_of(pinned):
             return 0.0
         if size not in self._largest:
             self._largest[size] = self._find(size)
@@ -461,6 +463,7 @@ def check_task(request: PlanRequest) -> None:
                 f"target_len={r.target_len}, but {r.graph.name} has no second sequence with a length of its own; "
                 f"nearest legal: target_len={r.seq_len}"
             )
+    check_modules(r.pins.get("recompute"), r.mode, r.executed)
     parts = 2 * r.pins.get("cp", 1)
     if parts > 2 and r.seq_len % parts:
         near = max(parts, r.seq_len // parts * parts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision, groups_of
+from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision, groups_of, modules_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.host import host_s, waited_s
 from autoplan.cost_models.quantity import ZERO, Quantity, total
@@ -26,7 +26,7 @@ class OpTimes:
 
     `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
     `host_*`: what the host needs to start them; `attention`: the part of its core, by phase; `groups`: what computing a
-    group of regions again runs.
+    group of regions again runs; `modules`, `host_modules`: what computing modules again runs.
     """
 
     forward: Quantity
@@ -37,6 +37,8 @@ class OpTimes:
     host_backward: Quantity = ZERO
     attention: Mapping[str, Quantity] = field(default_factory=dict)
     groups: Mapping[str, Quantity] = field(default_factory=dict)
+    modules: Quantity = ZERO
+    host_modules: Quantity = ZERO
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -45,6 +47,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
     for name, block in workload.blocks.items():
         forward = [costs.forward_s(op) for op in block.ops]
         backward = [costs.backward_s(op) for op in block.ops]
+        again = block.modules
         weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op.op in _WEIGHTS]
         out[name] = OpTimes(
             total(forward),
@@ -58,6 +61,10 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
                 for phase, found in (("forward", forward), ("backward", backward))
             },
             {group: total([forward[i] for i in sorted(at)]) for group, at in block.group_ops.items()},
+            ZERO
+            if again is None
+            else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
+            ZERO if again is None else host_s(block, "forward", costs, again),
         )
     return out
 
@@ -137,6 +144,7 @@ class BlockCost:
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
     reduce: Quantity  # of ZeRO 1, and over replicas of the shards: once per step, whole
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
+    modules: Quantity = ZERO  # computing modules again
     offload: Quantity = ZERO  # what it keeps to the host and back, nothing hidden
     moved: Quantity = ZERO  # gradients to an optimizer on the host, and what it wrote back, once per step
 
@@ -167,6 +175,8 @@ class BlockCost:
             return self.selective
         if how == "offload":
             return self.offload
+        if modules_of(how):
+            return self.modules
         return total([self.groups[g] for g in groups_of(how) if g in self.groups])
 
 
@@ -282,6 +292,7 @@ class BlockPricer:
             gather=gather if stage in (1, 2) else ZERO,
             reduce=(reduce if stage == 1 else ZERO) + across,
             groups=self._groups(times, comm),
+            modules=self._modules(block, times, comm, hosts["backward"]),
             offload=self._offload(block),
             moved=self._moved(block),
         )
@@ -306,6 +317,26 @@ class BlockPricer:
         """Attention over a cut sequence gathers its keys and values again."""
         gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
         return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
+
+    def _modules(
+        self, block: BlockWork, times: OpTimes, comm: Mapping[tuple[str, str], Quantity], host: Quantity
+    ) -> Quantity:
+        """What they compute and send again, and what starting that adds to waiting for the host in the backward."""
+        if block.modules is None:
+            return ZERO
+        sent = [ZERO]
+        for c in block.modules.comms:
+            if c.part is not None or self.groups[c.axis].size > 1:
+                size = c.num_bytes * self._sent_share(block, c)
+                seconds = self.costs.collective_s(c.kind, size, self._group(c), c.top_k)
+                family = self.families.get(c.axis, "tp")
+                hidden = self.hidden.get(family, 0.0) if family in self.costs.options.overlap else 0.0
+                sent.append(seconds.less(seconds * hidden))
+        device = times.modules + total(sent)
+        busy = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
+        launch = self.costs.options.launch
+        waited = waited_s(host + times.host_modules, busy + device, launch)
+        return _beyond(device + waited, waited_s(host, busy, launch))
 
     def _offload(self, block: BlockWork) -> Quantity:
         """To the host in the forward and back in the backward, at its link; nothing hides behind computing."""

@@ -53,7 +53,7 @@ _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
 _HOST_LATENCY_S = 2.5e-6
 NETWORK_LATENCY_S = 12.5e-6
 
-_COLUMNS: dict[str, str] = {
+PEAK_COLUMNS: dict[str, str] = {  # of the catalog, by dtype
     "bfloat16": "peak_tflops_bf16_dense",
     "float16": "peak_tflops_fp16_dense",
     "tf32": "peak_tflops_tf32_dense",
@@ -62,7 +62,7 @@ _COLUMNS: dict[str, str] = {
     "float4": "peak_tflops_fp4_dense",
     "int8": "peak_tops_int8_dense",
 }
-DTYPES = tuple(_COLUMNS)  # that have a peak
+DTYPES = tuple(PEAK_COLUMNS)  # that have a peak
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _as_of(source: str) -> str:
 
 def _entry(row: Mapping[str, str]) -> Entry:
     ranks = RANKS_PER_ROW.get(row["id"], 1)
-    peaks = {d: v * TERA / ranks for d, column in _COLUMNS.items() if (v := _number(row, column)) is not None}
+    peaks = {d: v * TERA / ranks for d, column in PEAK_COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
     mamf = _number(row, "mamf_tflops_bf16_measured")
     host_speed = _number(row, "host_gb_s_per_dir")

@@ -47,6 +47,13 @@ _LOCAL_LAUNCH_S = 5e-6
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
 # name of an override -> what it is
+# Columns of the catalog that an override takes the place of.
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "nic": ("scaleout_gbit_s_per_device",),
+    "scaleup": ("scaleup_gb_s_per_dir_per_device",),
+    "memory_gb": ("mem_gb",),
+    "power": ("power_w",),
+}
 OVERRIDES: dict[str, str] = {
     "nodes": "number of nodes",
     "devices_per_node": "devices per node",
@@ -215,6 +222,12 @@ class Cluster:
             self.price if price is None else Price(float(price), "given", "given"),
             tuple(sorted({**dict(self.given), **given}.items())),
         )
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Columns of the catalog that no source confirms, of those that count here: none of what is given instead."""
+        given = {column for name, _ in self.given for column in _COLUMNS.get(name, ())}
+        return tuple(column for column in self.device.unverified if column not in given)
 
     def with_device(self, device_id: str) -> Cluster:
         """The same nodes with another device of the catalog, its links and price; what was `given` stays.

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.cost_models import hardware
-from autoplan.cost_models.catalog import DTYPES
+from autoplan.cost_models.catalog import DTYPES, PEAK_COLUMNS
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collectives import FABRICS
 from autoplan.cost_models.errors import PinError
@@ -64,6 +64,13 @@ _DEVICE: _Table = {
     "power_w": ("power_w", 1, hardware.WATTS),
     "launch_us": ("launch_s", MICRO, hardware.MICROSECONDS),
     "overlap_fraction": ("overlap_fraction", 1, hardware.SHARE),
+}
+# Columns of the catalog for these, where it has one.
+_COLUMNS: Mapping[str, str] = {
+    "memory_gb": "mem_gb",
+    "memory_gb_s": "mem_bw_gb_s",
+    "host_gb_s": "host_gb_s_per_dir",
+    "power_w": "power_w",
 }
 _LEVEL: _Table = {
     "gb_s": ("bytes_per_s", GB, hardware.GB_S),
@@ -109,7 +116,9 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
     if isinstance(top["device"], str):
         cluster = Cluster.of_catalog(nodes, per_node, top["device"], nic, price)
         if "device_overrides" in top:
-            fields = _device_fields(top["device_overrides"], f"{where}, device_overrides", cluster.device)
+            own = top["device_overrides"]
+            fields = _device_fields(own, f"{where}, device_overrides", cluster.device)
+            fields["unverified"] = tuple(f for f in cluster.device.unverified if f not in _columns(own))
             cluster = replace(cluster, device=replace(cluster.device, **fields))
         cluster, levels_given = _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
         return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
@@ -171,6 +180,15 @@ def _device_fields(data: object, where: str, base: Device | None) -> dict[str, A
             out["peak_flops"] = _number(given, "peak_tflops", where, hardware.TFLOPS) * TERA
             out["peak_flops_by_dtype"] = {}
     return out
+
+
+def _columns(own: Mapping[str, Any]) -> frozenset[str]:
+    """Columns of the catalog that the fields of a file take the place of."""
+    out = {_COLUMNS[key] for key in own if key in _COLUMNS}
+    peaks = own.get("peak_tflops")
+    if isinstance(peaks, Mapping):
+        return frozenset(out | {PEAK_COLUMNS[dtype] for dtype in peaks if dtype in PEAK_COLUMNS})
+    return frozenset(out | ({*PEAK_COLUMNS.values(), "peak_tflops_*"} if peaks is not None else set()))
 
 
 def _device(data: object, where: str, overlap_fraction: float | None) -> Device:

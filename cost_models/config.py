@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -18,10 +19,41 @@ OFFLOADS = ("activations", "optimizer", "parameters")
 GROUPS = ("attention", "mlp", "norms")
 
 
+# Modules that Megatron computes again (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+_MODULES_PREFIX = "modules:"
+
+
+def modules_of(how: object) -> tuple[str, ...]:
+    """The modules that a choice of recompute names, in the order of MODULES; none of any other choice.
+
+    PinError for an unknown one.
+    """
+    if not isinstance(how, str) or not how.startswith(_MODULES_PREFIX):
+        return ()
+    given = how.removeprefix(_MODULES_PREFIX).split(",")
+    for name in given:
+        if name not in MODULES:
+            near = difflib.get_close_matches(name, MODULES, 1, 0.0)[0]
+            raise PinError(
+                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; "
+                f"nearest legal: {_MODULES_PREFIX}{near}"
+            )
+    return tuple(m for m in MODULES if m in given)
+
+
+def modules_choice(modules: Iterable[str]) -> str:
+    """The choice of recompute that names these modules."""
+    named = set(modules)
+    return _MODULES_PREFIX + ",".join(m for m in MODULES if m in named)
+
+
 def groups_of(how: str) -> tuple[str, ...]:
     """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
     if how == "selective":
         return ("attention",)
+    if how.startswith(_MODULES_PREFIX):
+        return ()
     return tuple(g for g in GROUPS if g in how.split("+"))
 
 
@@ -95,6 +127,8 @@ class RunOptions:
     their gradient in their place (flash-attention's CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
     `overlap_zero`: what ZeRO 1 and 2 move once per step hides behind computing (Megatron's --overlap-grad-reduce and
     --overlap-param-gather, which are off by default; fully_shard and the emitted programs always do).
+    `overlap_gather`: of these the gathers, too (InternEvo's overlap_sync_param is off by default, while gradients are
+    reduced beside the backward).
     `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell
     et al., Efficient Sequence Packing without Cross-contamination, 2021); None: a sequence is one document.
     """
@@ -109,6 +143,7 @@ class RunOptions:
     fused_loss: bool = False
     overlap_zero: bool = True
     document_len: int | None = None
+    overlap_gather: bool = True
 
     def __post_init__(self) -> None:
         given = self.document_len
@@ -228,7 +263,7 @@ class ParallelConfig:
 
     The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `virtual_stages`: chunks per rank, which the
     schedule places. `stages`: number of layers per pipeline stage (per chunk with virtual stages, in model order), or
-    None for balanced arithmetic. `recompute`: one value for all layers (of RECOMPUTE, or GROUPS joined by `+`), a
+    None for balanced arithmetic. `recompute`: one value for all layers (RECOMPUTE, GROUPS with `+`, or modules), a
     mapping from block call to one, or how many layers of each stage (chunk) are recomputed in full (a tuple).
     `context_method`: one name of `autoplan.cost_models.context` for all blocks with attention, a mapping from block to
     one, or None (with cp > 1: not decided). `zero_replicas`: how many copies of the sharded state there are (hybrid

@@ -21,15 +21,15 @@ from autoplan.cost_models.config import Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels import kernels_of
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
-from autoplan.cost_models.work import BlockWork
+from autoplan.cost_models.work import Again, BlockWork
 
 # What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
 _MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 
 
-def host_s(block: BlockWork, phase: str, costs: Costs) -> Quantity:
-    """Seconds of the host for one pass over a block; nothing where it costs nothing."""
+def host_s(block: BlockWork, phase: str, costs: Costs, again: Again | None = None) -> Quantity:
+    """Seconds of the host for one pass over a block, or over what it runs `again`; nothing where it costs nothing."""
     if costs.profile is not None and costs.mode is Mode.EAGER:  # measured as it runs, the host with it
         return ZERO
     if costs.options.launch is Launch.FULL_GRAPHS or kernels_of(costs.cluster.device, costs.constants) is None:
@@ -43,6 +43,8 @@ def host_s(block: BlockWork, phase: str, costs: Costs) -> Quantity:
     apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING  # element-wise operations have kernels of their own
     seconds = 0.0
     for k, op in enumerate(block.ops):
+        if again is not None and k not in again.ops:
+            continue
         if op.op in VIEWS or k in together or (phase == "backward" and not op.has_backward):
             continue
         if op.op == "experts":
@@ -51,7 +53,11 @@ def host_s(block: BlockWork, phase: str, costs: Costs) -> Quantity:
         elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
             one = each if op.op in _MODULES or launch is Launch.BLOCKING else min(each, c.host_eager_s)
             seconds += one * (1.0 if op.matmul_dtype is None else c.host_fp8)
-    for comm in block.comms:  # those of experts have sizes that no graph knows beforehand
+    if again is not None and launch is not Launch.GRAPHS:
+        seconds += len(again.beside) * min(each, c.host_eager_s)
+    for comm in (
+        block.comms if again is None else again.comms
+    ):  # those of experts have sizes that no graph knows beforehand
         if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or launch is not Launch.GRAPHS):
             seconds += c.host_comm_s
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO

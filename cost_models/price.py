@@ -206,7 +206,8 @@ class Pricer:
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
-        self.once_s = (mid.gather, mid.forward), (mid.reduce, mid.backward)  # moved once per step, what may hide it
+        # moved once per step, what may hide it, which share of that does
+        self.once_s = self._once(mid)
         self.ladder = self.memory.ladder = self._ladder(searched, activations)
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
@@ -301,12 +302,16 @@ class Pricer:
         v, behind = c.virtual_stages, min(c.pp, c.num_micro_batches)
         window = ((v - 1) * behind + 1) / v
         exposed = 0.0
-        for moved, computed in ((table.gather, table.forward), (table.reduce, table.backward)):
+        for moved, computed, hides in self._once(table):
             sizes = [moved[u] for u in units]
-            hidden = self.hides_once * window * sum(computed[u] for u in units)
+            hidden = hides * window * sum(computed[u] for u in units)
             shown = max(sum(sizes) - hidden, max(sizes))
             exposed += shown + self.contention * (sum(sizes) - shown)
         return exposed
+
+    def _once(self, table: _Table) -> tuple[tuple[list[float], list[float], float], ...]:
+        gathers = self.hides_once if self.costs.options.overlap_gather else 0.0
+        return (table.gather, table.forward, gathers), (table.reduce, table.backward, self.hides_once)
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""

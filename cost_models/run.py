@@ -231,7 +231,7 @@ def whole_run(
             f"energy is not known: no source states the power of {cluster.device.name}; give power_w, in W per device"
         )
     else:
-        if "power_w" in cluster.device.unverified and "power_w" not in known.given:
+        if "power_w" in cluster.unverified and "power_w" not in known.given:
             notes.append(f"no source confirms the power of {cluster.device.name} in the catalog, and so its energy")
         kwh = times(days, watts * (24 * cluster.num_devices / 1000))
         price = known.get("usd_per_kwh")

@@ -110,6 +110,15 @@ class ParamWork:
     expert: bool = False
 
 
+@dataclass(frozen=True)
+class Again:
+    """What a call runs again in its backward: positions in its `ops`, operations beside those, and what they send."""
+
+    ops: frozenset[int]
+    beside: tuple[OpWork, ...] = ()
+    comms: tuple[CommWork, ...] = ()
+
+
 class Gathered(Enum):
     """What becomes of the parameters that ZeRO 3 gathers for a forward."""
 
@@ -129,7 +138,8 @@ class BlockWork:
 
     `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
     modules start together with another one (queries, keys and values of one input; a norm with the product after it);
-    `group_ops`: those that computing a group of regions again runs; `offloaded_bytes`: what it sends to the host and
+    `group_ops`: those that computing a group of regions again runs; `modules`: what the modules that are computed again
+    do, where some are; `offloaded_bytes`: what it sends to the host and
     back if its activations wait there; `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
     """
 
@@ -140,6 +150,7 @@ class BlockWork:
     selective_ops: frozenset[int] = frozenset()
     joined_ops: frozenset[int] = frozenset()
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    modules: Again | None = None
     offloaded_bytes: float = 0.0
     gathered: Gathered = Gathered.AGAIN
 

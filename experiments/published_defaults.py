@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import MODULES, Mode
 
 Found = TypeVar("Found")
 
@@ -101,8 +101,9 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
 }
 
-# Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False).
-GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
+# Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False); InternEvo reduces them in
+# the dtype that they have (internlm/solver/optimizer/utils.py, reduce_tensor).
+GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY, Framework.INTERNEVO))
 
 # Name of a planner's precision, or int8 (published_words). Of two that a source leaves open, the one that all of its
 # devices have.
@@ -121,11 +122,10 @@ PRECISIONS: tuple[tuple[str, str], ...] = (
 BLOCKS = "mxfp8"
 FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|block", BLOCKS), (r"FP8", "fp8"))
 
-# ZeRO stages: several where the words leave it open. A shard group smaller than dp gathers and updates as ZeRO 1 and
-# reduces as ZeRO 0; a smaller group of FSDP is read as all of dp.
+# ZeRO stages: several where the words leave it open. A shard group smaller than dp is hybrid ZeRO; a smaller group of
+# FSDP is read as all of dp.
 ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"^0", (0,)),
-    (r"^1.*group=(?!all)", (1, 0)),
     (r"^1|zero-?1", (1,)),
     (r"^2|SHARD_GRAD_OP|zero-?2|optim_grads$", (2,)),
     (r"^3|FSDP|zero-?3|optim_grads_params", (3,)),
@@ -143,6 +143,8 @@ OFFLOADED: tuple[tuple[str, str], ...] = (
     (r"param|weight|ZeRO-?Infinity|FSDP|\bCPUOffload\b", "parameters"),
 )
 
+SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
+
 # Everything is sharded over all devices: a row that says so and states no degree has no other.
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
@@ -153,6 +155,8 @@ RECOMPUTE: tuple[tuple[str, str], ...] = (
 # torchtitan's selective recompute: every other layer, or within layers every other product, which costs about as much
 EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
+_MODULE = f"(?:{'|'.join(MODULES)})"  # of Megatron's --recompute-modules
+MODULES_AGAIN = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
 
 # The planner's schedules for a row's words, by their letters and digits alone; several where they are not the planner's
 # own. ZBB (Qi et al., Zero Bubble Pipeline Parallelism, 2023) on chunks of one rank is interleaved; ZB-H2 and the

@@ -83,7 +83,11 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     ),
     # src/megatron/bridge/recipes: cuda_graph_impl = "none" nearly everywhere, tp_comm_overlap of dense ones
     Framework.BRIDGE_LIBRARY: ((0.0, RunOptions(Attention.FUSED, overlap=_RECIPES, narrow_gather=True)),),
-    Framework.INTERNEVO: ((0.0, RunOptions(Attention.FLASH1)), (2023.8, RunOptions(Attention.FLASH2))),
+    # its configs: overlap_sync_grad = True, overlap_sync_param = False
+    Framework.INTERNEVO: (
+        (0.0, RunOptions(Attention.FLASH1, overlap_gather=False)),
+        (2023.8, RunOptions(Attention.FLASH2, overlap_gather=False)),
+    ),
     Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2, narrow_gather=True)),),
     Framework.OTHER: ((0.0, _OLD), (2022.9, RunOptions(Attention.FLASH1)), (2023.8, _PLAIN)),
 }

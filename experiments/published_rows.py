@@ -41,7 +41,14 @@ from published_words import (
 )
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import GRADIENTS_16, MOMENTS_16, Attention, Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.config import (
+    GRADIENTS_16,
+    MOMENTS_16,
+    Attention,
+    Mode,
+    ParallelConfig,
+    RunOptions,
+)
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.schedule import num_copies
 
@@ -336,6 +343,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
             ep=ep,
             etp=r.etp,
             zero_stage=r.zero_stage,
+            zero_replicas=_zero_replicas(row, dp * cp) if r.zero_stage else 1,
             micro_batch_size=r.micro_batch,
             num_micro_batches=batch // (dp * r.micro_batch),
             schedule=tables.INTERLEAVED.get(r.schedule, r.schedule) if chunks > 1 else r.schedule,
@@ -362,6 +370,13 @@ def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int, whole: bo
     usual = (1, None) if whole else (None, 1)
     legal = [etp for etp in usual if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
     return tuple(legal) or (None,)
+
+
+def _zero_replicas(row: Row, ranks: int) -> int:
+    """Copies of the sharded state, of a group that is stated and divides the ranks."""
+    group = re.search(tables.SHARD_GROUP, row["zero_stage"])
+    size = int(group[1]) if group is not None else ranks
+    return ranks // size if ranks % size == 0 else 1
 
 
 def _modes(row: Row, framework: Framework) -> tuple[Mode, ...]:

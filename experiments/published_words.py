@@ -14,6 +14,7 @@ import published_defaults as tables
 from published_defaults import find
 from published_table import Row
 
+from autoplan.cost_models.config import modules_choice
 from autoplan.cost_models.hardware import Device
 from autoplan.cost_models.schedule import SCHEDULES
 
@@ -123,6 +124,8 @@ def recompute_of(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
         return ("selective",)
     if re.search(tables.EVERY_OTHER, text):
         return (HALF, "selective", "full")
+    if (named := re.search(tables.MODULES_AGAIN, text)) is not None:
+        return (modules_choice(name.strip() for name in named[1].split(",")),)
     found = find(tables.RECOMPUTE, text)
     return (found,) if found else ("selective", "none", "full")  # of other parts of a layer: it lies between
 

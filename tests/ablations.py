@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from autoplan.catalog import load_model
@@ -16,6 +18,11 @@ from autoplan.cost_models.price import Estimate
 from autoplan.estimate import estimate_config
 from autoplan.points import PlanRequest
 
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+from published_graphs import graph_of
+from published_rows import Shape
+
 # Of every ablation alike: a predicted ratio may miss the published one by half of the published effect, but by 5 % at
 # least (runs of one configuration differ by that across releases) and by 10 % at most; an effect of 5 % or more has the
 # right sign. Fixed for all: not a tolerance to be fitted.
@@ -24,9 +31,10 @@ _LEAST, _MOST = 0.05, 0.10
 
 @dataclass(frozen=True)
 class Setup:
-    """What the two sides of an ablation have in common. `num_layers`: of the model, fewer than it has."""
+    """What the two sides of an ablation have in common. `model`: of the catalog, or dimensions of one that it lacks;
+    `num_layers`: of it, fewer than it has."""
 
-    model: str
+    model: str | Shape
     cluster: str
     seq_len: int
     precision: str = "bf16"
@@ -40,8 +48,8 @@ class Setup:
 
 
 @lru_cache
-def _graph(name: str, num_layers: int | None) -> ModelGraph:
-    graph = load_model(name)
+def _graph(model: str | Shape, num_layers: int | None) -> ModelGraph:
+    graph = load_model(model) if isinstance(model, str) else graph_of(model)
     return graph if num_layers is None else _shallow(graph, num_layers)
 
 

@@ -37,7 +37,7 @@ from parity import (
 )
 
 from autoplan.cost_models.config import Mode
-from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.errors import CaptureError, PinError
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest
 from autoplan.report.files import write_text
@@ -198,8 +198,11 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def refusal(case: Case) -> str:
-    """The message with which the search refuses the case, or empty."""
-    graph = graph_of(case.family, case.dropout, case.precision)
+    """The message with which capture or the search refuses the case, or empty."""
+    try:
+        graph = graph_of(case.family, case.dropout, case.precision)
+    except CaptureError as e:
+        return str(e)
     request = PlanRequest(
         graph,
         cluster_of(case.world, case.prices),

@@ -37,7 +37,7 @@ from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.planner import PlanRequest, StoppedError, estimate_config, search_plan
 from autoplan.report import numbers
-from autoplan.report.arguments import OPTIONS, option_data, option_words, options_of, read_pins, read_vary
+from autoplan.report.arguments import OPTIONS, option_data, option_texts, option_words, options_of, read_pins, read_vary
 from autoplan.report.label import plan_label
 from autoplan.report.text import estimate_command
 from autoplan.sweep import VARIED, Point, points, row, whatif, whole_run
@@ -400,7 +400,17 @@ def test_time_and_money_by_hand() -> None:
 # -- run options, constants --------------------------------------------------------------------------------------------
 
 EVERYTHING = RunOptions(
-    Attention.FLASH1, Launch.GRAPHS, frozenset({"tp", "ep"}), Dispatcher.FLEX_FP8, False, True, True, True, False, 256
+    Attention.FLASH1,
+    Launch.GRAPHS,
+    frozenset({"tp", "ep"}),
+    Dispatcher.FLEX_FP8,
+    False,
+    True,
+    True,
+    True,
+    False,
+    256,
+    False,
 )  # nothing of it is a default
 
 
@@ -423,6 +433,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     plain = json.loads(run("estimate", *TASK, "--json").stdout)["request"]
     assert options_of({**{name: plain[name] for name in OPTIONS}, "attention": None}) == RunOptions()
     assert option_words(RunOptions()) == [] and options_of(option_data(EVERYTHING)) == EVERYTHING
+    assert option_texts(RunOptions(overlap_gather=False)) == ["gathers of ZeRO not overlapped"]
 
 
 def test_options_of_a_mapping_say_what_is_wrong() -> None:

@@ -184,6 +184,7 @@ def test_one_expert_of_a_rank_is_a_plain_product_and_others_take_turns_on_four_s
 def test_scales_per_block_cost_another_copy_where_any_layout_can_be_multiplied() -> None:
     """Blackwell: per tensor one copy of 8 bits, per 32 elements two; Hopper transposes in either case."""
     assert cast_bytes("bfloat16", "blackwell") == 0
+    assert cast_bytes("float4", "blackwell") == 2 + 2 * (1 / 2 + 1 / 16)  # two copies with a scale per 16
     assert (
         cast_bytes("float8", "blackwell") < cast_bytes("float8", "hopper") < cast_bytes("float8_block32", "blackwell")
     )

@@ -291,11 +291,22 @@ def test_a_blank_field_is_read_by_the_frameworks_default_and_leaves_alternatives
     stated = case_of()
     assert (len(stated.task.settings), stated.assumed, stated.task.settings[0].mode) == (1, (), Mode.FUSED)
     blank = case_of(recompute="", zero_stage="1, optimizer shard group=8")
-    assert blank.assumed == ("zero_stage", "recompute")
+    assert blank.assumed == ("recompute",)
     found = [(s.config.zero_stage, s.config.recompute) for s in blank.task.settings]
-    assert found == [(1, "none"), (0, "none"), (1, "selective")]
+    assert found == [(1, "none"), (1, "selective")]
     assert case_of(source="mosaicml/llm-foundry").task.settings[0].mode is Mode.EAGER
     assert case_of(flags="MaxText/JAX", zero_stage="FSDP (degree 8)").task.settings[0].config.zero_stage == 3
+
+
+def test_modules_computed_again_and_shard_groups_are_what_the_row_says() -> None:
+    found = case_of(recompute="selective (mlp, core_attn)").task.settings
+    assert [s.config.recompute for s in found] == ["modules:core_attn,mlp"]
+    assert case_of(recompute="selective (core_attn)").task.settings[0].config.recompute == "selective"
+    assert case_of(recompute="selective (every other layer)").task.settings[0].config.recompute != "selective"
+    stated = case_of().task.settings[0].config
+    ranks = stated.dp * stated.cp
+    for words, copies in (("1, optimizer shard group=2", ranks // 2), ("1, optimizer shard group=all DP", 1)):
+        assert case_of(zero_stage=words).task.settings[0].config.zero_replicas == copies, words
 
 
 def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:

@@ -355,7 +355,9 @@ def test_zero_that_does_not_overlap_is_paid_in_full() -> None:
     ]
     assert after.breakdown["dp_comm"].mid == pytest.approx(sum(moved), rel=0.1)  # layer by layer: smaller messages
     assert beside.breakdown["dp_comm"].mid < 0.5 * after.breakdown["dp_comm"].mid
-    assert RunOptions().overlap_zero
+    assert RunOptions().overlap_zero and RunOptions().overlap_gather
+    gathers = estimate(config, options=RunOptions(overlap_gather=False)).breakdown["dp_comm"].mid
+    assert beside.breakdown["dp_comm"].mid + 0.5 * moved[0] < gathers < after.breakdown["dp_comm"].mid
 
 
 def test_attention_stays_within_packed_documents() -> None:

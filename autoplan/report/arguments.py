@@ -13,6 +13,7 @@ from typing import Any
 from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOptions
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.run import Assumptions
+from autoplan.points import PlanRequest
 from autoplan.report.numbers import read_count, read_series
 from autoplan.search.pins import check_choice
 from autoplan.sweep import TEXTS, VARIED, WHOLE
@@ -118,6 +119,7 @@ def read_options(
     fused_loss: bool = False,
     overlap_zero: bool = True,
     document_len: int | str | None = None,
+    overlap_gather: bool = True,
 ) -> RunOptions:
     """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, how rows travel to experts, and
     what `RunOptions` says of the rest. PinError names what is not known and what is."""
@@ -139,6 +141,7 @@ def read_options(
         fused_loss,
         overlap_zero,
         read_count(document_len, "document_len") if isinstance(document_len, str) else document_len,
+        overlap_gather,
     )
 
 
@@ -184,6 +187,18 @@ def option_words(options: RunOptions) -> list[str]:
     return words
 
 
+def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
+    """What is assumed of uneven routing: `{"value", "what", "source"}`; None for a model without experts."""
+    if not any(node.op == "experts" for block in request.graph.blocks.values() for node in block.nodes):
+        return None
+    shipped = "stated, not fitted: published runs with experts force balance; others: --constants FILE"
+    return {
+        "value": request.constants.imbalance,
+        "what": "rows of the fullest rank's experts over the mean",
+        "source": shipped if request.constants_file is None else f"constants of {request.constants_file}",
+    }
+
+
 def option_texts(options: RunOptions) -> list[str]:
     """What departs from the defaults, in a few words each."""
     o = options
@@ -196,6 +211,7 @@ def option_texts(options: RunOptions) -> list[str]:
     said += ["weights gathered in 8 bits"] if o.narrow_gather else []
     said += ["fused loss"] if o.fused_loss else []
     said += [] if o.overlap_zero else ["ZeRO not overlapped"]
+    said += [] if o.overlap_gather or not o.overlap_zero else ["gathers of ZeRO not overlapped"]
     said += [f"documents of {o.document_len} tokens"] if o.document_len is not None else []
     return said
 
@@ -214,4 +230,5 @@ def option_data(options: RunOptions) -> dict[str, Any]:
         "fused_loss": o.fused_loss,
         "overlap_zero": o.overlap_zero,
         "document_len": o.document_len,
+        "overlap_gather": o.overlap_gather,
     }

@@ -9,7 +9,8 @@ Schema 1:
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
                  "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
-                 "overlap_zero", "document_len": null | tokens, "profile", "constants": null | file},
+                 "overlap_zero", "overlap_gather", "document_len": null | tokens, "profile", "constants": null | file,
+                 "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "zero_replicas", "offload": [str],
               "micro_batch_size", "num_micro_batches", "schedule", "virtual_stages",
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
@@ -57,7 +58,7 @@ from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
-from autoplan.report.arguments import option_data
+from autoplan.report.arguments import imbalance_of, option_data
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import critical_batch, run_of
 
@@ -248,6 +249,7 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
             "attention": str(r.options.attention_in(r.mode)),
             "profile": r.profile.name if r.profile is not None else None,
             "constants": r.constants_file,
+            "imbalance": imbalance_of(r),
         },
     }
 

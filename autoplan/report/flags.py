@@ -63,6 +63,13 @@ OverlapZero = Annotated[
         help="What ZeRO 1 and 2 move once per step hides behind computing, or does not.",
     ),
 ]
+OverlapGather = Annotated[
+    bool,
+    typer.Option(
+        "--overlap-gather/--no-overlap-gather",
+        help="Of that, what ZeRO 1 and 2 gather hides behind computing, or does not.",
+    ),
+]
 DocumentLen = Annotated[
     str | None, typer.Option(help="Tokens of a document where sequences are packed: attention stays within it.")
 ]

@@ -35,7 +35,7 @@ def read_request(
     precision: str,
     mode: str,
     profile: str | None,
-    options: tuple[str | None, str, str | None, str, bool, bool, bool, bool, bool, str | None],
+    options: tuple[str | None, str, str | None, str, bool, bool, bool, bool, bool, str | None, bool],
     constants: Path | None,
     top: int = 1,
     time_limit: float = 60.0,

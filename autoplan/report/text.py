@@ -23,7 +23,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.report import numbers
-from autoplan.report.arguments import option_texts, option_words
+from autoplan.report.arguments import imbalance_of, option_texts, option_words
 from autoplan.report.label import evidence_label, methods_text, plan_label
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import Point, batch_warning, row, run_of
@@ -121,6 +121,15 @@ def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
     """Which numbers are measured, fitted, assumed."""
     source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
     paragraph(out, f"Evidence: {evidence_label(estimate)} ({source}; times are low to high)", 10, "dim")
+    imbalance = imbalance_of(request)
+    if imbalance is not None:
+        paragraph(
+            out,
+            f"Experts: the fullest rank has {numbers.digits(imbalance['value'])} times the mean number of rows "
+            f"(imbalance, one factor for all models; {imbalance['source']})",
+            10,
+            "dim",
+        )
 
 
 def _run_text(run: Run) -> str:
@@ -366,10 +375,10 @@ def _warnings(
             f"{e.host_capacity_bytes / 1e9:.0f} GB of host memory per device are assumed, unverified; yours: "
             "@host_memory_gb=..."
         )
-    if request.cluster.device.unverified:
+    if request.cluster.unverified:
         found.append(
             f"no source confirms these catalog fields of {request.cluster.device.name}: "
-            f"{', '.join(request.cluster.device.unverified)}"
+            f"{', '.join(request.cluster.unverified)}"
         )
     run = run_of(e, request, tokens, assumed)
     found += run.notes if run is not None else ()

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 
+from autoplan.cost_models.config import modules_choice
 from autoplan.cost_models.errors import LayoutError
 from autoplan.cost_models.graph import Call, Value
 from autoplan.cost_models.layout import Axis, ConversionKind, Layout
@@ -40,6 +41,7 @@ from autoplan.rules.strides import broadcast, contiguous, elementwise, reshaped,
 from autoplan.search import handwritten
 from autoplan.search.handwritten import Kernels
 from autoplan.search.lower import Convert, LoweredBlock, Op
+from autoplan.search.modules import Module, modules
 from autoplan.search.regions import Region, attention_core, choices, logits, regions
 
 Ints = tuple[int, ...]
@@ -63,7 +65,9 @@ class Activations:
         saved_outputs: the part that are outputs of the block needing a gradient, by position.
         group_ops: positions of the statements in each group of regions (`autoplan.search.regions`).
         choice_bytes: kept under every other choice of recompute: one or several of those groups (their results are
-            dropped too), or `offload`.
+            dropped too), the modules that are asked for, or `offload`.
+        modules: those modules, by name (`autoplan.search.modules`); available: names of all that the block has, where
+            some are asked for.
     """
 
     saved_bytes: int
@@ -76,6 +80,8 @@ class Activations:
     saved_outputs: Ints
     group_ops: Mapping[str, Ints] = field(default_factory=dict)
     choice_bytes: Mapping[str, int] = field(default_factory=dict)
+    modules: Mapping[str, tuple[Module, ...]] = field(default_factory=dict)
+    available: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class _Step:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     saved: frozenset[int] = frozenset()
+    extra: tuple[int, ...] = ()  # of what is saved, what is no value of the program
     fusible: bool = False
     forward: int = 0  # workspace
     backward: int = 0
@@ -209,6 +216,9 @@ class _Walk:
         self.params: set[str] = set()
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
+        self.copies: dict[
+            int, set[int]
+        ] = {}  # storage -> all of its 8-bit copies, or of those of what it is gathered to
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -288,6 +298,7 @@ class _Walk:
                 if whole in self.narrow:
                     size = self.storages[self.narrow[whole]] * self.storages[shard] // self.storages[whole]
                     shards[self.narrow[whole]] = (whole, self.new(size))
+                    self.copies.setdefault(shard, set()).add(shards[self.narrow[whole]][1])
         for step in self.steps:
             for s in step.saved & shards.keys() if not step.fusible else ():
                 whole, shard = shards[s]
@@ -373,9 +384,9 @@ class _Walk:
             k = int(name[1:])
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
-        saved |= {self.new(size) for size in extra_bytes(facts, rule)}
+        extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
         fusible = rule.form is not Form.NEW or op.node.op in _FUSED
-        step = _Step(tuple(args), op.targets, frozenset(saved), fusible, forward, backward)
+        step = _Step(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 
@@ -385,6 +396,7 @@ class _Walk:
             return tensor.storage
         if tensor.storage not in self.narrow:
             self.narrow[tensor.storage] = self.new(handwritten.float8_bytes(tensor.shape))
+            self.copies.setdefault(tensor.storage, set()).add(self.narrow[tensor.storage])
         return self.narrow[tensor.storage]
 
     def _gradients(self, step: _Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
@@ -494,6 +506,11 @@ class _Walk:
         selective -= inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved}
         found = regions(low.statements, low.outputs)
         choice_bytes = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
+        asked = self.kernels.modules
+        there = modules(low.statements, low.outputs) if asked else {}
+        if asked:
+            mine = [m for name in asked for m in there.get(name, ())]
+            choice_bytes[modules_choice(asked)] = self._bytes(self._without_modules(mine, counted) | given)
         saved_bytes = self._bytes(saved)
         kept_bytes = self._bytes({*given, *with_grad})
         peak = max(self._forward_peak(counted, with_grad, given), self._backward_peak(counted, given, outs))
@@ -516,7 +533,29 @@ class _Walk:
                 for group in sorted({r.group for r in found})
             },
             choice_bytes={**choice_bytes, OFFLOAD: self._bytes(given)},
+            modules={name: there[name] for name in asked if name in there},
+            available=tuple(there),
         )
+
+    def _without_modules(self, found: Sequence[Module], counted: set[int]) -> set[int]:
+        """Storages that are kept if modules are computed again."""
+        activations = {i for m in found if m.name == "moe_act" for i in m.statements}
+        inside = {i for m in found for i in m.statements} - activations
+        kept: set[int] = set()
+        for i, step in enumerate(self.steps):
+            if i not in inside:
+                again = {step.extra[handwritten.EXPERTS_ACTIVATION]} if i in activations else set[int]()
+                kept |= (step.saved & counted) - again
+        for m in sorted(found, key=lambda m: m.statements[-1], reverse=True):
+            if m.name == "moe_act":
+                continue
+            given = {self.tensors[v].storage for v in m.reads}
+            made = {self.tensors[v].storage for i in m.statements for v in self.steps[i].writes} - given
+            made |= {copy for s in made for copy in self.copies.get(s, ())}
+            if made & kept or any(self.steps[i].saved for i in m.statements):
+                kept |= given & counted
+            kept -= made if m.discards else set()
+        return kept
 
     def _left(self, found: Sequence[Region], choice: str, counted: set[int]) -> set[int]:
         """Storages that are kept if the regions of `choice` are computed again."""

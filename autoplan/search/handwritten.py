@@ -45,6 +45,7 @@ class Kernels:
     fused_loss: bool = False
     context: int = 1
     method: ContextMethod | None = None  # how attention sees a cut sequence; None: keys are gathered
+    modules: tuple[str, ...] = ()  # that are computed again (autoplan.search.modules)
 
     @property
     def fused(self) -> bool:
@@ -159,6 +160,9 @@ def _experts_parts(f: OpFacts, input_bytes: int | None) -> tuple[int, ...]:
     first = inner * (2 if f.attrs.get("gated", True) else 1)
     order = (rows * DTYPE_BYTES["int64"], rows * DTYPE_BYTES["float32"])  # the permutation, routing weights
     return (rows * hidden * taken, rows * first * width, rows * inner * taken, *order)
+
+
+EXPERTS_ACTIVATION = 2  # which of what experts keep is the result of their activation function
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:

@@ -11,7 +11,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from autoplan.cost_models.config import GROUPS, RECOMPUTE, ParallelConfig, groups_of
+from autoplan.cost_models.config import (
+    GROUPS,
+    RECOMPUTE,
+    Mode,
+    ParallelConfig,
+    groups_of,
+    modules_choice,
+    modules_of,
+)
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis, Mesh
@@ -96,6 +104,8 @@ def check_choice(value: object) -> str:
     """A choice of recompute for one block or all: its name, groups in their order. PinError names the legal ones."""
     if isinstance(value, str) and value in RECOMPUTE:
         return value
+    if named := modules_of(value):
+        return modules_choice(named)
     parts = value.split("+") if isinstance(value, str) else value
     if isinstance(parts, (list, tuple)) and parts and all(isinstance(p, str) for p in parts):
         unknown = [p for p in parts if p not in GROUPS]
@@ -103,7 +113,8 @@ def check_choice(value: object) -> str:
             return "+".join(g for g in GROUPS if g in parts)
     raise PinError(
         f"pin recompute={value!r} is not supported; use {', '.join(RECOMPUTE)}, or some of "
-        f"{', '.join(GROUPS)} joined by + (attention+norms), or a mapping block -> one of these"
+        f"{', '.join(GROUPS)} joined by + (attention+norms), or a mapping block -> one of these; with --mode fused "
+        "also modules of Megatron's (modules:core_attn,mlp)"
     )
 
 
@@ -112,6 +123,19 @@ def read_recompute(value: Any) -> str | dict[str, str]:
     if isinstance(value, Mapping):
         return {name: check_choice(v) for name, v in value.items()}
     return check_choice(value)
+
+
+def check_modules(recompute: object, mode: Mode, executed: bool) -> None:
+    """PinError for modules computed again where no hand-written kernels run, or in some layers alone."""
+    if isinstance(recompute, Mapping):
+        for block, how in recompute.items():
+            if modules_of(how):
+                raise PinError(f"recompute of {block!r}: modules are computed again in all layers or none; got {how!r}")
+    if modules_of(recompute) and (executed or mode is not Mode.FUSED):
+        raise PinError(
+            f"recompute={recompute!r}: modules are Megatron's, priced with mode fused and not executed; nearest legal: "
+            "recompute='full', or groups of regions (attention+mlp+norms)"
+        )
 
 
 def check_compiled(pins: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from autoplan.cost_models.config import GROUPS
@@ -16,6 +16,7 @@ _IN_CORE = frozenset("mul_scalar div_scalar add masked_fill where to dropout res
 _SAME_LOGITS = frozenset("to reshape".split())
 _ACTIVATIONS = frozenset("silu gelu relu tanh sigmoid softplus".split())
 _POINTWISE = _ACTIVATIONS | frozenset("mul mul_scalar div_scalar add_scalar pow_scalar square to dropout clamp".split())
+_LINEAR = frozenset(("linear",))
 _NORMS = frozenset(("layer_norm", "rms_norm"))
 _VARIANCE = frozenset("add_scalar mean pow_scalar square mul".split())  # from the root back to what is normed
 
@@ -64,7 +65,7 @@ def regions(
         outputs: variables that the block hands out.
     """
     variables = variables_of(statements)
-    flow = _Flow(statements, variables)
+    flow = Flow(statements, variables)
     found = {
         "attention": lambda: set(attention_core(statements, variables)),
         "mlp": flow.activation_functions,
@@ -86,7 +87,7 @@ def regions(
     return tuple(sorted(out, key=lambda r: r.statements[-1]))
 
 
-class _Flow:
+class Flow:
     """Who makes and who reads the variables of a block."""
 
     def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
@@ -114,23 +115,23 @@ class _Flow:
             out.append(tuple(sorted(part)))
         return out
 
-    def activation_functions(self) -> set[int]:
-        """Pointwise operations from an activation function on to the product that takes their result."""
+    def activation_functions(self, products: Set[str] = _LINEAR, views: Set[str] = frozenset()) -> set[int]:
+        """Pointwise operations, and `views`, from an activation function on to the product that takes their result."""
         out: set[int] = set()
         for i, op in enumerate(self.ops):
             if op in _ACTIVATIONS:
-                out |= self._to_product(i) or set()
+                out |= self._to_product(i, products, _POINTWISE | views) or set()
         return out
 
-    def _to_product(self, start: int) -> set[int] | None:
+    def _to_product(self, start: int, products: Set[str], through: Set[str]) -> set[int] | None:
         """`start` and what follows; None unless a product is all that they lead to."""
         found = {start}
         if not self.after[start]:
             return None
         for k in self.after[start]:
-            if self.ops[k] == "linear":
+            if self.ops[k] in products:
                 continue
-            further = self._to_product(k) if self.ops[k] in _POINTWISE else None
+            further = self._to_product(k, products, through) if self.ops[k] in through else None
             if further is None:
                 return None
             found |= further

@@ -161,8 +161,8 @@ class Cutter:
             sums = _prefix(np.array(pricer.first) + np.array(pricer.last))
             return np.maximum(sums[j] - sums[i], 0.0)
         out = np.zeros(i.shape)
-        for moved, computed in pricer.once_s:
-            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * pricer.hides_once
+        for moved, computed, hides in pricer.once_s:
+            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * hides
             most = np.zeros(i.shape)
             for first in range(self.num_units):
                 most[first, first + 1 :] = np.maximum.accumulate(np.array(moved[first:]))

@@ -6,10 +6,22 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from autoplan.cost_models.config import MODULES, modules_choice
+from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.cost_models.layout import Axis
 from autoplan.cost_models.units import DTYPE_BYTES
-from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, SharedValue, Workload
+from autoplan.cost_models.work import (
+    Again,
+    BlockWork,
+    CommWork,
+    Gathered,
+    OpWork,
+    ParamWork,
+    SharedValue,
+    TensorWork,
+    Workload,
+)
 from autoplan.rules.saved import backward_reads_params
 from autoplan.rules.table import flops, rule_for, window_share
 from autoplan.search.activations import OFFLOAD, Activations, activations, peak_bytes_of, saved_bytes_of
@@ -26,7 +38,7 @@ from autoplan.search.expert_parallel import (
 )
 from autoplan.search.fusion import fused_works, joined_ops
 from autoplan.search.handwritten import LOSSES
-from autoplan.search.lower import BlockLowering, Convert, LoweredBlock, Op, collectives
+from autoplan.search.lower import BlockLowering, BlockParam, Convert, LoweredBlock, Op, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
 from autoplan.search.regions import logits
@@ -85,6 +97,7 @@ def workload(
         experts = None
     made = lower_all(graph, selection, works) if made is None else made
     lowered, held = made.blocks, made.held
+    _check_modules(works.kernels.modules, held)
     blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
     end = graph.calls[-1].block
     if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
@@ -140,6 +153,17 @@ def workload(
         ),
         shared=shared,
     )
+
+
+def _check_modules(asked: Sequence[str], held: Mapping[str, Activations]) -> None:
+    """PinError for a module that no layer has."""
+    for name in asked:
+        if not any(name in h.modules for h in held.values()):
+            there = [m for m in MODULES if any(m in h.available for h in held.values())]
+            raise PinError(
+                f"recompute names the module {name!r}, which no layer of the model has; it has {', '.join(there)}; "
+                f"nearest legal: {modules_choice([there[0]] if there else ())}"
+            )
 
 
 _COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
@@ -279,7 +303,10 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     instead = rerouted(lowered) if elsewhere else {}
     router = only_for_experts(lowered) if elsewhere else set()
     narrow = dict.fromkeys(logits(lowered.statements), "") if works.kernels.fused_loss else {}
+    made: dict[int, tuple[int, int]] = {}  # statement -> of `comms`, those that it makes beside conversions
     for k, statement in enumerate(lowered.statements):
+        if k:
+            made[k - 1] = (made.get(k - 2, (0, 0))[1], len(comms))
         if isinstance(statement, Convert):
             if k in instead:
                 axis = _axis_name([works.axes[i].name for i in statement.step.axes])
@@ -319,13 +346,26 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
     params = tuple(_param(lowered, i, works, experts) for i in range(len(lowered.params)))
     # gradients of dispatched experts are reduced over their own replicas
     away = {p.name for p in params if p.expert and experts is not None}
-    kept = replace(lowered, statements=tuple(s for k, s in enumerate(lowered.statements) if k not in instead))
-    for c in collectives(kept, works.graph.factors, works.axes):
-        if c.per == "micro_batch" or c.what not in away:
-            scale = ratio.get(c.what, 1.0)
-            if c.per == "step" and works.precision.grad_bytes is not None:  # a sum of gradients
-                scale = works.precision.grad_bytes / DTYPE_BYTES[block.values[c.what].dtype]
-            comms.append(CommWork(c.what, c.kind, works.number(c.bytes) * scale, _axis_name(c.axes), c.phase, c.per))
+    last = len(lowered.statements) - 1
+    made[last] = (made.get(last - 1, (0, 0))[1], len(comms))
+    sent = {k: comms[first:end] for k, (first, end) in made.items()}
+
+    def works_of(statements: tuple[Op | Convert, ...], params: tuple[BlockParam, ...]) -> list[CommWork]:
+        out = []
+        kept = replace(lowered, statements=statements, params=params)
+        for c in collectives(kept, works.graph.factors, works.axes):
+            if c.per == "micro_batch" or c.what not in away:
+                scale = ratio.get(c.what, 1.0)
+                if c.per == "step" and works.precision.grad_bytes is not None:  # a sum of gradients
+                    scale = works.precision.grad_bytes / DTYPE_BYTES[block.values[c.what].dtype]
+                size = works.number(c.bytes) * scale
+                out.append(CommWork(c.what, c.kind, size, _axis_name(c.axes), c.phase, c.per))
+        return out
+
+    comms += works_of(tuple(s for k, s in enumerate(lowered.statements) if k not in instead), lowered.params)
+    if works.kernels.modules:
+        for k, statement in enumerate(lowered.statements):
+            sent[k] += works_of((statement,), ()) if k not in instead else []
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
@@ -335,8 +375,41 @@ def _block(lowered: LoweredBlock, held: Activations, works: Works, experts: Expe
         joined_ops=joined,
         group_ops={g: frozenset(position[k] for k in at if k in position) for g, at in held.group_ops.items()},
         offloaded_bytes=float(held.saved_bytes - held.choice_bytes[OFFLOAD]),
+        modules=_again(lowered, held, ops, position, sent) if works.kernels.modules else None,
         gathered=Gathered.AGAIN if backward_reads_params(block) else Gathered.DROP,
     )
+
+
+def _again(
+    lowered: LoweredBlock,
+    held: Activations,
+    ops: Sequence[OpWork],
+    position: Mapping[int, int],
+    sent: Mapping[int, Sequence[CommWork]],
+) -> Again:
+    """What the modules that are computed again do.
+
+    Args:
+        sent: collectives of the forward by the statement that they belong to.
+    """
+    found = [m for mine in held.modules.values() for m in mine]
+    whole = sorted({k for m in found if m.name != "moe_act" for k in m.statements})
+    beside = [ops[position[k]] for m in found if m.name == "moe_act" for k in m.statements if k not in whole]
+    return Again(
+        frozenset(position[k] for k in whole if k in position),
+        tuple(_expert_activation(op) for op in beside),
+        tuple(c for k in whole for c in sent.get(k, ()) if c.phase == "forward"),
+    )
+
+
+def _expert_activation(experts: OpWork) -> OpWork:
+    """Of the rows that reach this rank: gate and up read, their product written."""
+    hidden, index, _, gate_up, down = experts.inputs[:5]
+    total = dict(experts.attrs).get("num_experts")
+    share = down.shape[0] / int(total) if index.shape[-1] > 1 and isinstance(total, (int, float)) else 1.0
+    rows = max(1, round(index.num_elements * share))  # with one expert each: those that came to this rank
+    given, made = (TensorWork((rows, n), hidden.dtype, True) for n in (gate_up.shape[1], down.shape[2]))
+    return OpWork("silu", (given,), (made,), (), float(made.num_elements), float(given.num_bytes + made.num_bytes))
 
 
 def _read_narrow(work: OpWork, statement: Op, narrow: dict[str, str]) -> OpWork:
