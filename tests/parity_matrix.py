@@ -283,8 +283,10 @@ def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Resu
         cells = [cell(found[name, c], notes) if (name, c) in found else "" for c in columns]
         lines.append(f"| **{name}** | " + " | ".join(cells) + " |")
     ran = [r for r in [*found.values(), *together.values()] if not r.refused]
-    factor = max(r.factor for r in ran)
-    largest = {k: max(getattr(r, k) for r in ran) for k in ("loss", "gradient", "parameter")}
+    narrow = [r for r in ran if r.factor]
+    exact = [r for r in ran if not r.factor] or ran
+    largest = {k: max(getattr(r, k) for r in exact) for k in ("loss", "gradient", "parameter")}
+    worst_16 = [max((getattr(r, k) for r in narrow), default=0.0) for k in ("loss", "factor")]
     many = [f"- `{c}`: {cell(r, notes)}" for c, r in together.items()]
     return "\n".join(
         [
@@ -308,8 +310,8 @@ def render(found: Mapping[tuple[str, str], Result], together: Mapping[Case, Resu
             *lines,
             "",
             f"{sum(r.equal for r in ran)} of {len(ran)} plans that run are equal; largest relative differences: loss "
-            f"{largest['loss']:.1e}, gradients {largest['gradient']:.1e}, parameters {largest['parameter']:.1e}; "
-            f"largest factor of 16 bits: {factor:.2f}.",
+            f"{largest['loss']:.1e}, gradients {largest['gradient']:.1e}, parameters {largest['parameter']:.1e}; in 16 "
+            f"bits: loss {worst_16[0]:.1e}, factor {worst_16[1]:.2f}.",
             "",
             "Refused:",
             "",
