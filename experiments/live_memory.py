@@ -127,7 +127,8 @@ def run_case(family: str, size: Any, recompute: str) -> dict[str, Any]:
     from autoplan.plan import make_plan
     from autoplan.runtime.mesh import use_mesh
     from autoplan.runtime.model import ParallelModel
-    from autoplan.search.activations import activations, peak_bytes_of
+    from autoplan.search.activations import activations
+    from autoplan.search.held import peak_bytes_of
     from autoplan.search.lower import BlockLowering
     from autoplan.search.pins import read_pins
 

@@ -44,7 +44,8 @@ from autoplan.planner import PlanRequest, search_plan
 from autoplan.points import Points
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import ProgramSpec, evaluate
-from autoplan.search.activations import Activations, activations, saved_bytes_of
+from autoplan.search.activations import activations
+from autoplan.search.held import Activations, saved_bytes_of
 from autoplan.search.lower import BlockLowering
 from autoplan.search.pins import layer_calls, pipeline_units, read_pins
 

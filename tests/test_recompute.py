@@ -44,7 +44,7 @@ from autoplan.runtime import recompute
 from autoplan.runtime.convert import CollectiveRecord
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate
-from autoplan.search.activations import Activations, peak_bytes_of
+from autoplan.search.held import Activations, peak_bytes_of
 from autoplan.search.pins import read_recompute
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")

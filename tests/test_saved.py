@@ -44,7 +44,8 @@ from autoplan.rules.strides import elementwise, is_contiguous, reshaped
 from autoplan.rules.table import BUILDERS
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.search.activations import Activations, activations, peak_bytes_of, saved_bytes_of
+from autoplan.search.activations import activations
+from autoplan.search.held import Activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.lower import BlockLowering, LoweredBlock, Op
 from autoplan.search.pins import read_pins
 

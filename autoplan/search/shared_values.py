@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from autoplan.cost_models.graph import Call, ModelGraph
 from autoplan.cost_models.work import SharedValue
-from autoplan.search.activations import Activations
+from autoplan.search.held import Activations
 from autoplan.search.lower import LoweredBlock
 from autoplan.search.works import Works
 

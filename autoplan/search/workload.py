@@ -24,7 +24,7 @@ from autoplan.cost_models.work import (
 )
 from autoplan.rules.saved import backward_reads_params
 from autoplan.rules.table import flops, rule_for, window_share
-from autoplan.search.activations import OFFLOAD, Activations, activations, peak_bytes_of, saved_bytes_of
+from autoplan.search.activations import activations
 from autoplan.search.context_parallel import context_comms
 from autoplan.search.expert_parallel import (
     ExpertDegrees,
@@ -38,6 +38,7 @@ from autoplan.search.expert_parallel import (
 )
 from autoplan.search.fusion import fused_works, joined_ops
 from autoplan.search.handwritten import LOSSES
+from autoplan.search.held import OFFLOAD, Activations, peak_bytes_of, saved_bytes_of
 from autoplan.search.lower import BlockLowering, BlockParam, Convert, LoweredBlock, Op, collectives
 from autoplan.search.pins import layer_calls, pipeline_units
 from autoplan.search.problem import COPIES, Selection, copy_work
