@@ -105,7 +105,8 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
     for name, errors in groups["campaign"].items():
         lines.append(line(name, errors, held_out.get(name)))
     for name, errors in groups["model"].items():
-        lines.append(line(f"all, {name}", errors, None))
+        if errors["num_stated"]:
+            lines.append(line(f"all, {name}", errors, None))
     lines.append(line("**all**", summary["all"], None))
     macro, width = f"{summary['macro_mean']:.1%}", f"{summary['all']['width']:.0%}"
     counts = ("num_right", "num_pairs", "num_other_right", "num_other")
@@ -118,6 +119,11 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
         f"Pairs of layouts of one sweep, measured more than 5 % apart, in the order predicted: {right} of {pairs};",
         f"of pairs that differ in the number format, too (mostly MXFP8 and FP8): {other_right} of {others}.",
     ]
+    unseen = summary.get("held_out", {}).get("models", {})
+    if unseen:
+        parts = ", ".join(f"{name} {_share(error)}" for name, error in unseen.items())
+        whose = "all rows the constants were fitted to (small runs of another table too)"
+        lines.append(f"Mean error, held out, of {whose}: {parts}.")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -547,6 +547,11 @@ def assert_trains_as_one_device(case: Case) -> None:
     floating = {n: p for n, p in want.parameters.items() if p.is_floating_point()}
     # AdamW divides by the root of the second moment: where a gradient is nearly zero it amplifies rounding
     assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
+
+
+def spread_out(cases: Sequence[Any], every: int = 3) -> list[Any]:
+    """Parameters of a test: one of `every` in the default selection, all in the exhaustive one."""
+    return [pytest.param(c, marks=[] if i % every == 0 else pytest.mark.exhaustive) for i, c in enumerate(cases)]
 
 
 def state_keys(family: str) -> list[str]:

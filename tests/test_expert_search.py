@@ -189,7 +189,7 @@ def test_search_with_experts_and_cut_sequences_is_enumeration(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
     [
-        ("1F1B", 1),
+        pytest.param("1F1B", 1, marks=pytest.mark.exhaustive),
         pytest.param("Interleaved1F1B", 2, marks=pytest.mark.exhaustive),
         pytest.param("ZBV", 2, marks=pytest.mark.exhaustive),
     ],
@@ -236,7 +236,7 @@ def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "windows"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("windows", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method in every block, where a part of 4 tokens is long enough: with all of the memory, with the median of

@@ -14,6 +14,7 @@ from parity import (
     cluster_of,
     compiled,
     graph_of,
+    spread_out,
 )
 from typer.testing import CliRunner
 
@@ -43,7 +44,7 @@ CASES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 

@@ -19,6 +19,7 @@ from parity import (
     fake_group,
     full_tensors,
     graph_of,
+    spread_out,
     train_job,
     train_reference,
     trained,
@@ -65,7 +66,7 @@ PROCESSES = [
 
 @ignored
 @pytest.mark.processes
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 2), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 

@@ -43,7 +43,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("mode", [Mode.COMPILED, Mode.EAGER])
-@pytest.mark.parametrize("speed", [FAST, SLOW])
+@pytest.mark.parametrize("speed", [FAST, pytest.param(SLOW, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("pins", "devices"), SMALL)
 def test_the_search_is_enumeration(pins: dict[str, Any], devices: int, speed: float, mode: Mode) -> None:
     """With less and less memory, and with a host that is large, and one that is small."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import pool
 from mixed import ByHand, by_hand, error_of, errors_of, exact_gradients, gradient_job, gradients_by_hand, largest_factor
-from parity import SEQ, Case, compiled, graph_of, trained, worst
+from parity import SEQ, Case, compiled, graph_of, spread_out, trained, worst
 
 from autoplan.api import plan_program
 from autoplan.capture.cast import computing_in, main_dtype
@@ -82,7 +82,7 @@ def compare(case: Case, want: ByHand) -> tuple[float, float]:
     return worst(got.gradients, want.gradients)[0], worst(parameters, want.parameters)[0]
 
 
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+@pytest.mark.parametrize("case", spread_out(SAME_BITS), ids=str)
 def test_training_equals_the_same_by_hand(case: Case) -> None:
     scale = 2.0**16 if case.precision.startswith("fp16") else 1.0
     gradient, parameter = compare(case, by_hand(case, scale=scale))
@@ -118,7 +118,7 @@ OTHER_ORDER = [
 FACTOR, FACTOR_OF_ONE = 1.25, 2.0
 
 
-@pytest.mark.parametrize("case", OTHER_ORDER, ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHER_ORDER), ids=str)
 def test_no_less_exact_than_one_device(case: Case) -> None:
     """Against float64 the gradients of the parallel program are as good as those of one device in 16 bits."""
     program = compiled(case)

@@ -24,6 +24,7 @@ from parity import (
     graph_of,
     reference,
     run_simulated,
+    spread_out,
     trained,
     worst,
 )
@@ -316,6 +317,6 @@ PROCESSES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 2), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)

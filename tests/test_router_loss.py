@@ -23,6 +23,7 @@ from parity import (
     make_model,
     reference,
     run_simulated,
+    spread_out,
     trained,
     worst,
 )  # fmt: skip
@@ -189,7 +190,7 @@ PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 2), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
