@@ -134,6 +134,18 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     return pricer.estimate(chunks, recompute_counts(pricer, config, chunks))
 
 
+def _whose(row: Row) -> dict[str, Any]:
+    """The fields of a result that its row states."""
+    return {
+        "id": row["id"],
+        "campaign": row["campaign"],
+        "trust": row["trust"],
+        "model": row["model"],
+        "device": row["gpu"],
+        "num_devices": row["n_gpus"],
+    }
+
+
 def blank_result(row: Row, reason: str, stated: bool = True, shapes: Shapes | None = None) -> Result:
     """Of a row that is not priced, with what its own columns say of its group."""
 
@@ -145,12 +157,7 @@ def blank_result(row: Row, reason: str, stated: bool = True, shapes: Shapes | No
 
     dense = False if row["hidden"] or row["ffn_hidden"] else None
     return Result(
-        id=row["id"],
-        campaign=row["campaign"],
-        trust=row["trust"],
-        model=row["model"],
-        device=row["gpu"],
-        num_devices=row["n_gpus"],
+        **_whose(row),
         reason=reason,
         stated=stated,
         precision=own_precision(row, shapes),
@@ -205,12 +212,7 @@ def _compared(case: Case, priced: Priced) -> Result:
     shape = used.shape or task.shape
     sweep = (shape, row["gpu"], row["gpu_mem_gb"], row["n_gpus"], bits, task.global_batch_size)
     return Result(
-        id=row["id"],
-        campaign=row["campaign"],
-        trust=row["trust"],
-        model=row["model"],
-        device=row["gpu"],
-        num_devices=row["n_gpus"],
+        **_whose(row),
         reason=case.unmeasured,
         stated=not case.unmeasured,
         precision=precision,

@@ -294,17 +294,18 @@ def apply_zero(
     # torch pins memory by the driver of an accelerator, which a CPU has not
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for name, block in blocks.items():
+        gathered = getattr(block, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
         fully_shard(
             block,
             mp_policy=(policies or {}).get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward and getattr(block, "gathered", "again") != "keep",
+            reshard_after_forward=gathered != "keep",
             shard_placement_fn=place,
             ignored_params=alone,
             offload_policy=policy,
         )
-        if isinstance(block, FSDPModule) and getattr(block, "gathered", "again") == "drop":
-            block.set_unshard_in_backward(zero is not ZeroStage.PARAMETERS)
+        if isinstance(block, FSDPModule) and gathered == "drop":
+            block.set_unshard_in_backward(False)
     # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
     root = fully_shard(
         stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone, offload_policy=policy

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import parity_matrix
 import pytest
-from parity import Case, Trained
+from parity import Case, Trained, spread_out
 from parity_matrix import TOGETHER, Result, case_of, cell, check, pairs, refusal, render
 
 pytestmark = [
@@ -31,7 +31,7 @@ def test_pair_is_equal_or_refused(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[] if i % 11 == 0 else pytest.mark.exhaustive) for i, c in enumerate(TOGETHER)],
+    spread_out(TOGETHER, 11),
     ids=str,
 )
 def test_many_at_once(case: Case) -> None:

@@ -81,9 +81,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if i % 4 == 0 else pytest.mark.exhaustive) for i, c in enumerate(CASES)], ids=str
-)
+@pytest.mark.parametrize("case", spread_out(CASES, 4), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 

@@ -84,13 +84,18 @@ def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
 def _means_as_sums(trace: Trace, but: set[str]) -> None:
     for index, node in enumerate(list(trace.nodes)):
         number = _number_of_mean(trace, node)
-        if number is None or set(node.outputs) & but:
-            continue
-        total = f"{node.name}.sum"
-        trace.values[total] = replace(trace.values[node.outputs[0]], name=total)
-        trace.nodes[index] = replace(node, op="sum", outputs=(total,))
-        by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
-        insert_after(trace, index, by)
+        if number is not None and not set(node.outputs) & but:
+            mean_as_sum(trace, index, number)
+
+
+def mean_as_sum(trace: Trace, index: int, number: Expr) -> None:
+    """A mean over `number` elements as their sum, divided by it in a node that is added at the end of all."""
+    node = trace.nodes[index]
+    total = f"{node.name}.sum"
+    trace.values[total] = replace(trace.values[node.outputs[0]], name=total)
+    trace.nodes[index] = replace(node, op="sum", outputs=(total,))
+    by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
+    insert_after(trace, index, by)
 
 
 def insert_after(trace: Trace, index: int, node: Node) -> None:
@@ -111,11 +116,16 @@ def _ancestors(maker: dict[str, Node], value: str) -> set[str]:
     return found
 
 
-def _share(trace: Trace, index: int) -> None:
-    """One over the number of micro-batches of what a node makes."""
+def ask_for_share(trace: Trace) -> None:
+    """Makes `loss_share` an input, if it is none yet."""
     if LOSS_SHARE not in trace.values:
         trace.values[LOSS_SHARE] = Value(LOSS_SHARE, (), "float32", False)
         trace.inputs.append(LOSS_SHARE)
+
+
+def _share(trace: Trace, index: int) -> None:
+    """One over the number of micro-batches of what a node makes."""
+    ask_for_share(trace)
     node = trace.nodes[index]
     (out,) = node.outputs
     part = f"{out}.of_micro_batch"

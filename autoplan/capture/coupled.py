@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoplan.cost_models.graph import LOSS_SHARE, Node, Value
+from autoplan.capture.batch_size import ask_for_share, mean_as_sum
+from autoplan.cost_models.graph import LOSS_SHARE, Node
 from autoplan.rules.table import PASSES_PARTIAL
 
 if TYPE_CHECKING:
@@ -98,12 +99,8 @@ class _Term:
             number = source.num_elements.divide(out.num_elements)
             if number is None or not number.symbols:
                 continue
-            total = f"{node.name}.sum"
-            self.trace.values[total] = replace(out, name=total)
-            self.trace.nodes[i] = replace(node, op="sum", outputs=(total,))
             cone.append(len(self.trace.nodes))
-            by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
-            self._insert(by, self.trace.order.index(("node", i)) + 1)
+            mean_as_sum(self.trace, i, number)
         self.cone = cone
 
     def _places(self, value: str) -> Kinds:
@@ -183,9 +180,7 @@ class _Term:
 
     def _share(self) -> None:
         """The term, divided by the number of micro-batches and counted by one rank if all have it."""
-        if LOSS_SHARE not in self.trace.values:
-            self.trace.values[LOSS_SHARE] = Value(LOSS_SHARE, (), "float32", False)
-            self.trace.inputs.append(LOSS_SHARE)
+        ask_for_share(self.trace)
         kinds, term = self._kinds(self.value), self.value
         index = next(i for i in self.cone if term in self.trace.nodes[i].outputs)
         source, place = self.trace.nodes[index].source, self.trace.order.index(("node", index)) + 1

@@ -98,16 +98,13 @@ def _attention(
         return biased.transpose(1, 2).contiguous(), None
     window = None if kwargs.get("sliding_window") is None else int(kwargs["sliding_window"])
     documents = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-    if documents is not None:
-        if not causal:
-            raise CaptureError("attention with padding or packed sequences is captured where it is causal")
-        inside = torch.ops.autoplan.document_attention(query, key, value, documents, scaling, window)
-        return inside.transpose(1, 2).contiguous(), None
-    if window is not None:
-        if not causal or attention_mask is not None:
-            raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
-        windowed = torch.ops.autoplan.windowed_attention(query, key, value, window, scaling)
-        return windowed.transpose(1, 2).contiguous(), None
+    if documents is not None and not causal:
+        raise CaptureError("attention with padding or packed sequences is captured where it is causal")
+    if window is not None and (not causal or (attention_mask is not None and documents is None)):
+        raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
+    if documents is not None or window is not None:
+        masked = torch.ops.autoplan.masked_attention(query, key, value, documents, scaling, window)
+        return masked.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
         key,

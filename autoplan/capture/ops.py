@@ -92,16 +92,14 @@ def _attention(a: Args) -> Result:
     return Lowered("attention", tensors, {"causal": bool(a.get("is_causal", False)), "scale": a.get("scale")})
 
 
-def _windowed_attention(a: Args) -> Result:
-    attrs = {"causal": True, "scale": a.get("scale"), "window": a["window"]}
-    return Lowered("attention", (a["query"], a["key"], a["value"]), attrs)
-
-
-def _document_attention(a: Args) -> Result:
-    attrs = {"causal": True, "scale": a.get("scale"), "documents": True}
+def _masked_attention(a: Args) -> Result:
+    tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
+    attrs = {"causal": True, "scale": a.get("scale")}
+    if a.get("documents") is not None:
+        tensors, attrs["documents"] = (*tensors, a["documents"]), True
     if a.get("window") is not None:
         attrs["window"] = a["window"]
-    return Lowered("attention", (a["query"], a["key"], a["value"], a["documents"]), attrs)
+    return Lowered("attention", tensors, attrs)
 
 
 def _biased_attention(a: Args) -> Result:
@@ -308,8 +306,7 @@ OPS: dict[str, Callable[[Args], Result]] = {
     ),
     "aten.one_hot.default": lambda a: Lowered("one_hot", (a["self"],), {"num_classes": a["num_classes"]}),
     "autoplan.experts.default": _experts,
-    "autoplan.windowed_attention.default": _windowed_attention,
-    "autoplan.document_attention.default": _document_attention,
+    "autoplan.masked_attention.default": _masked_attention,
     "autoplan.biased_attention.default": _biased_attention,
     "aten.cumsum.default": _with("cumsum", "dim"),
     "aten.clamp.default": lambda a: Lowered("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")}),

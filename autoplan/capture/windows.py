@@ -6,39 +6,26 @@ from __future__ import annotations
 import torch
 
 
-@torch.library.custom_op("autoplan::windowed_attention", mutates_args=())
-def windowed_attention_op(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None
-) -> torch.Tensor:
-    """The marker that capture leaves in the graph."""
-    raise RuntimeError("autoplan::windowed_attention is a capture marker and cannot be run")
-
-
-@windowed_attention_op.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float | None) -> torch.Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-@torch.library.custom_op("autoplan::document_attention", mutates_args=())
-def document_attention_op(
+@torch.library.custom_op("autoplan::masked_attention", mutates_args=())
+def masked_attention_op(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: torch.Tensor,
+    documents: torch.Tensor | None,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The marker of causal attention in which a token sees those of its own document; documents: [b, s]. `window`: and
-    of those only as many as this."""
-    raise RuntimeError("autoplan::document_attention is a capture marker and cannot be run")
+    """The marker of causal attention in which a token sees those of its own document ([b, s]), and of them only as many
+    as the window."""
+    raise RuntimeError("autoplan::masked_attention is a capture marker and cannot be run")
 
 
-@document_attention_op.register_fake
+@masked_attention_op.register_fake
 def _(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: torch.Tensor,
+    documents: torch.Tensor | None,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:

@@ -22,7 +22,7 @@ are checkpoints of what goes in: who keeps their output goes on doing so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.search.lower import Convert, Op
@@ -62,6 +62,19 @@ def modules(statements: Sequence[Op | Convert], outputs: Sequence[str]) -> dict[
         outputs: variables that the block hands out.
     """
     return _Modules(statements, outputs).found()
+
+
+def _reached(
+    found: Iterable[int], way: Sequence[Sequence[int]], through: Callable[[int], bool] = lambda _: True
+) -> set[int]:
+    """Statements that `way` leads to from `found`, over those that it goes `through`."""
+    out, queue = set[int](), list(found)
+    while queue:
+        for k in way[queue.pop()]:
+            if k not in out and through(k):
+                out.add(k)
+                queue.append(k)
+    return out
 
 
 class _Modules:
@@ -126,19 +139,15 @@ class _Modules:
         """`found`, and instead of views and conversions what comes behind them."""
         out = []
         for k in found:
-            through = isinstance(self.statements[k], Convert) or self.ops[k] in _VIEWS
-            out += self._through_views(way[k], way) if through else [k]
+            out += self._through_views(way[k], way) if self._is_view(k) else [k]
         return out
+
+    def _is_view(self, k: int) -> bool:
+        return isinstance(self.statements[k], Convert) or self.ops[k] in _VIEWS
 
     def _views_before(self, found: Iterable[int]) -> set[int]:
         """Views and conversions of what these read."""
-        out, queue = set[int](), list(found)
-        while queue:
-            for k in self.flow.before[queue.pop()]:
-                if k not in out and (isinstance(self.statements[k], Convert) or self.ops[k] in _VIEWS):
-                    out.add(k)
-                    queue.append(k)
-        return out
+        return _reached(found, self.flow.before, self._is_view)
 
     def _feeds_latent(self, part: Sequence[int]) -> bool:
         up = self._up_projections()
@@ -147,13 +156,7 @@ class _Modules:
     # -- latent attention ----------------------------------------------------------------------------------------------
 
     def _ancestors(self, found: Iterable[int]) -> set[int]:
-        out, queue = set[int](), list(found)
-        while queue:
-            for k in self.flow.before[queue.pop()]:
-                if k not in out:
-                    out.add(k)
-                    queue.append(k)
-        return out
+        return _reached(found, self.flow.before)
 
     def _nearest_products(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
         """Products before `start`, and what is between."""
@@ -183,13 +186,7 @@ class _Modules:
         return {k for k in out if k in below}  # tables of the rotary embedding come from elsewhere
 
     def _descendants(self, found: Iterable[int]) -> set[int]:
-        out, queue = set[int](), list(found)
-        while queue:
-            for k in self.flow.after[queue.pop()]:
-                if k not in out:
-                    out.add(k)
-                    queue.append(k)
-        return out
+        return _reached(found, self.flow.after)
 
     # -- MLPs and experts ----------------------------------------------------------------------------------------------
 
