@@ -25,9 +25,10 @@ lint: venv
 	$(PY) -m mypy
 	$(BIN)/lint-imports
 
+# Two files at a time: most of the suite captures and plans, on one core.
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # Also the tests marked exhaustive, which the default selection in pyproject.toml leaves out.
 test-all: lint
-	$(PY) -m pytest -m "not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu"
