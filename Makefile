@@ -25,10 +25,13 @@ lint: venv
 	$(PY) -m mypy
 	$(BIN)/lint-imports
 
-# Two files at a time: most of the suite captures and plans, on one core.
+# What needs no processes captures and plans, on one core: two files at a time. The processes of the others share what
+# is there, and some of them wait for timeouts: one after the other.
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile -m "not processes and not exhaustive and not gpu"
+	$(PY) -m pytest -m "processes and not exhaustive and not gpu"
 
 # Also the tests marked exhaustive, which the default selection in pyproject.toml leaves out.
 test-all: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not processes and not gpu"
+	$(PY) -m pytest -m "processes and not gpu"

@@ -297,6 +297,15 @@ class Cluster:
         )
 
     @staticmethod
+    def of_instances(num_nodes: int, name: str, nic_gbit_s: float | None = None, price: Price | None = None) -> Cluster:
+        """Nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
+        machine = catalog.instance(name)
+        if nic_gbit_s is None and machine.nic_gbit_s_per_node is not None:
+            nic_gbit_s = machine.nic_gbit_s_per_node / machine.num_devices
+        price = machine.price if price is None else price
+        return Cluster.of_catalog(num_nodes, machine.num_devices, machine.device_id, nic_gbit_s, price)
+
+    @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
         """`local` (all processes of this job), `local:N`, `NxMx<device id>`, `Nx<instance>` or the name of a YAML file.
 
@@ -338,15 +347,7 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
                 f"cluster {text!r} is not known; write nodes x devices per node x device, for example "
                 f"{match.group(1)}x{per_node}x{close[0]}; nearest devices: {', '.join(close)}"
             )
-        machine = catalog.instance(name)
-        nic = machine.nic_gbit_s_per_node
-        return Cluster.of_catalog(
-            int(match.group(1)),
-            machine.num_devices,
-            machine.device_id,
-            None if nic is None else nic / machine.num_devices,
-            machine.price,
-        )
+        return Cluster.of_instances(int(match.group(1)), name)
     near = catalog.nearest(text, list(catalog.entries()))
     example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
     raise PinError(

@@ -1,10 +1,11 @@
 """A cluster as a YAML file. Unknown keys are errors that name the known ones.
 
     nodes: 16
+    instance: p5.48xlarge               # a cloud instance of the catalog; or without one
     devices_per_node: 8
     device: h100-sxm5-80gb              # a catalog id, or a mapping: name, peak_tflops (one number, or by dtype),
                                         # memory_gb, memory_gb_s; and of the fields below what is known
-    device_overrides:                   # of a catalog id
+    device_overrides:                   # of a catalog id, or of the instance's device
       memory_gb: 79.6                   # usable, 1e9 bytes
       memory_gb_s: 3350
       host_memory_gb: 256               # of the host, per device (128 assumed), its speed (40), and of the link to it
@@ -18,7 +19,9 @@
       source: data sheet
     nic_gbit_s: 400                     # per device and direction
     price_usd_per_device_hour: 2.5
-    levels:                             # overrides by name for a catalog id; else a list, inner to outer
+    price_source: our contract          # where the price is from, and of which day; for people
+    price_as_of: 2026-11-01
+    levels:                             # overrides by name for a catalog id or instance; else a list, inner to outer
       scale-up: {gb_s: 450, latency_us: 0.75}
       network: {latency_us: 10}
 
@@ -44,12 +47,15 @@ from autoplan.cost_models.units import GB, MICRO, TERA
 
 _TOP = (
     "nodes",
+    "instance",
     "devices_per_node",
     "device",
     "device_overrides",
     "levels",
     "nic_gbit_s",
     "price_usd_per_device_hour",
+    "price_source",
+    "price_as_of",
     "device_type",
 )
 _Table = Mapping[str, tuple[str, float, Range]]
@@ -102,26 +108,27 @@ def read_cluster(path: str | Path) -> Cluster:
 def cluster_of(data: object, where: str = "cluster") -> Cluster:
     """The cluster of a mapping, as a YAML file holds it."""
     top = _mapping(data, where, _TOP)
-    for key in ("nodes", "devices_per_node", "device"):
+    for key in ("nodes",) if "instance" in top else ("nodes", "devices_per_node", "device"):
         if key not in top:
-            raise PinError(f"{where}: {key} is missing; needed are nodes, devices_per_node and device")
-    nodes, per_node = (int(_number(top, key, where, hardware.COUNT)) for key in ("nodes", "devices_per_node"))
+            raise PinError(f"{where}: {key} is missing; needed are nodes and instance, or devices_per_node and device")
+    nodes = int(_number(top, "nodes", where, hardware.COUNT))
     given: dict[str, float] = {}
-    price = nic = None
-    if "price_usd_per_device_hour" in top:
-        given["price"] = _number(top, "price_usd_per_device_hour", where, hardware.USD)
-        price = Price(given["price"], where, "given")
+    nic = None
+    price = _price(top, where)
+    if price is not None:
+        given["price"] = price.usd_per_device_hour
     if "nic_gbit_s" in top:
         nic = given["nic"] = _number(top, "nic_gbit_s", where, hardware.GBIT_S)
+    if "instance" in top:
+        for key in ("devices_per_node", "device", "device_type"):
+            if key in top:
+                raise PinError(f"{where}: {key} is what the instance {top['instance']!r} says; take out one of both")
+        cluster = Cluster.of_instances(nodes, str(top["instance"]), nic, price)
+        return _overridden(cluster, top, given, where)
+    per_node = int(_number(top, "devices_per_node", where, hardware.COUNT))
     if isinstance(top["device"], str):
         cluster = Cluster.of_catalog(nodes, per_node, top["device"], nic, price)
-        if "device_overrides" in top:
-            own = top["device_overrides"]
-            fields = _device_fields(own, f"{where}, device_overrides", cluster.device)
-            fields["unverified"] = tuple(f for f in cluster.device.unverified if f not in _columns(own))
-            cluster = replace(cluster, device=replace(cluster.device, **fields))
-        cluster, levels_given = _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
-        return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
+        return _overridden(cluster, top, given, where)
     if "device_overrides" in top:
         raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
     kind = top.get("device_type", "cuda")
@@ -133,6 +140,27 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
         given["nic"] = networks[-1].bytes_per_s * 8 / GB
     kept = tuple(sorted(given.items()))
     return Cluster(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
+
+
+def _price(top: Mapping[str, Any], where: str) -> Price | None:
+    told = [key for key in ("price_source", "price_as_of") if key in top]
+    if "price_usd_per_device_hour" not in top:
+        if told:
+            raise PinError(f"{where}: {told[0]} is of a price; price_usd_per_device_hour is missing")
+        return None
+    usd = _number(top, "price_usd_per_device_hour", where, hardware.USD)
+    return Price(usd, str(top.get("price_source", where)), str(top.get("price_as_of", "given")))
+
+
+def _overridden(cluster: Cluster, top: Mapping[str, Any], given: Mapping[str, float], where: str) -> Cluster:
+    """A cluster of the catalog with what its file says otherwise."""
+    if "device_overrides" in top:
+        own = top["device_overrides"]
+        fields = _device_fields(own, f"{where}, device_overrides", cluster.device)
+        fields["unverified"] = tuple(f for f in cluster.device.unverified if f not in _columns(own))
+        cluster = replace(cluster, device=replace(cluster.device, **fields))
+    cluster, levels_given = _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
+    return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
 
 
 def _mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:

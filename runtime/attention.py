@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from autoplan.runtime.context import gathered_attention, gathered_documents, to_heads, to_sequence
 from autoplan.runtime.mesh import current_mesh
-from autoplan.runtime.ring import ring_attention
+from autoplan.runtime.ring import ring_attention, same_document
 
 
 def attention(
@@ -38,8 +38,8 @@ def attention(
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
-        documents: [b, s], to which document every token belongs: a token sees those of its own. Needs s == t and no
-            mask.
+        documents: [b, s] of integers, to which document every token belongs: a token sees those of its own. -1 - i: a
+            token that nobody sees, but that sees document i. Every token must see one. Needs s == t and no mask.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``); ulysses over the minor part of it together with one of the others over the
             major part. Needs s == t and no mask.
@@ -89,7 +89,7 @@ def attention(
     if window is not None and window < q.shape[2]:
         return _windowed(q, k, v, window, scale, documents)
     if documents is not None:
-        mask = documents[:, None, :, None] == documents[:, None, None, :]
+        mask = same_document(documents, documents)[:, None]
     if causal and mask is not None:
         # SDPA takes one or the other.
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -124,10 +124,10 @@ def _windowed(
     first = near & (torch.arange(2 * window, device=q.device) >= window)  # nothing is before the first block
     seen = torch.cat((first[None], near.expand(num_blocks - 1, -1, -1))).repeat(b, 1, 1)[:, None]
     if documents is not None:
-        ids = documents.long()
-        rows = functional.pad(ids, (0, after), value=-1).unfold(1, window, window)
-        columns = functional.pad(ids, (window, after), value=-1).unfold(1, 2 * window, window)
-        seen = seen & (rows[..., None] == columns[:, :, None, :]).flatten(0, 1)[:, None]
+        behind = torch.iinfo(documents.dtype).max  # a document of its own: every query sees a key
+        rows = functional.pad(documents, (0, after), value=behind).unfold(1, window, window)
+        columns = functional.pad(documents, (window, after), value=behind).unfold(1, 2 * window, window)
+        seen = seen & same_document(rows.flatten(0, 1), columns.flatten(0, 1))[:, None]
     out = functional.scaled_dot_product_attention(
         blocks(q, 0), blocks(k, window), blocks(v, window), attn_mask=seen, scale=scale, enable_gqa=heads != groups
     )

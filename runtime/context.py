@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from autoplan.runtime.mesh import current_mesh
-from autoplan.runtime.ring import gathered
+from autoplan.runtime.ring import gathered, same_document
 
 
 def context_length(s: int, axis: str) -> int:
@@ -157,24 +157,20 @@ def gathered_attention(
     Args:
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them; k, v alike.
         causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
-        documents: [b, 2 l] of this rank's tokens; needs ``causal``.
+        documents: [b, 2 l] of this rank's tokens.
 
     Returns:
         [b, h, 2 l, e].
-
-    Raises:
-        ValueError: documents without ``causal``.
     """
-    if documents is not None and not causal:
-        raise ValueError("attention: documents over a cut sequence need causal attention")
     mesh = current_mesh()
     ranks, index, grouped = mesh.size(axis), mesh.coordinate(axis), q.shape[1] != k.shape[1]
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
+    whole = None if documents is None else gathered_documents(documents, axis)
     if not causal:
-        return functional.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
+        same = None if documents is None or whole is None else same_document(documents, whole)[:, None]
+        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=same, scale=scale, enable_gqa=grouped)
     length = q.shape[2] // 2
     out = []
-    whole = None if documents is None else gathered_documents(documents, axis)
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
         low = 0 if window is None else max(0, first - window + 1)  # no query of the chunk sees further back
@@ -182,7 +178,7 @@ def gathered_attention(
         distance = query - torch.arange(low, end, device=q.device)[None]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if whole is not None:
-            seen = seen & (whole[:, None, first:end, None] == whole[:, None, None, low:end])
+            seen = seen & same_document(whole[:, first:end], whole[:, low:end])[:, None]
         part = functional.scaled_dot_product_attention(
             chunk, keys[:, :, low:end], values[:, :, low:end], attn_mask=seen, scale=scale, enable_gqa=grouped
         )

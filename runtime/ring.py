@@ -166,6 +166,11 @@ def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
+def same_document(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[b, l] and [b, t] -> [b, l, t], True where a query sees a key (``documents`` of ``attention``)."""
+    return torch.where(queries < 0, ~queries, queries)[:, :, None] == keys[:, None, :]
+
+
 def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part, length: int) -> Documents | None:
     """Those of a part's queries and keys."""
     if ids is None:
@@ -356,7 +361,7 @@ def _scores(
     scores = (grouped @ k.unsqueeze(2).mT).to(wide) * scale
     seen = _seen(part, rows.start, rows.stop - rows.start, k.shape[2], q.device)
     if same is not None:
-        own = (same[0][:, rows, None] == same[1][:, None, :])[:, None, None]
+        own = same_document(same[0][:, rows], same[1])[:, None, None]
         seen = own if seen is None else own & seen
     return scores if seen is None else scores.masked_fill_(~seen, -math.inf)
 

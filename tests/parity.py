@@ -160,8 +160,10 @@ def is_hf(family: str) -> bool:
 def make_model(family: str, dropout: float) -> torch.nn.Module:
     if family in MOE:
         return MOE[family]()
-    if family in ENCODER_DECODER:
-        return ENCODER_DECODER[family]()
+    if family.removesuffix("-padded") in ENCODER_DECODER:
+        return ENCODER_DECODER[family.removesuffix("-padded")]()
+    if family == "bert-padded":
+        return models.make_bert()
     if family == "skips":
         return models.make_skips()
     if family == "gpt-switch":
@@ -189,13 +191,18 @@ def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGra
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if family.split("-")[1:2] in (["padded"], ["packed"]):
-        return models.with_documents(batch, packed="packed" in family)
-    if family in ENCODER_DECODER:
+    kind = family.removesuffix("-padded")
+    if kind in ENCODER_DECODER:
         ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()
+        if kind != family:
+            source, target = (models.with_documents({"input_ids": x, "labels": x}, packed=False) for x in (ids, labels))
+            masks = {"attention_mask": source["attention_mask"], "decoder_attention_mask": target["attention_mask"]}
+            return {"input_ids": ids, "labels": labels, **masks}
         if is_hf(family):
             return {"input_ids": ids, "labels": labels}
         return {"source": ids, "target": ids.flip(1)[:, :TARGET].contiguous(), "labels": labels}
+    if family.split("-")[1:2] in (["padded"], ["packed"]):
+        return models.with_documents(batch, packed="packed" in family)
     return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 

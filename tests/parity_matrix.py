@@ -93,6 +93,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "capacity": {"family": "gpt-switch"},
     "padding": {"family": "llama-padded"},
     "packed": {"family": "llama-packed"},
+    "padded BERT": {"family": "bert-padded"},
+    "padded T5": {"family": "t5-padded"},
     "encoder-decoder": {"family": "encdec"},
     "T5": {"family": "t5"},
     "BART": {"family": "bart"},

@@ -13,6 +13,7 @@ from autoplan.cost_models.compute import roofline_s
 from autoplan.cost_models.config import Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.hardware import Price
 from autoplan.cost_models.host import host_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.units import GB, MIB, TERA
@@ -235,9 +236,38 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     assert own.levels[2].fabric == "network"
 
 
+INSTANCES = """
+nodes: 16
+instance: p5.48xlarge
+device_overrides: {memory_gb: 79}
+price_usd_per_device_hour: 2.5
+price_source: our contract
+price_as_of: 2026-11-01
+levels:
+  network: {latency_us: 30}
+"""
+
+
+def test_a_cluster_file_of_instances(tmp_path: Path) -> None:
+    path, named = tmp_path / "c.yaml", Cluster.parse("16xp5.48xlarge")
+    path.write_text("nodes: 16\ninstance: p5.48xlarge\n")
+    assert Cluster.parse(str(path)) == named
+    path.write_text(INSTANCES)
+    cluster = Cluster.parse(str(path))
+    assert shape(cluster) == shape(named) and cluster.levels[1].bytes_per_s == named.levels[1].bytes_per_s
+    assert cluster.levels[1].latency_s == pytest.approx(30e-6) and cluster.device.memory_bytes == 79 * GB
+    assert cluster.price == Price(2.5, "our contract", "2026-11-01")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (INSTANCES.replace("p5.48", "p5.49"), "instance 'p5.49xlarge' is not in the catalog.*p5.48xlarge"),
+        (INSTANCES + "device: h100-sxm5-80gb", "device is what the instance 'p5.48xlarge' says; take out one of both"),
+        (
+            INSTANCES.replace("price_usd_per_device_hour: 2.5", ""),
+            "price_source is of a price; price_usd_.* missing",
+        ),
         (YAML.replace("nic_gbit_s", "nic"), "unknown key 'nic'; known: nodes, .*nic_gbit_s"),
         (YAML.replace("launch_us", "launch_ms"), "device_overrides: unknown key 'launch_ms'; known: .*launch_us"),
         (YAML.replace("scale-up", "nvlink"), "levels: unknown key 'nvlink'; known: scale-up, node, network"),

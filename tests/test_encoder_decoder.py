@@ -26,6 +26,7 @@ from parity import (
     make_model,
     reference,
     run_simulated,
+    spread_out,
     worst,
 )
 from typer.testing import CliRunner
@@ -101,7 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 2), ids=str)
 def test_every_plan_equals_one_device(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case, batch=global_batch(case))
@@ -209,8 +210,6 @@ def test_hugging_face_inputs_of_equal_length_are_two_sequences(kind: str) -> Non
     assert {n: str(graph.values[n].shape[1]) for n in given} == {
         "input_ids": "s", "labels": "t", "decoder_input_ids": "t"
     }  # fmt: skip
-    with pytest.raises(CaptureError, match="is captured where it"):
-        capture(make_model(kind, 0.0), {**ids, "attention_mask": torch.ones(2, SEQ)})
 
 
 def test_a_gated_t5() -> None:

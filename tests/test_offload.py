@@ -95,14 +95,17 @@ def test_one_rank_trains_alike_bit_by_bit(precision: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
-    [
-        Case("llama", dp=2, zero=0, precision="bf16", num_micro_batches=3, offload="optimizer"),
-        Case("llama-tied", dp=2, zero=1, precision="bf16", num_micro_batches=2, offload="optimizer"),
-        Case("gpt-untied", dp=2, zero=3, precision="fp16", num_micro_batches=3, offload="optimizer"),
-        Case("llama", dp=2, zero=2, precision="bf16-grad16", num_micro_batches=3, offload="parameters"),
-        Case("llama", dp=2, zero=3, precision="fp16", num_micro_batches=2, offload="parameters"),
-        Case("llama-frozen", dp=2, zero=3, precision="bf16", num_micro_batches=2, offload="parameters"),
-    ],
+    spread_out(
+        [
+            Case("llama", dp=2, zero=0, precision="bf16", num_micro_batches=3, offload="optimizer"),
+            Case("llama-tied", dp=2, zero=1, precision="bf16", num_micro_batches=2, offload="optimizer"),
+            Case("gpt-untied", dp=2, zero=3, precision="fp16", num_micro_batches=3, offload="optimizer"),
+            Case("llama", dp=2, zero=2, precision="bf16-grad16", num_micro_batches=3, offload="parameters"),
+            Case("llama", dp=2, zero=3, precision="fp16", num_micro_batches=2, offload="parameters"),
+            Case("llama-frozen", dp=2, zero=3, precision="bf16", num_micro_batches=2, offload="parameters"),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_ranks_train_alike_bit_by_bit(case: Case) -> None:

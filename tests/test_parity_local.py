@@ -9,7 +9,20 @@ import re
 import models
 import pytest
 import torch
-from parity import MOE, SEQ, Case, compiled, global_batch, graph_of, is_hf, make_model, reference, run_simulated, worst
+from parity import (
+    MOE,
+    SEQ,
+    Case,
+    compiled,
+    global_batch,
+    graph_of,
+    is_hf,
+    make_model,
+    reference,
+    run_simulated,
+    spread_out,
+    worst,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -64,7 +77,7 @@ def case_of(point: dict[str, object]) -> Case:
 MATRIX = [case_of(p) for p in pairwise(SPACE)]
 
 
-@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("case", spread_out(MATRIX, 2), ids=str)
 def test_matrix(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case)
@@ -87,7 +100,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("case", WINDOWED, ids=str)
+@pytest.mark.parametrize("case", spread_out(WINDOWED, 2), ids=str)
 def test_sliding_windows(case: Case) -> None:
     """Windows shorter than the sequence, in all layers (Mistral) and in the later ones (Qwen2)."""
     windows = [n.attrs.get("window") for b in graph_of(case.family, 0.0).blocks.values() for n in b.nodes]
@@ -106,7 +119,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=str)
+@pytest.mark.parametrize("case", spread_out(EXPERTS, 2), ids=str)
 def test_experts(case: Case) -> None:
     test_matrix(case)
 

@@ -125,7 +125,7 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.parametrize("case", SIMULATED, ids=str)
+@pytest.mark.parametrize("case", spread_out(SIMULATED, 3), ids=str)
 def test_equal_to_one_device_with_the_same_micro_batches(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case)

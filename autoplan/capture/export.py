@@ -141,9 +141,7 @@ def _capture(
         stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
         stack.enter_context(capture_experts(model))
         if is_hf_model(model):
-            stack.enter_context(
-                capture_attention(model, "position_ids" in example_inputs, "attention_mask" in example_inputs)
-            )
+            stack.enter_context(capture_attention(model, names))
             stack.enter_context(capture_hf_experts(model))
             stack.enter_context(own_hooks(model))
         program, symbols = export_symbolic(wrapper, example_inputs, tracer)

@@ -7,7 +7,7 @@ parallelism need) keeps it whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from autoplan.capture import windows  # noqa: F401  registers the op
 from autoplan.cost_models.errors import CaptureError
 
 _NAME = "autoplan_capture"
+_HIDDEN = -1e30  # added to a score: its share is 0.0 in every dtype, and it is a finite number also in bfloat16
 
 
 def is_hf_model(model: nn.Module) -> bool:
@@ -29,18 +30,21 @@ def is_hf_model(model: nn.Module) -> bool:
 
 
 def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
-    """CaptureError for a padding mask that is not [b, s], or that no causal Hugging Face model reads."""
-    mask, ids = example_inputs.get("attention_mask"), example_inputs.get("input_ids")
-    if mask is None:
-        return
-    if not is_hf_model(model):
-        raise CaptureError(
-            "attention_mask is read from Hugging Face models only; give the model an input of another name"
-        )
-    if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
-        raise CaptureError(
-            f"attention_mask has shape {tuple(mask.shape)}; it must say of every token, [b, s], whether it counts"
-        )
+    """CaptureError for a padding mask that is not [b, s], or that no Hugging Face model reads."""
+    for name, tokens in (
+        ("attention_mask", ("input_ids",)),
+        ("decoder_attention_mask", ("decoder_input_ids", "labels")),
+    ):
+        mask = example_inputs.get(name)
+        if mask is None:
+            continue
+        if not is_hf_model(model):
+            raise CaptureError(f"{name} is read from Hugging Face models only; give the model an input of another name")
+        ids = next((example_inputs[n] for n in tokens if n in example_inputs), None)
+        if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
+            raise CaptureError(
+                f"{name} has shape {tuple(mask.shape)}; it must say of every token, [b, s], whether it counts"
+            )
 
 
 @contextmanager
@@ -86,10 +90,13 @@ def _attention(
     if kwargs.get("s_aux") is not None:
         raise CaptureError("attention with sinks (a learned logit per head) is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    documents = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
     bias = kwargs.get("position_bias")
     if bias is not None and not _adds_zeros(module):
-        if attention_mask is not None or kwargs.get("sliding_window") is not None:
+        if (attention_mask is not None and documents is None) or kwargs.get("sliding_window") is not None:
             raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
+        if documents is not None:
+            bias = bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
         if dropout:
             raise CaptureError(
                 f"dropout_p={dropout} inside attention cannot be reproduced across plans; set the model's dropout to 0"
@@ -97,13 +104,12 @@ def _attention(
         biased = torch.ops.autoplan.biased_attention(query, key, value, bias, bool(causal), scaling)
         return biased.transpose(1, 2).contiguous(), None
     window = None if kwargs.get("sliding_window") is None else int(kwargs["sliding_window"])
-    documents = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-    if documents is not None and not causal:
-        raise CaptureError("attention with padding or packed sequences is captured where it is causal")
     if window is not None and (not causal or (attention_mask is not None and documents is None)):
         raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
+    if documents is not None and query.shape[2] != key.shape[2]:  # over the tokens of the other sequence that count
+        attention_mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
-        masked = torch.ops.autoplan.masked_attention(query, key, value, documents, scaling, window)
+        masked = torch.ops.autoplan.masked_attention(query, key, value, documents, bool(causal), scaling, window)
         return masked.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
@@ -124,25 +130,43 @@ def _adds_zeros(module: nn.Module) -> bool:
     return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False
 
 
-def _mask_function(packed: list[torch.Tensor], padded: bool) -> Callable[..., torch.Tensor | None]:
+def _documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """[b, s], for `autoplan.runtime.attention`: to which document every token belongs, from the mask of what counts.
+
+    Tokens that count are document 1. Padding is seen by nobody and sees document 1 (-2), as in transformers; but where
+    a causal query would see no token that counts, where transformers' kernels differ, padding sees itself (0).
+    """
+    counts = (mask != 0).to(torch.int64)
+    if not causal:
+        return 3 * counts - 2
+    so_far = counts.cumsum(-1)
+    if window is not None:
+        so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
+    return 3 * counts - 2 * (so_far > 0).to(torch.int64)
+
+
+def _mask_function(packed: list[torch.Tensor], padded: bool, target: bool) -> Callable[..., torch.Tensor | None]:
+    from transformers.masking_utils import bidirectional_mask_function
+
     def documents(
         *args: Any,
         config: Any = None,
         local_size: int | None = None,
         attention_mask: torch.Tensor | None = None,
+        mask_function: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """The mask of the layers that ask for one: none, as their attention knows that it is causal, or its window; or
-        [b, s], to which document every token belongs. What is padding is a document of its own: no token of the others
-        sees it, and no row of scores is empty.
+        [b, s], to which document every token belongs.
 
         Raises: CaptureError for a mask that this would lose.
         """
         if local_size is not None and local_size != getattr(config, "sliding_window", None):
             raise CaptureError(f"attention in chunks of {local_size} tokens is not supported")
-        if attention_mask is not None and padded:
-            return attention_mask != 0
-        return packed[-1] if packed else None
+        causal = mask_function is not bidirectional_mask_function
+        if attention_mask is not None and (target if causal else padded):
+            return _documents_of(attention_mask, causal, local_size)
+        return packed[-1] if packed and causal else None
 
     return documents
 
@@ -162,14 +186,19 @@ def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
 
 
 @contextmanager
-def capture_attention(model: nn.Module, positions: bool = False, padded: bool = False) -> Iterator[None]:
+def capture_attention(model: nn.Module, inputs: Collection[str] = ()) -> Iterator[None]:
     """Use the captured form of attention inside; the model's own choice is restored.
 
     Args:
-        padded: the batch has a padding mask; without it a mask is one that the model makes of nothing.
-        positions: the batch says the positions of its tokens: where they do not follow, another document begins.
+        inputs: names of what the batch has. `attention_mask` is padding, `decoder_attention_mask` that of the target of
+            an encoder-decoder; without them a mask is one that the model makes of nothing. `position_ids`: where they
+            do not follow, another document begins.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    positions, padded = "position_ids" in inputs, "attention_mask" in inputs
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    target = "decoder_attention_mask" in inputs if two else padded
 
     packed: list[torch.Tensor] = []
 
@@ -181,7 +210,7 @@ def capture_attention(model: nn.Module, positions: bool = False, padded: bool = 
         return None
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _mask_function(packed, padded))
+    AttentionMaskInterface.register(_NAME, _mask_function(packed, padded, target))
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = starts
     try:

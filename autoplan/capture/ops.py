@@ -94,7 +94,7 @@ def _attention(a: Args) -> Result:
 
 def _masked_attention(a: Args) -> Result:
     tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
-    attrs = {"causal": True, "scale": a.get("scale")}
+    attrs = {"causal": a["causal"], "scale": a.get("scale")}
     if a.get("documents") is not None:
         tensors, attrs["documents"] = (*tensors, a["documents"]), True
     if a.get("window") is not None:

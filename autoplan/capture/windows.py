@@ -12,11 +12,12 @@ def masked_attention_op(
     key: torch.Tensor,
     value: torch.Tensor,
     documents: torch.Tensor | None,
+    causal: bool,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The marker of causal attention in which a token sees those of its own document ([b, s]), and of them only as many
-    as the window."""
+    """The marker of attention in which a token sees those of its own document ([b, s]), and of them only as many as the
+    window."""
     raise RuntimeError("autoplan::masked_attention is a capture marker and cannot be run")
 
 
@@ -26,6 +27,7 @@ def _(
     key: torch.Tensor,
     value: torch.Tensor,
     documents: torch.Tensor | None,
+    causal: bool,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:

@@ -154,7 +154,7 @@ def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
     q, k, _, mask = f.inputs[:4]
     documents = bool(f.attrs.get("documents"))
     shape = [mask.shape[0], 1, 1, 1] if documents else [1] * (4 - len(mask.shape)) + list(mask.shape)
-    if f.attrs.get("causal"):
+    if f.attrs.get("causal") or documents:
         shape[2:] = [q.shape[2], k.shape[2]]
     size = DTYPE_BYTES[q.dtype if mask.dtype == "bool" or documents else mask.dtype]
     for s in shape:
