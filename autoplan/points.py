@@ -26,7 +26,15 @@ from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
 from autoplan.search.chunks import ChunkCutter
 from autoplan.search.context_parallel import frozen
-from autoplan.search.context_pins import Chosen, chosen_methods, combinations, legal_methods, worth_looking_at
+from autoplan.search.context_pins import (
+    Chosen,
+    chosen_methods,
+    combinations,
+    legal_methods,
+    neighbours_of,
+    worth_looking_at,
+)
+from autoplan.search.folding import folds
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.offload_pins import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
@@ -262,8 +270,9 @@ class Points:
         if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp, False), limit_s) is None:
             return [c]
         found = self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)
-        if c.ep > 1 or c.etp != c.tp:  # the sub-axes of a product are no ranks of experts
-            found = [chosen for chosen in found if not any(read_method(name, c.cp).is_product for _, name in chosen)]
+        if c.ep > 1 or c.etp != c.tp:  # experts are spread over the sub-axes of products, too, if they can be
+            neighbours = [neighbours_of((name for _, name in chosen), c.cp) for chosen in found]
+            found = [x for x, n in zip(found, neighbours, strict=True) if folds(c.dp, c.cp, c.tp, c.ep, c.etp, n)]
         return [replace(c, methods=chosen) for chosen in found]
 
     def decided(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Candidate:

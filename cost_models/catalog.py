@@ -29,6 +29,7 @@ RANKS_PER_ROW: dict[str, int] = {"mi250x-128gb": 2, "trainium2-96gb": 4}
 # Memory that the driver reports, in bytes; from the notes column of the same row (NVML, nvidia-smi, AWS).
 _REPORTED_BYTES: dict[str, int] = {
     "v100-sxm2-32gb": 34_058_272_768,
+    "v100-sxm3-32gb": 34_058_272_768,  # the same chip
     "b200-sxm-180gb": 183_359 * MIB,
     "b300-sxm-288gb": 275_040 * MIB,
     "gb200-nvl72": 189_471 * MIB,

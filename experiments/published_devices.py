@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import published_defaults as tables
@@ -143,6 +143,8 @@ def device_of(text: str, memory_gb: float | None) -> DeviceMatch:
         notes.append(f"gpu={text} is priced as {there}: the catalog has no {_TITLES.get(form, form.upper())} of it")
     usual = min((v.form for v in known), key=FORMS.index)
     candidates = of_form or [v for v in known if v.form == usual]
+    socket = re.search(r"SXM\d", text.upper())  # a device may come in two that differ
+    candidates = [v for v in candidates if socket and socket[0].lower() in v.device_id.split("-")] or candidates
     if memory is None:
         return _without_memory(text, candidates, known, stated_form=bool(of_form), notes=notes)
     best = min(candidates, key=lambda v: v.off(memory))
@@ -228,7 +230,9 @@ def clusters_of(row: Row) -> ClusterMatch:
     found = device_of(row["gpu"], row.positive("gpu_mem_gb"))
     assumed, notes = list(found.assumed), list(found.notes)
     count = row.num_devices
-    usual = row.count("gpus_per_node") or entry(found.device_id).devices_per_node
+    stated = row.count("gpus_per_node")
+    found = replace(found, device_id=_of_nodes(found.device_id, stated))
+    usual = stated or entry(found.device_id).devices_per_node
     nodes = math.ceil(count / usual)
     if count % nodes:
         per_node = max(n for n in range(1, usual + 1) if count % n == 0)
@@ -247,6 +251,18 @@ def clusters_of(row: Row) -> ClusterMatch:
             continue  # one that cannot be in such nodes is not meant
     cluster = _parse(found.device_id, found.overrides, nodes, per_node, nic)
     return ClusterMatch(cluster, tuple(others), tuple(assumed), tuple(notes))
+
+
+def _of_nodes(device_id: str, per_node: int | None) -> str:
+    """The device, or that of its name and memory whose usual node is of the size that a row states."""
+    if per_node is None or entry(device_id).devices_per_node == per_node:
+        return device_id
+    own = next(v for v in variants() if v.device_id == device_id)
+    for other in variants():
+        alike = (other.name, other.form, other.sizes_gb) == (own.name, own.form, own.sizes_gb)
+        if alike and not other.overrides and entry(other.device_id).devices_per_node == per_node:
+            return other.device_id
+    return device_id
 
 
 def _parse(device_id: str, overrides: str, nodes: int, per_node: int, nic: float | None) -> Cluster:

@@ -2,6 +2,9 @@
 
 import os
 
+# two files run at a time, and processes beside each other: threads of one would wait for those of the other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import harness
 import hypothesis
 import pytest

@@ -249,14 +249,14 @@ def test_weak_scaling_of_tensor_parallelism(tp: int) -> None:
 @pytest.mark.parametrize(
     "tp",
     [
-        pytest.param(2, marks=_failing("1.51 instead of 0.98: two V100 have one link of their mesh here")),
+        pytest.param(2, marks=_failing("1.07 instead of 0.98: the smallest model is priced too slow")),
         pytest.param(4, marks=_failing("1.02 instead of 1.10: the smallest model is priced too slow")),
         pytest.param(8, marks=_failing("1.08 instead of 1.26: the smallest model is priced too slow")),
     ],
 )
 def test_weak_scaling_of_tensor_parallelism_on_v100(tp: int) -> None:
     """As above, V100 (batches of 8): 1.121, 1.093, 1.238 and 1.407 s."""
-    v100 = "v100-sxm2-32gb"
+    v100 = "v100-sxm3-32gb"
     assert agrees(_gpt_2020_s(tp, v100) / _gpt_2020_s(1, v100), GPT_2020[tp][3] / GPT_2020[1][3])
 
 

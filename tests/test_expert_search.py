@@ -18,13 +18,13 @@ from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.cost_models.cluster import Cluster, Device, Link
 from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.cost_models.context import read_method
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.estimate import estimate_config
 from autoplan.planner import SearchResult, search_plan
 from autoplan.points import PlanRequest
-from autoplan.search.context_pins import combinations, legal_methods
+from autoplan.search.context_pins import combinations, legal_methods, neighbours_of
+from autoplan.search.folding import folds
 from autoplan.search.offload_pins import SEARCHED
 from autoplan.search.space import LEAST_PART, space
 
@@ -71,8 +71,8 @@ def enumerated(
                 dp=dp, tp=tp, ep=ep, etp=etp, cp=cp, zero_stage=zero, micro_batch_size=size, num_micro_batches=num
             )
             for chosen in combinations(legal_methods(r.graph, cp, tp)) if cp > 1 else [None]:
-                if ep > 1 and any(read_method(name, cp).is_product for _, name in chosen or ()):
-                    continue  # their sub-axes are no ranks of experts
+                if ep > 1 and not folds(dp, cp, tp, ep, etp, neighbours_of((n for _, n in chosen or ()), cp)):
+                    continue
                 given = replace(config, context_method=None if chosen is None else dict(chosen))
                 estimate = estimate_config(r, given).estimate
                 out.append((estimate.step_time_s.mid, estimate.peak_memory_bytes.mid, (tp, cp, ep, etp)))
@@ -211,7 +211,7 @@ def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
         for zero in (range(4) if cp * dp > 1 else (0,))
         if not (zero == 3 and schedule == "ZBV")
         for chosen in (combinations(legal_methods(free.graph, cp, tp)) if cp > 1 else [None])
-        if not (ep > 1 and any(read_method(name, cp).is_product for _, name in chosen or ()))
+        if ep == 1 or folds(dp, cp, tp, ep, 1, neighbours_of((name for _, name in chosen or ()), cp))
         for given in [
             {"tp": tp, "cp": cp, "dp": dp, "ep": ep, "etp": tp if ep == 1 else 1, "zero_stage": zero}
             | {"num_micro_batches": 8 // dp, "context_method": None if chosen is None else dict(chosen)}

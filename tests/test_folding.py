@@ -98,6 +98,14 @@ def test_what_does_not_fold(degrees: tuple[int, int, int, int, int], legal: bool
     assert folds(*degrees) is legal
 
 
+def test_products_of_methods_leave_fewer_sub_axes() -> None:
+    """4 ranks of experts among 6 of cp: 2 x 2 of groups and neighbours of cp=12, but not of 4 x 3."""
+    assert folds(1, 12, 1, 4, 1, 1) and folds(1, 12, 1, 4, 1, 2) and not folds(1, 12, 1, 4, 1, 3)
+    config = ParallelConfig(cp=12, ep=4, context_method="ulysses3xring4")
+    with pytest.raises(PinError, match=r"ep=4 does not fold into dp x cp x tp with cp=12 as groups of 3 .*nearest"):
+        make_mesh(graph(), config)
+
+
 def test_names_of_sub_axes() -> None:
     mesh = folded_mesh(ParallelConfig(dp=4, tp=2, ep=4, etp=1), (Axis("tp", 2),))
     assert [(a.name, a.size) for a in mesh.axes if a.size > 1] == [("edp", 2), ("dp1", 2), ("tp", 2)]
@@ -107,6 +115,10 @@ def test_names_of_sub_axes() -> None:
     assert [(a.name, a.size) for a in within.axes if a.size > 1] == [("edp", 2), ("ep", 2)]
     over = folded_mesh(ParallelConfig(dp=1, cp=2, ep=2), (Axis("tp", 1),))
     assert canonical(over, "ep") == "cp"
+    product = folded_mesh(ParallelConfig(cp=8, ep=4, context_method="ulysses2xring4"), ())
+    assert [(a.name, a.size) for a in product.axes if a.size > 1] == [("cpr0", 2), ("cpr1", 2), ("cpu", 2)]
+    wanted = {"cpr": ("cpr0", "cpr1"), "cp": ("cpr0", "cpr1", "cpu"), "ep": ("cpr1", "cpu")}
+    assert {name: product.groups[name] for name in wanted} == wanted
     plain, _ = make_mesh(graph(), ParallelConfig(dp=2, tp=2))
     assert "ep" not in plain.groups and all(a.name != "ep" for a in plain.axes)
 

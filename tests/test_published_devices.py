@@ -42,6 +42,7 @@ def test_every_device_of_the_catalog_is_found_by_its_own_name(device_id: str) ->
         ("A100 (80GB)", "a100-sxm4-80gb"),
         ("8x A100-SXM4-40GB", "a100-sxm4-40gb"),
         ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
+        ("Tesla V100-SXM3-32GB", "v100-sxm3-32gb"),
         ("AMD Instinct MI250X", "mi250x-128gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
         ("4090", "rtx4090-24gb"),
@@ -67,6 +68,14 @@ def test_names_as_people_write_them(text: str, device_id: str) -> None:
 def test_memory_is_counted_per_rank_or_package_and_in_either_unit(gpu: str, memory: str, device_id: str) -> None:
     match = device_of(gpu, float(memory))
     assert (match.device_id, match.notes) == (device_id, ())
+
+
+def test_a_node_of_another_size_is_another_machine() -> None:
+    """V100 in nodes of 16 are those of a DGX-2, with switches between them."""
+    found = {n: case_of(gpu="V100", gpu_mem_gb="32", gpus_per_node=n, precision="fp16") for n in ("", "8", "16")}
+    names = {n: case.task.cluster.device.name for n, case in found.items()}
+    assert names == {"": "v100-sxm2-32gb", "8": "v100-sxm2-32gb", "16": "v100-sxm3-32gb"}
+    assert found["16"].task.cluster.link.p2p_bytes_per_s is None
 
 
 def test_a_name_without_memory_is_the_usual_variant_and_the_others_widen_the_interval() -> None:

@@ -20,6 +20,7 @@ from autoplan.report.files import write_text
 _CATALOG: tuple[tuple[str, str], ...] = (
     (r"V100-SXM2-16GB", "v100-sxm2-16gb"),
     (r"V100-SXM2-32GB", "v100-sxm2-32gb"),
+    (r"V100-SXM3-32GB(-H)?", "v100-sxm3-32gb"),
     (r"A100-SXM4-40GB", "a100-sxm4-40gb"),
     (r"A100-SXM4-80GB", "a100-sxm4-80gb"),
     (r"A100-PCIE-40GB", "a100-pcie-40gb"),

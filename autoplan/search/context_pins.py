@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.context import ContextMethod, methods, read_method
@@ -129,5 +129,9 @@ def chosen_methods(graph: ModelGraph, config: ParallelConfig) -> dict[str, Conte
 def product_degree(config: ParallelConfig) -> int:
     """Ranks of Ulysses in the products of a config's methods; 1 if there is none."""
     given = config.context_method
-    names = given.values() if isinstance(given, Mapping) else () if given is None else (given,)
-    return next((m.ulysses for m in (read_method(n, config.cp) for n in names) if m.is_product), 1)
+    return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)
+
+
+def neighbours_of(names: Iterable[str], cp: int) -> int:
+    """The same of the methods of all blocks."""
+    return next((m.ulysses for m in (read_method(n, cp) for n in names) if m.is_product), 1)

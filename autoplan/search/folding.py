@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.layout import Axis, Mesh
+from autoplan.search.context_pins import product_degree
 
 _Cut = tuple[str, str, int]  # dense axis, axis of experts, size of what they share
 
@@ -29,13 +30,19 @@ def spreads(config: ParallelConfig) -> bool:
     return config.ep > 1 or inner_degree(config) != config.tp
 
 
-def folds(dp: int, cp: int, tp: int, ep: int, etp: int) -> bool:
-    """True if experts over ep x etp can be made of the sub-axes of dp, cp and tp."""
+def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1) -> bool:
+    """True if experts over ep x etp can be made of the sub-axes of dp, cp and tp. `neighbours`: ranks of cp that are an
+    axis of their own, in a product of methods."""
     ranks = dp * cp * tp
     if ranks % (ep * etp):
         return False
-    dense = [("dp", dp), ("cp", cp), ("tp", tp)]
+    dense = [("dp", dp), *sequence_axes(cp, neighbours), ("tp", tp)]
     return _cuts(dense, [("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp)]) is not None
+
+
+def sequence_axes(cp: int, neighbours: int) -> list[tuple[str, int]]:
+    """The axes that sequences are cut over: cp, or groups and neighbours in them for a product of two methods."""
+    return [("cpr", cp // neighbours), ("cpu", neighbours)] if neighbours > 1 else [("cp", cp)]
 
 
 def _cuts(left: Sequence[tuple[str, int]], right: Sequence[tuple[str, int]]) -> list[_Cut] | None:
@@ -61,7 +68,8 @@ def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
         tensor: the sub-axes of tp that layouts are chosen on, major to minor.
     """
     c, etp = config, inner_degree(config)
-    left = [("dp", c.dp), ("cp", c.cp), *((a.name, a.size) for a in tensor)]
+    sequence = sequence_axes(c.cp, product_degree(c))
+    left = [("dp", c.dp), *sequence, *((a.name, a.size) for a in tensor)]
     right = [("edp", c.dp * c.cp * c.tp // (c.ep * etp)), ("ep", c.ep), ("etp", etp)]
     cuts = _cuts(left, right)
     if cuts is None:
@@ -80,11 +88,13 @@ def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
     def atoms(*of: str) -> tuple[str, ...]:
         return tuple(n for n, cut in zip(names, cuts, strict=True) if cut[0] in of or cut[1] in of)
 
-    for name in ("dp", "cp", *(a.name for a in tensor)):
+    parts = [name for name, _ in sequence]
+    for name in ("dp", *parts, *(a.name for a in tensor)):
         group(name, atoms(name))
     group("tp", atoms(*(a.name for a in tensor)))
     if c.cp > 1:
-        group("replicas", atoms("dp", "cp"))
+        group("cp", atoms(*parts))
+        group("replicas", atoms("dp", *parts))
     for name in ("ep", "edp", "etp"):
         group(name, atoms(name))
     return Mesh(tuple(axes), groups)

@@ -28,7 +28,7 @@ from autoplan.cost_models.schedule import actions
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.context_pins import chosen_methods, product_degree
-from autoplan.search.folding import folded_mesh, folds, inner_degree, spreads
+from autoplan.search.folding import folded_mesh, folds, inner_degree, sequence_axes, spreads
 from autoplan.search.offload_pins import check_offload, read_offload, state_offload, with_offload
 
 _DEGREES = ("tp", "pp", "dp", "ep", "etp", "cp")
@@ -321,12 +321,12 @@ def check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
 
 
 def check_product(c: ParallelConfig) -> None:
-    """PinError for products of methods of context parallelism where experts are spread: no sub-axes are of both."""
+    """PinError for a product of methods of context parallelism, between whose axes experts cannot be spread."""
     neighbours = product_degree(c)
-    if neighbours > 1 and spreads(c):
+    if neighbours > 1 and spreads(c) and not folds(c.dp, c.cp, c.tp, c.ep, inner_degree(c), neighbours):
         raise PinError(
-            f"pin context_method: the two parts of a product (ulysses{neighbours}) are no ranks of experts, which are "
-            f"spread over ep={c.ep}; nearest legal: ring, gather or ulysses"
+            f"pin context_method: ep={c.ep} does not fold into dp x cp x tp with cp={c.cp} as groups of {neighbours} "
+            f"(ulysses{neighbours}); nearest legal: ring, gather or ulysses"
         )
 
 
@@ -489,7 +489,6 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
     if config.tp > 1 and 1 < major < config.tp:
         tensor = Axis("tp0", major), Axis("tp1", config.tp // major)
     chosen = tensor if config.tp > 1 else ()
-    neighbours = product_degree(config)
     if expert_counts(graph) and spreads(config):
         check_product(config)
         return folded_mesh(config, tensor), chosen
@@ -499,10 +498,9 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
         axes[1:] = [Axis("rdp", config.zero_replicas), Axis("sdp", config.dp // config.zero_replicas)]
         groups["dp"] = ("rdp", "sdp")
     if config.cp > 1:
-        cut = [Axis("cp", config.cp)]
-        if neighbours > 1:
-            cut = [Axis("cpr", config.cp // neighbours), Axis("cpu", neighbours)]
-            groups["cp"] = ("cpr", "cpu")
+        cut = [Axis(name, size) for name, size in sequence_axes(config.cp, product_degree(config))]
+        if len(cut) > 1:
+            groups["cp"] = tuple(a.name for a in cut)
         axes += cut
         groups["replicas"] = tuple(a.name for a in axes[1:])
         if config.zero_replicas > 1:
