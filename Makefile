@@ -25,13 +25,12 @@ lint: venv
 	$(PY) -m mypy
 	$(BIN)/lint-imports
 
-# What needs no processes captures and plans, on one core: two files at a time. The processes of the others share what
-# is there, and some of them wait for timeouts: one after the other.
+# Two files at a time, then what waits for timeouts or measures, one after the other.
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not processes and not exhaustive and not gpu"
-	$(PY) -m pytest -m "processes and not exhaustive and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not exhaustive and not gpu"
+	$(PY) -m pytest -m "alone and not exhaustive and not gpu"
 
 # Also the tests marked exhaustive, which the default selection in pyproject.toml leaves out.
 test-all: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not processes and not gpu"
-	$(PY) -m pytest -m "processes and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not gpu"
+	$(PY) -m pytest -m "alone and not gpu"

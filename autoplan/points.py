@@ -272,7 +272,8 @@ class Points:
         found = self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)
         if c.ep > 1 or c.etp != c.tp:  # experts are spread over the sub-axes of products, too, if they can be
             neighbours = [neighbours_of((name for _, name in chosen), c.cp) for chosen in found]
-            found = [x for x, n in zip(found, neighbours, strict=True) if folds(c.dp, c.cp, c.tp, c.ep, c.etp, n)]
+            degrees = (c.dp, c.cp, c.tp, c.ep, c.etp)
+            found = [x for x, n in zip(found, neighbours, strict=True) if folds(*degrees, n, c.zero_replicas)]
         return [replace(c, methods=chosen) for chosen in found]
 
     def decided(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Candidate:

@@ -136,7 +136,7 @@ class ParallelModel:
                     self.spec.zero_stage,
                     schedule=self.spec.schedule,
                     apart=self._dispatched(mine),
-                    apart_mesh=self.mesh.submesh("edp") if self.mesh.has("edp") else None,
+                    apart_mesh=self._expert_mesh(),
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
@@ -170,6 +170,14 @@ class ParallelModel:
         if "rdp" not in self.mesh.axes:
             return self.mesh.submesh(self._replicas)
         return hybrid_mesh(self.mesh.submesh("rdp"), self.mesh.submesh(self._shards))
+
+    def _expert_mesh(self) -> DeviceMesh | None:
+        """The ranks with the same experts, where tokens travel to them."""
+        if not self.mesh.has("edp"):
+            return None
+        if "rdp" not in self.mesh.axes:
+            return self.mesh.submesh("edp")
+        return hybrid_mesh(self.mesh.submesh("redp"), self.mesh.submesh("sedp"))
 
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
@@ -489,7 +497,8 @@ class ParallelModel:
         sharded = {atom for s in p.shards for atom in self.mesh.atoms(s.axis)}
         if self.spec.zero_stage > 0:
             apart = any(s.axis == "ep" for s in p.shards)
-            sharded.update(self.mesh.atoms("edp" if apart else self._shards))
+            of_experts = "edp" if "rdp" not in self.mesh.axes else "sedp"
+            sharded.update(self.mesh.atoms(of_experts if apart else self._shards))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:

@@ -271,8 +271,8 @@ def apply_zero(
     hybrid = mesh.ndim == 2 and zero is not ZeroStage.NOTHING
     if mesh.ndim != 1 and not hybrid:
         raise ValueError(f"ZeRO {zero:d} needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
-    if hybrid and (mesh.size(1) == 1 or apart):
-        raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh}), and no experts that are spread")
+    if hybrid and mesh.size(1) == 1:
+        raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh})")
     if compression is not None and zero is not ZeroStage.NOTHING:
         raise ValueError(f"gradients are compressed in the all-reduce of ZeRO 0 only, not with ZeRO {zero:d}")
     blocks = _blocks_of(stage)
@@ -324,10 +324,14 @@ def placement_apart(
 ) -> Callable[[nn.Parameter], Any]:
     """For ``fully_shard``: those parameters are sharded over ``apart_mesh``, all others over ``mesh``."""
     # Private torch API (tried on 2.13.0): the mesh of a parameter of its own; torch exports only the placement.
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    def info(over: DeviceMesh) -> FSDPMeshInfo:
+        hybrid = over.ndim == 2
+        return HSDPMeshInfo(over, shard_mesh_dim=1, replicate_mesh_dim=0) if hybrid else FSDPMeshInfo(over, 0)
 
     mine = {id(p) for p in apart}
-    elsewhere, usual = FSDPMeshInfo(apart_mesh, shard_mesh_dim=0), FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    elsewhere, usual = info(apart_mesh), info(mesh)
 
     def place(parameter: nn.Parameter) -> Any:
         return ShardPlacementResult(Shard(0), elsewhere if id(parameter) in mine else usual)

@@ -15,6 +15,8 @@ from harness import JobError, Pool, free_port, pool
 from autoplan.runtime import failure
 from autoplan.runtime.failure import RankFailure, guard, is_broken_collective, timeout_of
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[1]
 # What the process groups of these tests allow a collective; the others must end well before or, if a rank hangs, soon
 # after.

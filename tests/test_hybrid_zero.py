@@ -40,6 +40,12 @@ CASES = [
     Case("gpt", dp=4, tp=2, zero=2, zero_replicas=2, num_micro_batches=3, prices="latency"),
     Case("llama", dp=4, pp=2, zero=3, zero_replicas=2, num_micro_batches=3, labels="unequal"),
     Case("mixtral", dp=4, zero=2, zero_replicas=2, num_micro_batches=3),
+    Case("mixtral", dp=4, ep=2, zero=1, zero_replicas=2, num_micro_batches=3, labels="unequal"),  # experts: copies only
+    Case("qwen3-moe", dp=4, tp=2, ep=2, etp=1, zero=3, zero_replicas=2, num_micro_batches=3),  # both
+    Case("deepseek", dp=2, cp=2, tp=2, ep=2, etp=2, zero=2, zero_replicas=2, labels="unequal", recompute="full"),
+    Case("mixtral", dp=2, cp=4, ep=2, zero=3, zero_replicas=2, context_method="ulysses2xring2"),
+    Case("mixtral", dp=4, tp=2, etp=1, zero=2, zero_replicas=2, num_micro_batches=3),
+    Case("mixtral", dp=2, cp=2, pp=2, ep=2, zero=2, zero_replicas=2, num_micro_batches=6, schedule="ZBV", virtual=2),
 ]
 
 
@@ -115,6 +121,23 @@ def test_shards_inside_a_node_are_searched() -> None:
     assert counts == {1, 2}
 
 
+def test_experts_inside_every_copy_are_searched() -> None:
+    """The same with experts over 1, 2 or all 4 of them: only the last are beyond a copy."""
+    inner, outer = Level(1e-6, 1e10, "made up", size=2), Level(1e-6, 1e8, "made up")
+    pins = {"tp": 1, "pp": 1, "zero_stage": 3, "num_micro_batches": 2, "recompute": "none"}
+    r = replace(enumeration.request(4, pins=pins), graph=graph_of("mixtral", 0.0))
+    r = replace(r, cluster=replace(r.cluster, num_nodes=2, devices_per_node=2, link=inner, outer=(outer,)))
+    plain = replace(search_plan(r).plans[0].config, ep=1, etp=1, zero_replicas=1)
+    seconds = {
+        (ep, copies): estimate_config(r, replace(plain, ep=ep, zero_replicas=copies)).estimate.step_time_s.mid
+        for ep, copies in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
+    }
+    assert {(c.ep, c.zero_replicas) for c in space_of(r).candidates} == set(seconds)
+    found = search_plan(r).plans[0]
+    assert found.estimate.step_time_s.mid == pytest.approx(min(seconds.values()), rel=1e-9)
+    assert (found.config.ep, found.config.zero_replicas) == min(seconds, key=seconds.__getitem__) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
@@ -130,22 +153,23 @@ def test_refused(pins: dict[str, Any], message: str) -> None:
         search_plan(request(4, 8, pins, executed=True))
 
 
-def test_refused_with_experts_that_are_spread() -> None:
+def test_refused_with_experts_that_need_more_than_a_copy() -> None:
     asked = PlanRequest(
-        graph_of("mixtral", 0.0), cluster_of(4, "bandwidth"), SEQ, 12, {"dp": 4, "ep": 2, "zero_replicas": 2}
+        graph_of("mixtral", 0.0), cluster_of(4, "bandwidth"), SEQ, 12, {"dp": 4, "ep": 4, "zero_replicas": 2}
     )
-    with pytest.raises(PinError, match=r"pin ep=2 with zero_replicas=2: experts .*nearest legal: 1"):
+    with pytest.raises(PinError, match=r"pin ep=4 with zero_replicas=2: every copy .*nearest legal: (1|2)"):
         search_plan(asked)
 
 
 def test_legal_counts() -> None:
-    assert zero_replica_counts(8, 1, 1, 1) == [1, 2, 4]
-    assert zero_replica_counts(8, 2, 1, 3) == [1, 2, 4, 8]
-    assert zero_replica_counts(8, 2, 1, 0) == zero_replica_counts(8, 1, 2, 1) == zero_replica_counts(1, 4, 1, 1) == [1]
+    assert zero_replica_counts(8, 1, 1) == [1, 2, 4]
+    assert zero_replica_counts(8, 2, 3) == [1, 2, 4, 8]
+    assert zero_replica_counts(8, 2, 0) == zero_replica_counts(8, 1, 1, ep=8) == zero_replica_counts(1, 4, 1) == [1]
+    assert zero_replica_counts(8, 1, 1, ep=2) == [1, 2, 4] and zero_replica_counts(8, 1, 1, ep=4) == [1, 2]
     with pytest.raises(PinError, match=r"nothing is left to shard over, which is zero_stage=0.*nearest legal: 2"):
         compiled(Case("llama", dp=4, zero=1, zero_replicas=4))
-    with pytest.raises(PinError, match=r"not with ep=2.*nearest legal: 1"):
-        compiled(Case("mixtral", dp=4, ep=2, zero=1, zero_replicas=2))
+    with pytest.raises(PinError, match=r"a copy has no ranks for ep=4; nearest legal: 1"):
+        compiled(Case("mixtral", dp=4, ep=4, zero=1, zero_replicas=2))
 
 
 def test_on_the_command_line() -> None:

@@ -43,6 +43,8 @@ from autoplan.profiler.tasks import model_tasks
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.search.works import Works
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 ENV = {"b": 2, "s": 16}
 

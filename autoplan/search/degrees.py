@@ -139,7 +139,7 @@ def _candidates_at(
                 for zero, (ep, etp) in itertools.product(stages, spread):
                     plain = Candidate(pp, dp, tp, zero, size, num, ep, cp, etp=etp)
                     for copies in _copies(plain, limits, pins):
-                        if copies not in zero_replica_counts(dp, cp, ep, zero):
+                        if copies not in zero_replica_counts(dp, cp, zero, tp, ep, etp):
                             illegal["ZeRO cannot have as many replicas"] += 1
                         elif lacks_shards(state_offload(pins), zero, dp * cp // copies):
                             illegal[NEEDS_SHARDS] += 1
@@ -152,7 +152,7 @@ def _copies(c: Candidate, limits: Limits, pins: Mapping[str, Any]) -> list[int]:
     """Copies of what ZeRO shards: one, or as few as leave the ranks that share it in one scale-up domain."""
     if "zero_replicas" in pins:
         return [pins["zero_replicas"]]
-    legal = zero_replica_counts(c.dp, c.cp, c.ep, c.zero_stage)
+    legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.etp)
     ranks = c.dp * c.cp * c.tp
     inside = [n for n in legal if ranks <= n * limits.node] if ranks > limits.node > 0 else []
     return [1, *inside[:1]]

@@ -30,14 +30,27 @@ def spreads(config: ParallelConfig) -> bool:
     return config.ep > 1 or inner_degree(config) != config.tp
 
 
-def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1) -> bool:
-    """True if experts over ep x etp can be made of the sub-axes of dp, cp and tp. `neighbours`: ranks of cp that are an
-    axis of their own, in a product of methods."""
+def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1, copies: int = 1) -> bool:
+    """True if experts over ep x etp can be made of the sub-axes of dp, cp and tp.
+
+    Args:
+        neighbours: ranks of cp that are an axis of their own, in a product of methods.
+        copies: of the sharded state (hybrid ZeRO), of each of which experts take ranks.
+    """
     ranks = dp * cp * tp
-    if ranks % (ep * etp):
+    if ranks % (ep * etp * copies) or dp % copies:
         return False
-    dense = [("dp", dp), *sequence_axes(cp, neighbours), ("tp", tp)]
-    return _cuts(dense, [("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp)]) is not None
+    dense = [*_data_axes(dp, copies), *sequence_axes(cp, neighbours), ("tp", tp)]
+    return _cuts(dense, _expert_axes(ranks // (ep * etp), ep, etp, copies)) is not None
+
+
+def _data_axes(dp: int, copies: int) -> list[tuple[str, int]]:
+    return [("rdp", copies), ("sdp", dp // copies)] if copies > 1 else [("dp", dp)]
+
+
+def _expert_axes(replicas: int, ep: int, etp: int, copies: int) -> list[tuple[str, int]]:
+    own = [("redp", copies), ("sedp", replicas // copies)] if copies > 1 else [("edp", replicas)]
+    return [*own, ("ep", ep), ("etp", etp)]
 
 
 def sequence_axes(cp: int, neighbours: int) -> list[tuple[str, int]]:
@@ -61,7 +74,8 @@ def _cuts(left: Sequence[tuple[str, int]], right: Sequence[tuple[str, int]]) -> 
 
 
 def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
-    """Sub-axes and groups where experts are spread: `ep` and `edp` (their replicas), `etp` if that is not 1.
+    """Sub-axes and groups where experts are spread: `ep` and `edp` (their replicas; `redp` and `sedp` where copies of
+    the sharded state and its shards are two), `etp` if that is not 1.
 
     Args:
         config: degrees for which `folds`.
@@ -69,8 +83,9 @@ def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
     """
     c, etp = config, inner_degree(config)
     sequence = sequence_axes(c.cp, product_degree(c))
-    left = [("dp", c.dp), *sequence, *((a.name, a.size) for a in tensor)]
-    right = [("edp", c.dp * c.cp * c.tp // (c.ep * etp)), ("ep", c.ep), ("etp", etp)]
+    data = _data_axes(c.dp, c.zero_replicas)
+    left = [*data, *sequence, *((a.name, a.size) for a in tensor)]
+    right = _expert_axes(c.dp * c.cp * c.tp // (c.ep * etp), c.ep, etp, c.zero_replicas)
     cuts = _cuts(left, right)
     if cuts is None:
         raise ValueError(f"ep={c.ep} x etp={etp} do not fold into dp={c.dp} x cp={c.cp} x tp={c.tp}")
@@ -88,15 +103,20 @@ def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
     def atoms(*of: str) -> tuple[str, ...]:
         return tuple(n for n, cut in zip(names, cuts, strict=True) if cut[0] in of or cut[1] in of)
 
-    parts = [name for name, _ in sequence]
-    for name in ("dp", *parts, *(a.name for a in tensor)):
+    of_data, parts = [name for name, _ in data], [name for name, _ in sequence]
+    for name in (*of_data, *parts, *(a.name for a in tensor)):
         group(name, atoms(name))
+    group("dp", atoms(*of_data))
     group("tp", atoms(*(a.name for a in tensor)))
     if c.cp > 1:
         group("cp", atoms(*parts))
-        group("replicas", atoms("dp", *parts))
-    for name in ("ep", "edp", "etp"):
+        group("replicas", atoms(*of_data, *parts))
+        if c.zero_replicas > 1:
+            group("shards", atoms("sdp", *parts))
+    own = [name for name, _ in right[:-2]]
+    for name in ("ep", *own, "etp"):
         group(name, atoms(name))
+    group("edp", atoms(*own))
     return Mesh(tuple(axes), groups)
 
 

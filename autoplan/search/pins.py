@@ -323,7 +323,9 @@ def check_dispatch(graph: ModelGraph, c: ParallelConfig) -> None:
 def check_product(c: ParallelConfig) -> None:
     """PinError for a product of methods of context parallelism, between whose axes experts cannot be spread."""
     neighbours = product_degree(c)
-    if neighbours > 1 and spreads(c) and not folds(c.dp, c.cp, c.tp, c.ep, inner_degree(c), neighbours):
+    if neighbours == 1 or not spreads(c):
+        return
+    if not folds(c.dp, c.cp, c.tp, c.ep, inner_degree(c), neighbours, c.zero_replicas):
         raise PinError(
             f"pin context_method: ep={c.ep} does not fold into dp x cp x tp with cp={c.cp} as groups of {neighbours} "
             f"(ulysses{neighbours}); nearest legal: ring, gather or ulysses"
@@ -341,24 +343,26 @@ def check_context(graph: ModelGraph, c: ParallelConfig) -> None:
     check_product(c)
 
 
-def zero_replica_counts(dp: int, cp: int, ep: int, zero_stage: int) -> list[int]:
+def zero_replica_counts(dp: int, cp: int, zero_stage: int, tp: int = 1, ep: int = 1, etp: int = 1) -> list[int]:
     """How many copies of the sharded state there may be: 1, and what leaves several neighbours to shard over.
 
-    A divisor of dp: all of cp shards. With ep, experts have fewer replicas than the rest and are sharded over those.
+    A divisor of dp: all of cp shards. Experts that are spread are in each copy, sharded over what ep leaves of it.
     """
-    if zero_stage == 0 or ep > 1:
+    if zero_stage == 0:
         return [1]
-    return [1, *(n for n in divisors(dp) if n > 1 and dp * cp // n > 1)]
+    several = (n for n in divisors(dp) if n > 1 and dp * cp // n > 1)
+    return [1, *(n for n in several if folds(dp, cp, tp, ep, etp, copies=n))]
 
 
 def check_replicas(c: ParallelConfig) -> None:
     """Copies of the sharded state that ZeRO cannot have. PinError names the rule and the nearest legal value."""
-    legal = zero_replica_counts(c.dp, c.cp, c.ep, c.zero_stage)
+    legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, inner_degree(c))
     if c.zero_replicas in legal:
         return
+    dense = zero_replica_counts(c.dp, c.cp, c.zero_stage)
     why = (
         "ZeRO 0 shards nothing" if c.zero_stage == 0
-        else f"not with ep={c.ep}, where experts have replicas of their own" if c.ep > 1
+        else f"a copy has no ranks for ep={c.ep}" if c.zero_replicas in dense
         else f"nothing is left to shard over, which is zero_stage=0, of dp={c.dp}" if c.dp * c.cp == c.zero_replicas
         else f"it must divide dp={c.dp} and leave several ranks to shard over"
     )  # fmt: skip

@@ -116,7 +116,7 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
             return f"pin ep={value} does not divide the {math.gcd(*limits.experts)} experts"
         if pins.get("zero_replicas", 1) > 1:
             copies = pins["zero_replicas"]
-            return f"pin ep={value} with zero_replicas={copies}: experts that are spread have replicas of their own"
+            return f"pin ep={value} with zero_replicas={copies}: every copy of the sharded state needs ranks for ep"
         others = {k: pins[k] for k in ("etp", "dp", "cp", "tp", "pp") if k in pins}
         if others:
             beside = ", ".join(f"{k}={v}" for k, v in others.items())
@@ -131,7 +131,7 @@ def _reason(name: str, limits: Limits, pins: Mapping[str, Any]) -> str:
         given = ", ".join(f"{k}={pins[k]}" for k in ("dp", "cp", "ep", "zero_stage") if k in pins)
         return (
             f"pin zero_replicas={value}{' with ' + given if given else ''}: ZeRO 1 to 3 needs it to divide dp and to "
-            "leave several ranks to shard over, without ep"
+            "leave several ranks to shard over, and ranks for ep in every copy"
         )
     if name == "tp":
         for where, count in limits.heads:
