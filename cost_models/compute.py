@@ -72,6 +72,9 @@ _FUSED_LOSS_PASSES = {"forward": 1.0, "backward": 2.0}
 _ASSUMED_ERROR = 0.6
 _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing holds
 _BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape, from the second on
+# The error of a group is that of this many shapes at least which have another one within so many doublings.
+_ENOUGH = 4
+_NEAR = 2.0
 
 _PRODUCTS = frozenset({"linear", "matmul"})
 _VIEW_OPS = (  # a sum over other ranks is a collective, priced as such
@@ -410,14 +413,15 @@ class _Fit:
 
     @staticmethod
     def of(rows: Sequence[tuple[tuple[float, ...], float, float, float]], error: float | None) -> _Fit:
-        """rows: features, flops, bytes, seconds. `error` None: the error of predicting each shape from the others."""
+        """rows: features, flops, bytes, seconds. `error` None: that of predicting each shape from others near to it."""
         coefficients = _least_squares([((1.0, flops, moved), t) for _, flops, moved, t in rows])
         points = tuple((f, math.log(t / _trend(coefficients, flops, moved))) for f, flops, moved, t in rows)
         if error is None:
             error = UNKNOWN_ERROR
-            if len(points) >= 4:
-                others = [_Fit(coefficients, points[:i] + points[i + 1 :], 0.0) for i in range(len(points))]
-                wrong = [abs(math.exp(o.residual(f)[0] - r) - 1) for o, (f, r) in zip(others, points, strict=True)]
+            others = [_Fit(coefficients, points[:i] + points[i + 1 :], 0.0) for i in range(len(points))]
+            told = [(*o.residual(f), r) for o, (f, r) in zip(others, points, strict=True) if o.points]
+            wrong = [abs(math.exp(found - r) - 1) for found, distance, r in told if distance <= _NEAR]
+            if len(wrong) >= _ENOUGH:
                 error = sorted(wrong)[math.ceil(0.9 * len(wrong)) - 1]
         return _Fit(coefficients, points, error)
 
@@ -516,12 +520,23 @@ def interpolated_s(work: OpWork, phase: str, profile: Profile) -> Quantity | Non
 
     None if there are none.
     """
+    fit = _fit_of(work, phase, profile)
+    return None if fit is None else fit.at(_features(work), phase_flops(work, phase), phase_bytes(work, phase))
+
+
+def has_near(work: OpWork, phase: str, profile: Profile) -> bool:
+    """True if one of those shapes is within a few doublings of this one."""
+    fit = _fit_of(work, phase, profile)
+    return fit is not None and fit.residual(_features(work))[1] <= _NEAR
+
+
+def _fit_of(work: OpWork, phase: str, profile: Profile) -> _Fit | None:
     fits = _fits(profile)
     features = _features(work)
     for group in (_group(work), ""):
         fit = fits.get((phase, class_of(work.op), _dtype(work), group))
         if fit is not None and len(fit.points[0][0]) == len(features):
-            return fit.at(features, phase_flops(work, phase), phase_bytes(work, phase))
+            return fit
     return None
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.capture import cache
 from autoplan.capture.cache import cached, fingerprint
 from autoplan.capture.export import _capture, capture
 from autoplan.cost_models.errors import CaptureError
@@ -365,7 +366,7 @@ def test_cache(tmp_path: Path) -> None:
     assert cached(model, batch, make, tmp_path) == first and len(made) == 2  # damaged: made anew
 
 
-def test_fingerprint_sees_everything() -> None:
+def test_fingerprint_sees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = models.token_batch(2, 16)
     base = fingerprint(models.make_llama(), batch)
     assert base == fingerprint(models.make_llama(seed=5), batch)  # values do not matter
@@ -381,6 +382,9 @@ def test_fingerprint_sees_everything() -> None:
     next(frozen.parameters()).requires_grad_(False)
     assert fingerprint(frozen, batch) != base
     assert fingerprint(models.make_llama(), {"input_ids": batch["input_ids"]}) != base
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "_own_code", lambda: "another checkout of the same version")
+        assert fingerprint(models.make_llama(), batch) != base
     assert fingerprint(models.make_gpt(), gpt_batch()) is None  # the user's own code: captured every time
 
 

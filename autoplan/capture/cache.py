@@ -7,6 +7,7 @@ stale capture would be a silently wrong program.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +31,15 @@ def cache_folder() -> Path:
     """`AUTOPLAN_CACHE`, or `autoplan` under the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "graphs"
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash of the code that captures: a checkout changes without its version."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -77,7 +87,7 @@ def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
     ):
         for name, t in pairs:
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
-    versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
+    versions = {p: importlib.metadata.version(p) for p in _PACKAGES} | {"autoplan": _own_code()}
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
     key = [SCHEMA_VERSION, versions, modules, tensors, inputs, list(example_inputs)]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
