@@ -27,10 +27,10 @@ lint: venv
 
 # Two files at a time, then what waits for timeouts or measures, one after the other.
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not exhaustive and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not exhaustive and not gpu"
 	$(PY) -m pytest -m "alone and not exhaustive and not gpu"
 
 # Also the tests marked exhaustive, which the default selection in pyproject.toml leaves out.
 test-all: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu"
 	$(PY) -m pytest -m "alone and not gpu"

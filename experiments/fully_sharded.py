@@ -4,8 +4,9 @@
 
 Hugging Face's Llama, whole training steps (forward, backward, AdamW) with 1 and 4 micro-batches, in the same processes
 of one gloo group, in turn: the program of every ZeRO stage beside what a user of PyTorch writes for it
-(sharded_by_hand.py). Losses of three steps, the gradients of the first and the parameters after the last are compared
-with one process before anything is timed; it fails if one differs.
+(sharded_by_hand.py); on 4 processes also hybrid ZeRO, with two copies of the sharded state. Losses of three steps, the
+gradients of the first and the parameters after the last are compared with one process before anything is timed; it
+fails if one differs.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ OF_ONE_MICRO_BATCH = {
 }
 
 
+# on 4 processes, with two copies of what is sharded
+HYBRID = {2: ("fully_shard kept, 2 copies",), 3: ("fully_shard, 2 copies",)}
+
+
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[list[dict[str, Any]]]:
     """What each process does: rows of each of MICRO_BATCHES. The same come back from all of them."""
     warnings.filterwarnings("ignore")
@@ -68,8 +73,10 @@ def measure_cut(
     """Rows of one number of micro-batches; `mine` is this rank's part of the batch."""
     contenders: dict[str, Trainer] = {}
     pairs = []
-    for zero, recipes in (OF_ONE_MICRO_BATCH if num_micro_batches == 1 else BY_HAND).items():
-        name = f"ZeRO {zero}"
+    plain = OF_ONE_MICRO_BATCH if num_micro_batches == 1 else BY_HAND
+    cases = [(f"ZeRO {zero}", zero, 1, recipes) for zero, recipes in plain.items()]
+    cases += [(f"hybrid ZeRO {zero}", zero, 2, recipes) for zero, recipes in HYBRID.items() if world == 4]
+    for name, zero, copies, recipes in cases:
         pm = autoplan.parallelize(
             make_llama(size),
             autoplan.Cluster.local(world, "cpu"),  # every degree is pinned: prices decide nothing
@@ -77,10 +84,10 @@ def measure_cut(
             example_inputs=mine,
             pins={
                 "dp": world, "tp": 1, "pp": 1, "zero_stage": zero, "num_micro_batches": num_micro_batches,
-                "recompute": "none",
+                "recompute": "none", "zero_replicas": copies,
             },
             global_batch_size=size.batch,
-            folder=f"{folder}/{zero}-{num_micro_batches}",
+            folder=f"{folder}/{zero}-{copies}-{num_micro_batches}",
         )  # fmt: skip
         contenders[name] = program(pm, mine)
         for recipe in recipes:

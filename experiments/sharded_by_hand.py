@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -26,13 +27,14 @@ class Recipe:
 
     shards: `fully_shard`, else DDP. optimizer: DDP with ZeroRedundancyOptimizer. drops: parameters after the forward
     (reshard_after_forward). reduces_each: gradients after every micro-batch, else whole ones are added up and reduced
-    after the last.
+    after the last. copies: of what is sharded, each on neighbours (a mesh of two axes).
     """
 
     shards: bool
     optimizer: bool = False
     drops: bool = False
     reduces_each: bool = False
+    copies: int = 1
 
 
 RECIPES = {
@@ -42,6 +44,8 @@ RECIPES = {
     "fully_shard kept": Recipe(shards=True, reduces_each=True),
     "fully_shard": Recipe(shards=True, drops=True, reduces_each=True),
     "fully_shard, reduced once": Recipe(shards=True, drops=True),
+    "fully_shard kept, 2 copies": Recipe(shards=True, reduces_each=True, copies=2),
+    "fully_shard, 2 copies": Recipe(shards=True, drops=True, reduces_each=True, copies=2),
 }
 
 
@@ -50,7 +54,7 @@ def make_trainer(
 ) -> Trainer:
     """Wrap `model` (in place) and its optimizer; `batch` is this rank's part, its labels equally many on every rank."""
     parts = [part_of(batch, i, num_micro_batches) for i in range(num_micro_batches)]
-    wrapped = shard_by_layer(model, drops=recipe.drops) if recipe.shards else DistributedDataParallel(model)
+    wrapped = _sharded(model, recipe) if recipe.shards else DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
     if recipe.optimizer:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=OPTIMIZER.func, **OPTIMIZER.keywords)
@@ -70,6 +74,14 @@ def make_trainer(
         parameters=lambda: {n: whole(p.detach()) for n, p in plain.named_parameters()},
         share=1 / dist.get_world_size(),
     )
+
+
+def _sharded(model: nn.Module, recipe: Recipe) -> FSDPModule:
+    if recipe.copies == 1:
+        return shard_by_layer(model, drops=recipe.drops)
+    shape = recipe.copies, dist.get_world_size() // recipe.copies
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+    return shard_by_layer(model, drops=recipe.drops, mesh=mesh)
 
 
 def shard_by_layer(model: Any, *, drops: bool, **options: Any) -> FSDPModule:

@@ -58,8 +58,8 @@ def step(case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
 
 CASES = [
     Case("llama", compile="aot_eager", num_micro_batches=2),
-    Case("gpt-untied", dropout=0.25, compile="aot_eager", recompute="full"),
-    Case("deepseek", compile="aot_eager"),
+    pytest.param(Case("gpt-untied", dropout=0.25, compile="aot_eager", recompute="full"), marks=pytest.mark.exhaustive),
+    pytest.param(Case("deepseek", compile="aot_eager"), marks=pytest.mark.exhaustive),
     Case("llama", compile="aot_eager", recompute="offload"),
     pytest.param(Case("llama", compile="inductor"), marks=NEEDS_COMPILER),
 ]

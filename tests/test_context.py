@@ -228,13 +228,18 @@ _MESHES: dict[int, tuple[tuple[str, int], ...]] = {2: (("cp", 2),), 4: (("cpr", 
 @pytest.mark.parametrize(
     ("world", "how"),
     [
-        (2, {"ring": "cp"}),
         (2, {"gather": "cp"}),
-        (2, {"ulysses": "cp"}),
         (4, {"ring": "cp"}),
-        (4, {"ulysses": "cp"}),
         (4, {"ulysses": "cpu", "ring": "cpr"}),
-        (4, {"ulysses": "cpu", "gather": "cpr"}),
+        *(
+            pytest.param(world, how, marks=pytest.mark.exhaustive)
+            for world, how in [
+                (2, {"ring": "cp"}),
+                (2, {"ulysses": "cp"}),
+                (4, {"ulysses": "cp"}),
+                (4, {"ulysses": "cpu", "gather": "cpr"}),
+            ]
+        ),
     ],
 )
 def test_attention_over_processes(world: int, how: dict[str, str]) -> None:

@@ -74,7 +74,7 @@ PADDED: dict[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("kind", spread_out(sorted(PADDED), 2))
 def test_padding_whose_loss_counts(kind: str) -> None:
     """Labels everywhere, also where padding is: what padding sees is what transformers shows it."""
     make, masks = PADDED[kind]
@@ -179,15 +179,17 @@ def test_over_cut_sequences_every_method_is_looked_at() -> None:
 @pytest.mark.parametrize("family", [pytest.param("llama-padded", marks=pytest.mark.exhaustive), "llama-packed"])
 @pytest.mark.parametrize(
     "degrees",
-    [
-        {"cp": 2},
-        {"cp": 2, "context_method": "ring", "num_micro_batches": 2},
-        {"cp": 2, "context_method": "ulysses", "zero": 3},
-        {"cp": 4, "context_method": "ulysses2xring2"},
-        {"cp": 4, "context_method": "ulysses2xgather2", "recompute": "full"},
-        {"dp": 2, "tp": 2, "zero": 2},
-        {"pp": 2, "num_micro_batches": 3, "recompute": "full"},
-    ],
+    spread_out(
+        [
+            {"cp": 2, "context_method": "ring", "num_micro_batches": 2},
+            {"cp": 2},
+            {"cp": 2, "context_method": "ulysses", "zero": 3},
+            {"cp": 4, "context_method": "ulysses2xring2"},
+            {"cp": 4, "context_method": "ulysses2xgather2", "recompute": "full"},
+            {"dp": 2, "tp": 2, "zero": 2},
+            {"pp": 2, "num_micro_batches": 3, "recompute": "full"},
+        ]
+    ),
     ids=str,
 )
 def test_training_equals_one_device(family: str, degrees: dict[str, int | str]) -> None:
@@ -215,7 +217,7 @@ OTHERS = [
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
-@pytest.mark.parametrize("case", spread_out(OTHERS), ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHERS, 4), ids=str)
 def test_windows_encoders_and_targets_too(case: Case) -> None:
     result = parity_matrix.check(case)
     assert result.equal, result

@@ -17,6 +17,7 @@ from parity import (
     make_model,
     reference,
     run_simulated,
+    spread_out,
     worst,
 )
 
@@ -63,12 +64,15 @@ def test_negative_control() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
-    [
-        Case("gpt-summed", dp=2, pp=2, num_micro_batches=2, zero=1),
-        Case("gpt-summed", cp=2, num_micro_batches=3),
-        Case("gpt-penalty", cp=2, dp=2, zero=3, num_micro_batches=2, labels="unequal"),
-        Case("gpt-summed", pp=2, num_micro_batches=4, schedule="ZB-H1"),
-    ],
+    spread_out(
+        [
+            Case("gpt-summed", dp=2, pp=2, num_micro_batches=2, zero=1),
+            Case("gpt-summed", cp=2, num_micro_batches=3),
+            Case("gpt-penalty", cp=2, dp=2, zero=3, num_micro_batches=2, labels="unequal"),
+            Case("gpt-summed", pp=2, num_micro_batches=4, schedule="ZB-H1"),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_training_equals_one_device(case: Case) -> None:

@@ -82,7 +82,7 @@ def compare(case: Case, want: ByHand) -> tuple[float, float]:
     return worst(got.gradients, want.gradients)[0], worst(parameters, want.parameters)[0]
 
 
-@pytest.mark.parametrize("case", spread_out(SAME_BITS), ids=str)
+@pytest.mark.parametrize("case", spread_out(SAME_BITS, 6), ids=str)
 def test_training_equals_the_same_by_hand(case: Case) -> None:
     scale = 2.0**16 if case.precision.startswith("fp16") else 1.0
     gradient, parameter = compare(case, by_hand(case, scale=scale))
@@ -118,7 +118,7 @@ OTHER_ORDER = [
 FACTOR, FACTOR_OF_ONE = 1.25, 2.0
 
 
-@pytest.mark.parametrize("case", spread_out(OTHER_ORDER), ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHER_ORDER, 6), ids=str)
 def test_no_less_exact_than_one_device(case: Case) -> None:
     """Against float64 the gradients of the parallel program are as good as those of one device in 16 bits."""
     program = compiled(case)
