@@ -132,11 +132,11 @@ class ParallelModel:
                 mine = self._specs[index]
                 syncs[index] = apply_zero(
                     stage,
-                    self._zero_mesh(),
+                    self._copies_of("rdp", self._shards),
                     self.spec.zero_stage,
                     schedule=self.spec.schedule,
                     apart=self._dispatched(mine),
-                    apart_mesh=self._expert_mesh(),
+                    apart_mesh=self._copies_of("redp", self._expert_shards) if self.mesh.has("edp") else None,
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
@@ -166,18 +166,10 @@ class ParallelModel:
         """What the optimizer is given of a parameter: itself, or its copy on the host."""
         return parameter if self._host is None else self._host.of(parameter)
 
-    def _zero_mesh(self) -> DeviceMesh:
-        if "rdp" not in self.mesh.axes:
-            return self.mesh.submesh(self._replicas)
-        return hybrid_mesh(self.mesh.submesh("rdp"), self.mesh.submesh(self._shards))
-
-    def _expert_mesh(self) -> DeviceMesh | None:
-        """The ranks with the same experts, where tokens travel to them."""
-        if not self.mesh.has("edp"):
-            return None
-        if "rdp" not in self.mesh.axes:
-            return self.mesh.submesh("edp")
-        return hybrid_mesh(self.mesh.submesh("redp"), self.mesh.submesh("sedp"))
+    def _copies_of(self, copies: str, shards: str) -> DeviceMesh:
+        """The ranks that ZeRO shards over; under hybrid ZeRO together with those that have copies of the shards."""
+        mesh = self.mesh.submesh(shards)
+        return hybrid_mesh(self.mesh.submesh(copies), mesh) if self._hybrid else mesh
 
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
@@ -207,9 +199,18 @@ class ParallelModel:
     @property
     def _shards(self) -> str:
         """The ranks that ZeRO shards over: all replicas, or the neighbours among them (hybrid)."""
-        if "rdp" not in self.mesh.axes:
+        if not self._hybrid:
             return self._replicas
         return "shards" if "shards" in self.mesh.groups else "sdp"
+
+    @property
+    def _expert_shards(self) -> str:
+        """The same of experts that tokens travel to."""
+        return "sedp" if self._hybrid else "edp"
+
+    @property
+    def _hybrid(self) -> bool:
+        return "rdp" in self.mesh.axes
 
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
@@ -497,8 +498,7 @@ class ParallelModel:
         sharded = {atom for s in p.shards for atom in self.mesh.atoms(s.axis)}
         if self.spec.zero_stage > 0:
             apart = any(s.axis == "ep" for s in p.shards)
-            of_experts = "edp" if "rdp" not in self.mesh.axes else "sedp"
-            sharded.update(self.mesh.atoms(of_experts if apart else self._shards))
+            sharded.update(self.mesh.atoms(self._expert_shards if apart else self._shards))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
     def grad_norm(self) -> torch.Tensor:

@@ -26,18 +26,23 @@ MIXED = functools.partial(models.make_windowed, mixed=True)  # windows in some l
 KINDS = {"right": {"packed": False}, "left": {"packed": False, "left": True}, "packed": {"packed": True}}
 
 
+def stepped(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor], list[str]]:
+    """Loss and gradients of the program of one device, and its sources."""
+    graph = capture(model, {n: x[:2] for n, x in batch.items()})
+    _, program = plan_program(graph, cluster_of(1, "bandwidth"), {}, len(batch["labels"]), SEQ)
+    with fake_group(1):
+        pm = ParallelModel(program.spec, program.sources, dict(model.named_parameters()), dict(model.named_buffers()))
+        loss = float(pm.step(batch))
+        return loss, {n: g.clone() for n, g in pm.gradients().items()}, list(program.sources.values())
+
+
 @pytest.mark.parametrize("make", spread_out([models.make_llama, models.make_windowed, models.make_deepseek, MIXED], 2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_the_model(kind: str, make: Callable[[], nn.Module]) -> None:
     """Loss and gradients of transformers' own attention with its own masks; not those without the mask."""
     model, batch = make(), models.with_documents(models.token_batch(4, SEQ), **KINDS[kind])
-    graph = capture(model, {n: x[:2] for n, x in batch.items()})
-    _, program = plan_program(graph, cluster_of(1, "bandwidth"), {}, 4, SEQ)
-    assert all(", documents=" in text for text in program.sources.values())
-    with fake_group(1):
-        pm = ParallelModel(program.spec, program.sources, dict(model.named_parameters()), dict(model.named_buffers()))
-        loss = float(pm.step(batch))
-        got = {n: g.clone() for n, g in pm.gradients().items()}
+    loss, got, sources = stepped(model, batch)
+    assert all(", documents=" in text for text in sources)
     whole = model(**batch, use_cache=False).loss
     whole.backward()
     want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -45,16 +50,6 @@ def test_a_program_is_the_model(kind: str, make: Callable[[], nn.Module]) -> Non
     rest = {n: x for n, x in batch.items() if n not in ("attention_mask", "position_ids")}
     if kind != "right":  # causal attention sees no padding behind it
         assert model(**rest, use_cache=False).loss.item() != pytest.approx(loss, rel=1e-4)
-
-
-def stepped(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor], str]:
-    """Loss and gradients of the program of one device, and its source."""
-    graph = capture(model, {n: x[:2] for n, x in batch.items()})
-    _, program = plan_program(graph, cluster_of(1, "bandwidth"), {}, len(batch["labels"]), SEQ)
-    with fake_group(1):
-        pm = ParallelModel(program.spec, program.sources, dict(model.named_parameters()), dict(model.named_buffers()))
-        loss = float(pm.step(batch))
-        return loss, {n: g.clone() for n, g in pm.gradients().items()}, "".join(program.sources.values())
 
 
 def mask_of(batch: dict[str, torch.Tensor], left: bool = False) -> torch.Tensor:
@@ -80,8 +75,8 @@ def test_padding_whose_loss_counts(kind: str) -> None:
     make, masks = PADDED[kind]
     model, plain = make(), models.token_batch(4, SEQ)
     batch = {**plain, **{name: mask_of(plain, left) for name, left in masks.items()}}
-    loss, got, text = stepped(model, batch)
-    assert "documents=" in text or "mask=" in text
+    loss, got, sources = stepped(model, batch)
+    assert all("documents=" in text or "mask=" in text for text in sources)
     whole = model(**batch).loss
     whole.backward()
     want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

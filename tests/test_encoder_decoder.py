@@ -224,6 +224,9 @@ def test_dropout_inside_attention_is_refused_by_name() -> None:
         capture(models.make_bart(attention_dropout=0.1), models.token_batch(2, SEQ))
     with pytest.raises(CaptureError, match=r"dropout_p=0.1 inside attention"):
         capture(models.make_t5(dropout_rate=0.1), models.token_batch(2, SEQ))
+    padded = models.with_documents(models.token_batch(2, SEQ), packed=False)
+    with pytest.raises(CaptureError, match=r"dropout_p=0.1 inside attention"):
+        capture(models.make_llama(attention_dropout=0.1), padded)
 
 
 def test_a_skip_travels_only_to_where_it_is_needed() -> None:

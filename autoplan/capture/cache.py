@@ -35,9 +35,9 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _own_code() -> str:
-    """Hash of the code that captures: a checkout changes without its version."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    """Hash of the code that captures, and of the rules that it asks: a checkout changes without its version."""
+    found, capture = hashlib.sha256(), Path(__file__).parent
+    for path in sorted((*capture.glob("*.py"), *(capture.parent / "rules").glob("*.py"))):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
@@ -87,9 +87,9 @@ def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
     ):
         for name, t in pairs:
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
-    versions = {p: importlib.metadata.version(p) for p in _PACKAGES} | {"autoplan": _own_code()}
+    versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
-    key = [SCHEMA_VERSION, versions, modules, tensors, inputs, list(example_inputs)]
+    key = [SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs)]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 

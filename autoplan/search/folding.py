@@ -40,11 +40,12 @@ def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1, cop
     ranks = dp * cp * tp
     if ranks % (ep * etp * copies) or dp % copies:
         return False
-    dense = [*_data_axes(dp, copies), *sequence_axes(cp, neighbours), ("tp", tp)]
+    dense = [*data_axes(dp, copies), *sequence_axes(cp, neighbours), ("tp", tp)]
     return _cuts(dense, _expert_axes(ranks // (ep * etp), ep, etp, copies)) is not None
 
 
-def _data_axes(dp: int, copies: int) -> list[tuple[str, int]]:
+def data_axes(dp: int, copies: int) -> list[tuple[str, int]]:
+    """The axes of data parallelism: dp, or copies of the sharded state, far apart, and its shards, neighbours."""
     return [("rdp", copies), ("sdp", dp // copies)] if copies > 1 else [("dp", dp)]
 
 
@@ -83,7 +84,7 @@ def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
     """
     c, etp = config, inner_degree(config)
     sequence = sequence_axes(c.cp, product_degree(c))
-    data = _data_axes(c.dp, c.zero_replicas)
+    data = data_axes(c.dp, c.zero_replicas)
     left = [*data, *sequence, *((a.name, a.size) for a in tensor)]
     right = _expert_axes(c.dp * c.cp * c.tp // (c.ep * etp), c.ep, etp, c.zero_replicas)
     cuts = _cuts(left, right)

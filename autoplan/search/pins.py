@@ -28,7 +28,7 @@ from autoplan.cost_models.schedule import actions
 from autoplan.rules.batch import batch_obstacle, context_obstacle
 from autoplan.rules.table import flops, rule_for
 from autoplan.search.context_pins import chosen_methods, product_degree
-from autoplan.search.folding import folded_mesh, folds, inner_degree, sequence_axes, spreads
+from autoplan.search.folding import data_axes, folded_mesh, folds, inner_degree, sequence_axes, spreads
 from autoplan.search.offload_pins import check_offload, read_offload, state_offload, with_offload
 
 _DEGREES = ("tp", "pp", "dp", "ep", "etp", "cp")
@@ -496,11 +496,10 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
     if expert_counts(graph) and spreads(config):
         check_product(config)
         return folded_mesh(config, tensor), chosen
-    axes = [Axis("pp", config.pp), Axis("dp", config.dp)]
-    groups: dict[str, tuple[str, ...]] = {}
-    if config.zero_replicas > 1:  # copies of the sharded state are far apart, its shards are neighbours
-        axes[1:] = [Axis("rdp", config.zero_replicas), Axis("sdp", config.dp // config.zero_replicas)]
-        groups["dp"] = ("rdp", "sdp")
+    data = [Axis(name, size) for name, size in data_axes(config.dp, config.zero_replicas)]
+    axes, groups = [Axis("pp", config.pp), *data], dict[str, tuple[str, ...]]()
+    if len(data) > 1:
+        groups["dp"] = tuple(a.name for a in data)
     if config.cp > 1:
         cut = [Axis(name, size) for name, size in sequence_axes(config.cp, product_degree(config))]
         if len(cut) > 1:
