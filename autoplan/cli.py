@@ -395,9 +395,9 @@ def whatif(
 ) -> None:
     """The best plan at every point of a sweep over hardware and task.
 
-    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, host_memory_gb,
-    power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins tp, pp, dp,
-    zero_stage, micro_batch_size, num_micro_batches, recompute, offload.
+    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, memory_gb_s,
+    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins
+    tp, pp, dp, zero_stage, micro_batch_size, num_micro_batches, recompute, offload.
     """
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, write_csv

@@ -465,7 +465,7 @@ class _Search:
             )
         if "zero_replicas" not in r.pins:
             several = any(c.zero_replicas > 1 for c in checked.candidates)
-            beside = ", or over those in one scale-up domain (hybrid ZeRO; not with experts that are spread)"
+            beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
             out.append(f"ZeRO shards over all replicas{beside if several else ''}")
         if "schedule" not in r.pins and "virtual_stages" not in r.pins:
             out.append(_SCHEDULES)

@@ -142,7 +142,7 @@ class BlockCost:
     waited: Mapping[str, Quantity]  # for the host to start kernels, by phase
     hidden_again: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
-    reduce: Quantity  # of ZeRO 1, and over replicas of the shards: once per step, whole
+    reduce: Quantity  # of ZeRO 1 (0, if beside the backward), and over replicas of the shards: once per step, whole
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
     modules: Quantity = ZERO  # computing modules again
     offload: Quantity = ZERO  # what it keeps to the host and back, nothing hidden
@@ -212,6 +212,9 @@ class BlockPricer:
         self.hides = c.overlap if given is None else given
         self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
+        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce behind the backward
+        beside = costs.mode is Mode.FUSED and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
+        self.reduces_beside = beside and config.zero_stage == 0
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
         """Of one call."""
@@ -286,11 +289,11 @@ class BlockPricer:
             zero_last=hidden_last if stage else ZERO,
             per_step=per_step,
             optimizer=self._optimizer(block),
-            reduced_bytes=self._reduced(block),
+            reduced_bytes={} if self.reduces_beside else self._reduced(block),
             waited=launched,
             hidden_again=_beyond(both, beside) if stage == 3 else ZERO,
             gather=gather if stage in (1, 2) else ZERO,
-            reduce=(reduce if stage == 1 else ZERO) + across,
+            reduce=(reduce if stage == 1 else ZERO) + across + self._all_reduces(block),
             groups=self._groups(times, comm),
             modules=self._modules(block, times, comm, hosts["backward"]),
             offload=self._offload(block),
@@ -436,6 +439,11 @@ class BlockPricer:
                 mine = [p for p in block.params if p.trainable and p.expert is expert]
                 out[name] = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine)
         return {name: size for name, size in out.items() if size}
+
+    def _all_reduces(self, block: BlockWork) -> Quantity:
+        """Gradients that ZeRO 0 reduces beside the backward; else it does so at the end of the step."""
+        sizes = self._reduced(block).items() if self.reduces_beside else ()
+        return total([ZERO, *(self.costs.collective_s("all_reduce", size, self.groups[name]) for name, size in sizes)])
 
     def _accumulate(self, block: BlockWork) -> Quantity:
         """Every micro-batch but the first adds to gradients that are there: whole ones, or shards if every backward

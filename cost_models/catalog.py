@@ -42,6 +42,7 @@ _USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
 _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
     ("PCIe (no NVLink", "pcie_host", 1.5e-6),  # devices that reach each other through the memory of the host
     ("PCIe", "pcie", 1.5e-6),
+    ("NVLink2 + NVSwitch", "nvlink2_switch", 0.75e-6),
     ("NVLink2", "nvlink2", 0.75e-6),
     ("NVLink3", "nvlink3", 0.75e-6),
     ("NVLink4", "nvlink4", 0.75e-6),

@@ -46,20 +46,24 @@ _LOCAL_LAUNCH_S = 5e-6
 # (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies reach about 80 %.
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
-# name of an override -> what it is
+# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
+NETWORKS = RAILS, NETWORK = "rails", "network"
 # Columns of the catalog that an override takes the place of.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "nic": ("scaleout_gbit_s_per_device",),
     "scaleup": ("scaleup_gb_s_per_dir_per_device",),
     "memory_gb": ("mem_gb",),
+    "memory_gb_s": ("mem_bw_gb_s",),
     "power": ("power_w",),
 }
+# name of an override -> what it is
 OVERRIDES: dict[str, str] = {
     "nodes": "number of nodes",
     "devices_per_node": "devices per node",
     "nic": "Gbit/s per device and direction between nodes",
     "scaleup": "GB/s per device and direction in the scale-up domain",
     "memory_gb": "usable GB (1e9 bytes) per device",
+    "memory_gb_s": "GB/s of the memory of a device",
     "host_memory_gb": "GB (1e9 bytes) of the host's memory per device",
     "power": "W per device: products slow down under a cap",
     "price": "US dollars per device and hour",
@@ -70,6 +74,7 @@ _RANGES: dict[str, Range] = {
     "nic": GBIT_S,
     "scaleup": GB_S,
     "memory_gb": MEMORY_GB,
+    "memory_gb_s": GB_S,
     "host_memory_gb": MEMORY_GB,
     "power": WATTS,
     "price": USD,
@@ -176,13 +181,14 @@ class Cluster:
         nic: float | None = None,
         scaleup: float | None = None,
         memory_gb: float | None = None,
+        memory_gb_s: float | None = None,
         host_memory_gb: float | None = None,
         power: float | None = None,
         price: float | None = None,
     ) -> Cluster:
         """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
         figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "power": power, "price": price}
-        figures |= {"host_memory_gb": host_memory_gb}
+        figures |= {"host_memory_gb": host_memory_gb, "memory_gb_s": memory_gb_s}
         given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
             known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -193,6 +199,8 @@ class Cluster:
         device, link, outer = self.device, self.link, self.outer
         if memory_gb is not None:
             device = replace(device, memory_bytes=int(memory_gb * GB))
+        if memory_gb_s is not None:
+            device = replace(device, memory_bytes_per_s=memory_gb_s * GB)
         if host_memory_gb is not None:
             device = replace(device, host_memory_bytes=int(host_memory_gb * GB))
         if power is not None:
@@ -205,13 +213,13 @@ class Cluster:
             else:
                 link = replace(link, bytes_per_s=speed, source="given")
         if nic is not None:
-            network = next((level for level in outer if level.name == "network"), None)
-            if network is None:
-                network = Level(catalog.NETWORK_LATENCY_S, 1.0, "", name="network", fabric="network")
+            networks = tuple(level for level in outer if level.name in NETWORKS)
+            if not networks:
+                networks = (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
             if not isinstance(link, Level):
                 link = _within_node(link)
-            rest = tuple(level for level in outer if level.name != "network")
-            outer = (*rest, replace(network, bytes_per_s=nic * GB / 8, source="given"))
+            rest = tuple(level for level in outer if level.name not in NETWORKS)
+            outer = (*rest, *(replace(level, bytes_per_s=nic * GB / 8, source="given") for level in networks))
         return Cluster(
             self.num_nodes if nodes is None else nodes,
             self.devices_per_node if devices_per_node is None else devices_per_node,
@@ -241,8 +249,8 @@ class Cluster:
         new = new.with_(**given)  # type: ignore[arg-type]
         if "nic" not in given:
             return new
-        outer = tuple(level for level in new.outer if level.name != "network")
-        return replace(new, outer=(*outer, *(level for level in self.outer if level.name == "network")))
+        outer = tuple(level for level in new.outer if level.name not in NETWORKS)
+        return replace(new, outer=(*outer, *(level for level in self.outer if level.name in NETWORKS)))
 
     @staticmethod
     def local(num_processes: int, device_type: str = "cpu") -> Cluster:
@@ -284,7 +292,7 @@ class Cluster:
         nic = nic_gbit_s if nic_gbit_s is not None else entry.nic_gbit_s
         if nic is not None:
             source = "given" if nic_gbit_s is not None else entry.device.source
-            network = Level(catalog.NETWORK_LATENCY_S, nic * GB / 8, source, name="network", fabric="network")
+            network = Level(catalog.NETWORK_LATENCY_S, nic * GB / 8, source, name=NETWORK, fabric="network")
             outer.append(network)
         return Cluster(
             num_nodes,

@@ -23,7 +23,9 @@
     price_as_of: 2026-11-01
     levels:                             # overrides by name for a catalog id or instance; else a list, inner to outer
       scale-up: {gb_s: 450, latency_us: 0.75}
-      network: {latency_us: 10}
+      rails: {size: 256}                # devices that reach each other past one layer of switches, at the speed of
+                                        # their cards (a rail group: 8 rails of 32 nodes); not in the catalog
+      network: {latency_us: 10, oversubscription: 2}   # beyond
 
 Levels of a list have the keys name, gb_s, latency_us, and if they are not the last: size (devices in one unit). All
 take p2p_gb_s (to one peer, in a mesh), oversubscription (3: the level carries a third of what all devices send; 1
@@ -39,7 +41,7 @@ from typing import Any
 
 from autoplan.cost_models import hardware
 from autoplan.cost_models.catalog import DTYPES, PEAK_COLUMNS
-from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.cluster import NETWORK, RAILS, Cluster
 from autoplan.cost_models.collectives import FABRICS
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.hardware import Device, Level, Price, Range
@@ -247,17 +249,33 @@ def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluste
     figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
     names = [level.name for level in levels if isinstance(level, Level)]
-    given = _mapping(data, where, tuple(names))
+    given = _mapping(data, where, (*names, RAILS) if NETWORK in names else tuple(names))
     for i, name in enumerate(names):
         if name in given:
             fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))
             levels[i] = replace(levels[i], **{"source": "given", **fields})
-            if name == "network":
+            if name == NETWORK:
                 figures["nic"] = levels[i].bytes_per_s * 8 / GB
             elif name == "scale-up" and "bytes_per_s" in fields:
                 figures["scaleup"] = levels[i].bytes_per_s / GB
-    outer = tuple(level for level in levels[1:] if isinstance(level, Level))
-    return replace(cluster, link=levels[0], outer=outer), figures
+    outer = [level for level in levels[1:] if isinstance(level, Level)]
+    if RAILS in given:
+        at = next(i for i, level in enumerate(outer) if level.name == NETWORK)
+        figures["nic"] = outer[at].bytes_per_s * 8 / GB
+        outer.insert(at, _rails(given[RAILS], outer[at], cluster.devices_per_node, f"{where}, {RAILS}"))
+    return replace(cluster, link=levels[0], outer=tuple(outer)), figures
+
+
+def _rails(data: object, network: Level, per_node: int, where: str) -> Level:
+    """The nodes of one rail group: as the network beyond, but not oversubscribed unless it says so."""
+    fields = _level_fields(data, where, (*_LEVEL, "fabric", "source"))
+    size = fields.get("size")
+    if size is None:
+        raise PinError(f"{where}: size is missing: the devices of one rail group, as {8 * per_node} of 8 nodes")
+    if size % per_node:
+        near = max(1, round(size / per_node)) * per_node
+        raise PinError(f"{where}: size={size} is no whole number of nodes of {per_node}; nearest legal: {near}")
+    return replace(network, **{"name": RAILS, "oversubscription": 1.0, "source": "given", **fields})
 
 
 def _levels(data: object, nic: float | None, where: str) -> list[Level]:

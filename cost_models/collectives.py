@@ -15,7 +15,10 @@ collectives: Thakur, Rabenseifner, Gropp, 2005). NCCL's ring visits all ranks: n
 twice for an all-reduce, and (n - 1) / n * N / k_(l-1) bytes per device and direction over it. Its trees have
 2 * log2(n / k_(l-1)) hops between nodes and the chain inside a node. Where the library is not known: one ring per level
 (`Fabric.flat`). all_to_all: a message of N / n to each peer, (n - k_(l-1)) / n * N bytes leave the unit below, all
-levels at once; over a network each message costs its share of a hop. send_recv: one message on the outermost level that
+levels at once; over a network each message costs its share of a hop. A fabric with rails (a level whose
+units are the nodes behind one layer of switches, card i of each on switch i) has two levels between nodes: that of the
+rails at the speed of the cards, since NCCL moves what is for another rail inside the node first (PXN), and the network
+beyond, which may be oversubscribed. send_recv: one message on the outermost level that
 the group reaches.
 
 The fastest path is taken, with one exception: inside a node NCCL leaves LL128 at a given share per rank, measured to
@@ -200,10 +203,19 @@ def _pair_hops(kind: str, part: _Part, ranks: int) -> float:
         return 1.0
     if not part.fabric.flat:
         return part.parts - 1.0
-    return 1.0 + (part.fabric.message_hop * (ranks - part.inside) if kind == "all_to_all" else 0.0)
+    peers = part.inside * (part.parts - 1)  # that are in this unit, but not in the one below
+    return 1.0 + (part.fabric.message_hop * peers if kind == "all_to_all" else 0.0)
 
 
 _Hops = Callable[[str, _Part, int], float]
+
+
+def _speed(part: _Part, members: int) -> float:
+    """What a device gets of a level's bandwidth: in a mesh by its links to the members, unless it was measured."""
+    if not part.fabric.by_ranks:
+        return part.level.group_bytes_per_s(members)
+    factor = part.fabric.ranks_factor(part.inside * part.parts)
+    return factor * part.level.bytes_per_s / part.level.oversubscription
 
 
 def _path(
@@ -218,8 +230,7 @@ def _path(
     """alpha, w and chunk factor of one path, given by its constants on each level; `lanes` carry the bytes at once."""
     alpha = w = base = chunk = 0.0
     for part, path in zip(parts, paths, strict=True):
-        speed = part.level.group_bytes_per_s(2 if kind == "send_recv" else part.parts)
-        speed *= path.efficiency * part.fabric.efficiency[kind] * part.fabric.ranks_factor(part.inside * part.parts)
+        speed = _speed(part, 2 if kind == "send_recv" else part.parts) * path.efficiency * part.fabric.efficiency[kind]
         alpha += hops(kind, part, ranks) * path.hop * part.level.latency_s
         w = max(w, _share(kind, part, ranks, top_k) / (speed * lanes))
         base, chunk = max(base, path.base_s), max(chunk, path.chunk)

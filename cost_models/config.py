@@ -126,7 +126,8 @@ class RunOptions:
     `fused_loss`: one kernel reads the logits as the head's product left them, without a copy in 32 bits, and writes
     their gradient in their place (flash-attention's CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
     `overlap_zero`: what ZeRO 1 and 2 move once per step hides behind computing (Megatron's --overlap-grad-reduce and
-    --overlap-param-gather, which are off by default; fully_shard and the emitted programs always do).
+    --overlap-param-gather, which are off by default; fully_shard and the emitted programs always do), in fused modes
+    the gradients of ZeRO 0, too (as torch's DistributedDataParallel; emitted programs reduce them at the end).
     `overlap_gather`: of these the gathers, too (InternEvo's overlap_sync_param is off by default, while gradients are
     reduced beside the backward).
     `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell

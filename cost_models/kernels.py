@@ -314,10 +314,10 @@ def family_of(device: Device) -> str | None:
     return min(peaks, key=lambda name: abs(math.log(peaks[name] / half_peak(device))))
 
 
-def _scale(device: Device, family_efficiency: float, recorded: float | None, known: bool) -> float:
+def _scale(device: Device, family_efficiency: float, recorded: float | None, alike: bool) -> float:
     """Of the family's efficiency, by what is said of the device, unless the same was said when it was fitted."""
     said = device.achievable_fraction
-    if known:
+    if alike:
         return 1.0 if said is None or said == recorded else said / (recorded or family_efficiency)
     if said is None and not device.peak_flops_by_dtype:
         return _SAID_NOTHING / family_efficiency
@@ -351,8 +351,9 @@ def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels 
     own_attention = attention["devices"].get(device.name)
     rows = gemm["families"][family]
     recorded = own_gemm.get("achievable_fraction")
-    known = listed is not None
-    scale = _scale(device, float(rows[Kind.HALF]["efficiency"]), recorded, known)
+    inherited = listed is not None and bool(listed.get("inherited"))
+    known = listed is not None and not inherited
+    scale = _scale(device, float(rows[Kind.HALF]["efficiency"]), recorded, known or inherited)
     spread = float(gemm["sustained"]["spread"])
     core = attention["families"][family]
     forward = _fit(core, own_attention, scale, known, spread)
@@ -369,7 +370,7 @@ def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels 
     )
     return Kernels(
         family=family,
-        units=int(listed["units"] if known else shape["units"]),
+        units=int(listed["units"] if listed is not None else shape["units"]),
         tiles=tuple((int(high), int(wide)) for high, wide in shape["tiles"]),
         gemm=MappingProxyType({Kind(k): _fit(row, own_gemm.get(k), scale, known, spread) for k, row in rows.items()}),
         attention=forward,

@@ -33,7 +33,7 @@ _LEAST_SPREAD = 0.15
 _LATENCY_RULES = 0.25  # T(0) / T(N) above which an error counts as one of latency
 # intervals where nothing can be held out: what the errors in sample are multiplied by, and what they are at least
 _UNTESTED_FACTOR, _UNTESTED_SPREAD = 2.0, 0.3
-_LIKE = {"nvlink": "nvlink4"}
+_LIKE = {"nvlink": "nvlink4", "nvlink2_switch": "nvlink2"}
 _KEEP_ASSUMED = ("pcie",)  # fitted to one system that is not in the catalog
 
 
@@ -192,6 +192,8 @@ def write(path: Path, samples: Sequence[Sample]) -> None:
         held_out = held_out_errors(mine, {**rows(), name: fitted}, between=True)
         text["fabrics"][name] = _with_errors(name, fitted, mine, errors(mine, fabrics), held_out)
     for name, like in _LIKE.items():  # links that nobody measured
+        if name not in text["fabrics"]:
+            continue
         same = {field: text["fabrics"][like][field] for field in ("ring", "p2p", "experts", "efficiency", "free_share")}
         text["fabrics"][name].update(same)
     path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")

@@ -95,7 +95,9 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.AUTOMODEL: Defaults((Mode.FUSED, Mode.EAGER), ("none", "full"), (3,)),
     Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.BRIDGE_LIBRARY: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
-    Framework.INTERNEVO: Defaults((Mode.FUSED,), ("none", "full"), (1,)),  # apex and flash-attention kernels
+    # plain torch but for kernels of flash-attention and apex; norms take a copy of the residual in 32 bits
+    # (internlm/model/modeling_internlm.py, modules/mlp.py, ops/norm.py)
+    Framework.INTERNEVO: Defaults((Mode.EAGER, Mode.FUSED), ("none", "full"), (1,)),
     # torch.compile per block and selective activation checkpointing by operation are torchtitan's defaults
     Framework.TORCHTITAN: Defaults((Mode.COMPILED, Mode.EAGER), ("selective", "none", "full"), (3,)),
     Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
@@ -104,6 +106,11 @@ DEFAULTS: Mapping[Framework, Defaults] = {
 # Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False); InternEvo reduces them in
 # the dtype that they have (internlm/solver/optimizer/utils.py, reduce_tensor).
 GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY, Framework.INTERNEVO))
+# Who does so for fp16: --accumulate-allreduce-grads-in-fp32 of Megatron is off by default, and always on for bf16
+# (megatron/arguments.py); DeepSpeed's fp16 engine sums in fp16.
+GRADIENTS_16_IN_FP16 = frozenset(
+    (Framework.MEGATRON, Framework.MEGATRON_TESTS, Framework.MEGATRON_DEEPSPEED, Framework.BIGSCIENCE)
+)
 
 # Name of a planner's precision, or int8 (published_words). Of two that a source leaves open, the one that all of its
 # devices have.

@@ -77,8 +77,8 @@ _OTHERS = (
     # an A100 with NVLink cut to 400 GB/s both ways (NVIDIA A800 data sheet)
     Variant("A800", "sxm", (80.0,), "a100-sxm4-80gb", "scaleup=200"),
     Variant("A800", "sxm", (40.0,), "a100-sxm4-40gb", "scaleup=200"),
-    # Meta's of 95 or 96 GB: HBM2e and 500 W (pytorch/torchtitan benchmarks)
-    Variant("H100", "sxm", (94.0,), "h100-sxm5-80gb", "memory_gb=94,power=500"),
+    # Meta's: HBM2e of 96 GB and 2.4 TB/s, 500 W (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)
+    Variant("H100", "sxm", (94.0, 96.0), "h100-sxm5-80gb", "memory_gb=94,memory_gb_s=2400,power=500"),
     # a MI355X for air cooling: 1,000 W (AMD Instinct MI350X data sheet)
     Variant("MI350X", "oam", (288.0,), "mi355x-288gb", "power=1000", "a MI355X of 1,000 W"),
     # its GPU is an H100 (NVIDIA GH200 data sheet); its memory is faster by a fifth, which is left out

@@ -20,7 +20,8 @@ _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
 _SOURCES: tuple[tuple[str, float], ...] = (
     (r"bigscience", 2022.2),
     (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
-    (r"2205\.05198|SC21|jan2021|Megatron-LM git history", 2021.5),
+    (r"Megatron-LM git history", 2021.0),
+    (r"2205\.05198|SC21", 2021.5),
     (r"Lucie-Training", 2024.4),
     (r"2402\.15627", 2023.6),
     (r"InternEvo|performance_long_sequence|TinyLlama|torchtitan@3faaa1a", 2024.2),
@@ -41,13 +42,16 @@ _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
 _INTERLEAVED = frozenset({"pp", "cp"})
 _RECIPES = frozenset({"pp", "cp", "tp"})  # NeMo's performance recipes add user buffers for tensor parallelism
 
+# What ZeRO moves: until v2.2 (early 2021) the README's commands take --DDP-impl torch, which reduces beside the
+# backward; its own reduces at the end, and --overlap-grad-reduce and --overlap-param-gather are off by default.
 _MEGATRON = tuple(
-    (since, RunOptions(attention, overlap=_INTERLEAVED, overlap_zero=False))  # both are off by default
-    for since, attention in (
-        (0.0, Attention.UNFUSED),
-        (2023.0, Attention.FLASH1),
-        (2023.8, Attention.FLASH2),
-        (2024.3, Attention.FUSED),
+    (since, RunOptions(attention, overlap=_INTERLEAVED, overlap_zero=beside))
+    for since, attention, beside in (
+        (0.0, Attention.UNFUSED, True),
+        (2021.3, Attention.UNFUSED, False),
+        (2023.0, Attention.FLASH1, False),
+        (2023.8, Attention.FLASH2, False),
+        (2024.3, Attention.FUSED, False),
     )
 )
 
@@ -60,11 +64,15 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
         (2023.8, RunOptions(Attention.FLASH2, fused_loss=True)),
     ),
     Framework.JAX: ((0.0, RunOptions(Attention.FUSED, Launch.GRAPHS)),),  # XLA launches command buffers; cuDNN
-    Framework.MEGATRON_DEEPSPEED: ((0.0, RunOptions(Attention.UNFUSED)), (2023.8, RunOptions(Attention.FLASH2))),
+    # DeepSpeed's pipelines reduce when all micro-batches are done (runtime/pipe/engine.py), and overlap_comm is off
+    Framework.MEGATRON_DEEPSPEED: (
+        (0.0, RunOptions(Attention.UNFUSED, overlap_zero=False)),
+        (2023.8, RunOptions(Attention.FLASH2, overlap_zero=False)),
+    ),
     # the launch scripts of BLOOM, and those that follow it on the same machine, set CUDA_LAUNCH_BLOCKING=1
     Framework.BIGSCIENCE: (
-        (0.0, RunOptions(Attention.UNFUSED, Launch.BLOCKING)),
-        (2023.8, RunOptions(Attention.FLASH2, Launch.BLOCKING)),
+        (0.0, RunOptions(Attention.UNFUSED, Launch.BLOCKING, overlap_zero=False)),
+        (2023.8, RunOptions(Attention.FLASH2, Launch.BLOCKING, overlap_zero=False)),
     ),
     Framework.MEGATRON: _MEGATRON,
     Framework.MEGATRON_TESTS: _MEGATRON,
@@ -83,10 +91,10 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     ),
     # src/megatron/bridge/recipes: cuda_graph_impl = "none" nearly everywhere, tp_comm_overlap of dense ones
     Framework.BRIDGE_LIBRARY: ((0.0, RunOptions(Attention.FUSED, overlap=_RECIPES, narrow_gather=True)),),
-    # its configs: overlap_sync_grad = True, overlap_sync_param = False
+    # its configs: overlap_sync_grad = True, overlap_sync_param = False; flash-attention's loss (losses/ce_loss.py)
     Framework.INTERNEVO: (
-        (0.0, RunOptions(Attention.FLASH1, overlap_gather=False)),
-        (2023.8, RunOptions(Attention.FLASH2, overlap_gather=False)),
+        (0.0, RunOptions(Attention.FLASH1, overlap_gather=False, fused_loss=True)),
+        (2023.8, RunOptions(Attention.FLASH2, overlap_gather=False, fused_loss=True)),
     ),
     Framework.TORCHTITAN: ((0.0, RunOptions(Attention.FLASH2, narrow_gather=True)),),
     Framework.OTHER: ((0.0, _OLD), (2022.9, RunOptions(Attention.FLASH1)), (2023.8, _PLAIN)),

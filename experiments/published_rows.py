@@ -182,7 +182,8 @@ def own_precision(row: Row, shapes: Shapes | None = None) -> str:
 def _full_name(precision: str, latent: bool, framework: Framework) -> str:
     """With what the framework keeps in 16 bits."""
     name = "fp8" if precision == INT8 else precision
-    if framework not in tables.GRADIENTS_16 or name == "fp32":
+    narrow = framework in tables.GRADIENTS_16 or (name == "fp16" and framework in tables.GRADIENTS_16_IN_FP16)
+    if not narrow or name == "fp32":
         return name
     return name + GRADIENTS_16 + (MOMENTS_16 if latent and framework in tables.MOMENTS_16 else "")
 

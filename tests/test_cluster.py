@@ -168,9 +168,10 @@ def test_what_is_said_of_a_device_is_what_it_costs() -> None:
 def test_what_if() -> None:
     base = Cluster.parse("16x8xh100-sxm5-80gb")
     assert base.with_() == base and base.with_(nodes=16, nic=400).levels[1].bytes_per_s == 50 * GB
-    more = base.with_(nodes=32, nic=800, scaleup=900, memory_gb=141, price=1)
+    more = base.with_(nodes=32, nic=800, scaleup=900, memory_gb=141, memory_gb_s=4800, price=1)
     assert shape(more) == [("scale-up", 8), ("network", 256)] and more.num_devices == 256
     assert [level.bytes_per_s for level in more.levels] == [900 * GB, 100 * GB]
+    assert more.device.memory_bytes_per_s == 4800 * GB
     assert more.device.memory_bytes == 141 * GB and more.price is not None and more.price.usd_per_device_hour == 1
     # fewer devices and back is where one started: the domain is remembered
     assert base.with_(nodes=1, devices_per_node=4).with_(nodes=16, devices_per_node=8) == base
@@ -182,10 +183,10 @@ def test_what_if() -> None:
 
 
 def test_another_device_keeps_what_was_given(tmp_path: Path) -> None:
-    more = Cluster.parse("2x8xh100-sxm5-80gb@nic=50,scaleup=100,memory_gb=60,price=9")
+    more = Cluster.parse("2x8xh100-sxm5-80gb@nic=50,scaleup=100,memory_gb=60,memory_gb_s=900,price=9")
     assert more.with_device("h100-sxm5-80gb") == more
     other = more.with_device("h200-sxm-141gb")
-    assert other == Cluster.parse("2x8xh200-sxm-141gb@nic=50,scaleup=100,memory_gb=60,price=9")
+    assert other == Cluster.parse("2x8xh200-sxm-141gb@nic=50,scaleup=100,memory_gb=60,memory_gb_s=900,price=9")
     plain = Cluster.parse("2x8xh100-sxm5-80gb").with_(nodes=3)
     assert plain.with_device("h200-sxm-141gb") == Cluster.parse("3x8xh200-sxm-141gb")
     path = tmp_path / "c.yaml"

@@ -187,6 +187,55 @@ def test_oversubscription_divides_the_bandwidth_beyond_a_unit() -> None:
         replace(rail, outer=(replace(rail.outer[-1], oversubscription=0.0),))
 
 
+def test_a_cube_mesh_and_a_switch() -> None:
+    """V100: all-reduce of 2 of the 8 of a DGX-1, which share one of six links, 22.4 GB/s at 64 MiB (VIA-Research's
+    vTrain, trace/v100); in a DGX-2 (NVSwitch) any two have all six."""
+    size = 2.0**26
+    mesh, switch = (Cluster.parse(f"1x{n}x{d}") for n, d in ((8, "v100-sxm2-32gb"), (16, "v100-sxm3-32gb")))
+    assert size / mid("all_reduce", size, Group(2), mesh) == pytest.approx(22.378e9, rel=0.05)
+    assert size / mid("all_reduce", size, Group(2), switch) > 100e9
+    assert 12e9 < size / mid("send_recv", size, Group(2), mesh) < 25e9  # a link has 25 GB/s
+    eight = [mid("all_reduce", size, Group(8), c) for c in (mesh, switch)]
+    assert eight[0] == pytest.approx(eight[1], rel=0.01)  # rings over all links of a DGX-1
+
+
+def test_a_rail_group_has_the_speed_of_its_cards() -> None:
+    """Rails of 4 nodes below a network that carries a third: within a rail group as if nothing were oversubscribed,
+    beyond it what leaves the group, which is less than what leaves a node."""
+    top = {"nodes": 16, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
+    plain = cluster_of(top)
+    thin = cluster_of({**top, "levels": {"network": {"oversubscription": 3}}})
+    railed = cluster_of({**top, "levels": {"rails": {"size": 32}, "network": {"oversubscription": 3}}})
+    assert [(level.name, level.size, level.oversubscription) for level in railed.levels[1:]] == [
+        ("rails", 32, 1.0),
+        ("network", 128, 3.0),
+    ]
+    assert railed.levels[1].bytes_per_s == railed.levels[2].bytes_per_s == 50e9
+    for kind in ALL_KINDS:
+        for group in (Group(4, 8), Group(32)):  # of one rail group
+            assert mid(kind, 1e12, group, railed) == pytest.approx(mid(kind, 1e12, group, plain), rel=1e-9), kind
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        # rings enter and leave a rail group once: of 32 ranks each sends a 32nd over the network, 3 times as slow
+        assert mid(kind, 1e12, Group(128), railed) == pytest.approx(mid(kind, 1e12, Group(128), plain), rel=1e-3)
+        assert mid(kind, 1e12, Group(128), thin) > 2.5 * mid(kind, 1e12, Group(128), plain)
+    # 96 of 128 parts leave the group, 120 the node: 96 / 120 * 3
+    exchange = mid("all_to_all", 1e12, Group(128), railed) / mid("all_to_all", 1e12, Group(128), plain)
+    assert exchange == pytest.approx(96 / 120 * 3, rel=0.05)
+    same = cluster_of({**top, "levels": {"rails": {"size": 32}}})
+    for kind in ALL_KINDS:  # nothing is oversubscribed: as fast as one network, but that messages pass two switches
+        hop = same.levels[-1].latency_s if kind == "all_to_all" else 0.0
+        for size in (1e3, 1e6, 1e12):
+            slower = mid(kind, size, Group(128), same) - mid(kind, size, Group(128), plain)
+            assert slower == pytest.approx(hop, abs=1e-6 + 1e-12 * size), kind
+    faster = railed.with_(nic=800)
+    assert [level.bytes_per_s for level in faster.levels[1:]] == [100e9, 100e9]
+    assert [level.name for level in railed.with_device("h200-sxm-141gb").levels] == ["scale-up", "rails", "network"]
+    with pytest.raises(PinError, match=r"rails: size=30 is no whole number of nodes of 8; nearest legal: 32"):
+        cluster_of({**top, "levels": {"rails": {"size": 30}}})
+    with pytest.raises(PinError, match=r"rails: size is missing"):
+        cluster_of({**top, "levels": {"rails": {"gb_s": 50}}})
+
+
 def test_the_switch_reduces_where_it_can() -> None:
     """NVLS: large all-reduces of 8 H100 beat what their links could ring, those of 4 and of 8 A100 do not."""
     h100, a100 = SWITCHED[0], Cluster.parse("1x8xa100-sxm4-80gb")

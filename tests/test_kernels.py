@@ -25,8 +25,10 @@ from kernel_accuracy_fit import Attention, Fitted, Products
 from kernel_accuracy_rows import Timing, timing_of
 
 H100 = catalog.device("h100-sxm5-80gb")
-LISTED = sorted(kernels.data("devices")["devices"])
-OTHERS = ["mi300x-192gb", "tpu-v5p", "v100-sxm2-16gb", "trainium2-96gb"]
+_ROWS = kernels.data("devices")["devices"]
+INHERITED = sorted(name for name, row in _ROWS.items() if row.get("inherited"))  # no timings of their own kind
+LISTED = sorted(set(_ROWS) - set(INHERITED))
+OTHERS = ["mi300x-192gb", "tpu-v5p", *INHERITED, "trainium2-96gb"]
 # Without what only whole steps show: kernels as the fit of their timings has them.
 BURST = {name: 1.0 for name in Constants().values if name.startswith("sustained")}
 BURST |= {"attention_share": 1.0, "power_exponent": 0.0, "memory_share": kernels.data("devices")["memory"]["share"]}
@@ -241,6 +243,22 @@ def test_tags_and_intervals_say_what_is_known() -> None:
     assert op_s(linear(8192, 8192, 8192), "forward", H100, None, Mode.FUSED).tag is Tag.FITTED
     exact = roofline_s(linear(8192, 8192, 8192, "float32"), "forward", H100, Mode.FUSED)
     assert exact.tag is Tag.ASSUMED
+
+
+def test_what_nobody_timed_reaches_the_share_of_the_nearest_family() -> None:
+    """V100: an A100's share of its peak, in waves over its own 80 multiprocessors, and stated as assumed."""
+    assert INHERITED == ["v100-sxm2-16gb", "v100-sxm2-32gb", "v100-sxm3-32gb"]
+    a100, v100 = catalog.device("a100-sxm4-80gb"), catalog.device("v100-sxm2-32gb")
+    assert (known(a100).units, known(v100).units, known(v100).own_launch) == (108, 80, False)
+    shares = []
+    for device in (a100, v100):
+        found = known(device).product_s(device, Kind.HALF, 16384, 16384, 8192)
+        shares.append(2.0 * 16384 * 16384 * 8192 / found.busy_s / device.peak_flops)
+    assert shares[1] == pytest.approx(shares[0], rel=0.05)
+    assert known(v100).gemm[Kind.HALF].tag is Tag.ASSUMED
+    assert known(v100).gemm[Kind.HALF].error > known(a100).gemm[Kind.HALF].error
+    said = replace(v100, achievable_fraction=0.4)  # by a user
+    assert known(said).gemm[Kind.HALF].constants.efficiency == pytest.approx(0.4, rel=0.01)
 
 
 def test_families() -> None:

@@ -60,7 +60,7 @@ OverlapZero = Annotated[
     bool,
     typer.Option(
         "--overlap-zero/--no-overlap-zero",
-        help="What ZeRO 1 and 2 move once per step hides behind computing, or does not.",
+        help="What ZeRO 1 and 2 (fused kernels: 0, too) move once per step hides behind computing, or does not.",
     ),
 ]
 OverlapGather = Annotated[

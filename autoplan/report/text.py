@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.cluster import NETWORKS, Cluster
 from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate, StageEstimate
 from autoplan.cost_models.quantity import Quantity
@@ -111,7 +111,7 @@ def cluster_line(c: Cluster) -> str:
     links = []
     for level in c.levels:
         speed = level.bytes_per_s
-        text = f"{speed * 8 / 1e9:g} Gbit/s" if level.name == "network" else f"{speed / 1e9:g} GB/s"
+        text = f"{speed * 8 / 1e9:g} Gbit/s" if level.name in NETWORKS else f"{speed / 1e9:g} GB/s"
         links.append(f"{level.name} {text} over {level.size}")
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"

@@ -74,7 +74,7 @@ class Limits:
         experts: number of experts of every mixture; inner: their inner sizes.
         contexts: values of cp that are looked at.
         schedules: (name, stages per rank) that are looked at beside 1F1B.
-        node: devices of a scale-up domain, if there are several domains; 0: one.
+        units: devices of one unit of every level but the outermost (scale-up domain, node, rail group).
     """
 
     devices: int
@@ -87,7 +87,7 @@ class Limits:
     contexts: tuple[int, ...] = (1,)
     schedules: tuple[tuple[str, int], ...] = ()
     inner: tuple[int, ...] = ()
-    node: int = 0
+    units: tuple[int, ...] = ()
 
 
 def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
@@ -149,13 +149,16 @@ def _candidates_at(
 
 
 def _copies(c: Candidate, limits: Limits, pins: Mapping[str, Any]) -> list[int]:
-    """Copies of what ZeRO shards: one, or as few as leave the ranks that share it in one scale-up domain."""
+    """Copies of what ZeRO shards: one, or as few as leave the ranks that share it in one unit of a level."""
     if "zero_replicas" in pins:
         return [pins["zero_replicas"]]
     legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.etp)
     ranks = c.dp * c.cp * c.tp
-    inside = [n for n in legal if ranks <= n * limits.node] if ranks > limits.node > 0 else []
-    return [1, *inside[:1]]
+    found = {1}
+    for unit in limits.units:
+        if ranks > unit:
+            found |= set([n for n in legal if ranks <= n * unit][:1])
+    return sorted(found)
 
 
 def _schedules(plain: Candidate, pins: Mapping[str, Any], limits: Limits, illegal: Counter[str]) -> Iterator[Candidate]:

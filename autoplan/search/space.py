@@ -77,7 +77,7 @@ def space(
         _contexts(graph, cluster, seq_len) if "cp" not in pins else (1,),
         SCHEDULES,
         inner_sizes(graph),
-        cluster.levels[0].size if cluster.num_devices > cluster.levels[0].size else 0,
+        tuple(level.size for level in cluster.levels[:-1]),
     )
     stages = pins.get("stages")
     if stages is not None:
