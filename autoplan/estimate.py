@@ -13,6 +13,7 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
+from autoplan.search.chunks import level_cut
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.folding import inner_degree
@@ -50,12 +51,12 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time, with several per rank by number of layers. With more chunks than
-    layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A schedule
-    that fixes the number of virtual stages sets it where it is left at 1. With cp and no `context_method`: the cheapest
-    that fits where the plan is to be executed, else keys and values as the frameworks of the mode move them (hidden
-    behind attention with overlap "cp"). Raises: PinError for degrees that the cluster
-    or model cannot take; InfeasibleError if no layout exists; StoppedError if none was found in time.
+    Stages that are not given are balanced by time, with several per rank by number of layers (`level_cut`). With more
+    chunks than layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A
+    schedule that fixes the number of virtual stages sets it where it is left at 1. With cp and no `context_method`: the
+    cheapest that fits where the plan is to be executed, else keys and values as the frameworks of the mode move them
+    (hidden behind attention with overlap "cp"). Raises: PinError for degrees that the cluster or model cannot take;
+    InfeasibleError if no layout exists; StoppedError if none was found in time.
     """
     pins = {**request.pins, "state_slack": config.state_slack}
     if modules_of(config.recompute):  # what is kept is known of those that are asked for
@@ -100,7 +101,6 @@ def _priced(
     if point is None:
         raise no_layout(r, f"tp={config.tp}")
     pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)
-    num_chunks = config.pp * config.virtual_stages
     if config.stages is not None:
         chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
@@ -108,8 +108,7 @@ def _priced(
         relaxed = Cutter(pricer, math.inf, how, host_capacity_bytes=math.inf)
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:
-        n = pricer.num_units
-        chunks = tuple((k + 1) * n // num_chunks - k * n // num_chunks for k in range(num_chunks))
+        chunks = level_cut((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
     recompute = recompute_counts(pricer, config, chunks)
     estimate = pricer.estimate(chunks, recompute, events=True)
     stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks

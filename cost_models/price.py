@@ -428,11 +428,15 @@ class Pricer:
         return [self.blocks[b] for u in units for b in self.workload.units[u]]
 
     def _buckets(self, units: Sequence[int]) -> Iterator[tuple[str, float, int]]:
-        """Group, size of a bucket and their number of what a rank reduces after its last backward."""
+        """Group, size of a bucket and their number of what a rank reduces after its last backward.
+
+        Megatron's buffer of gradients is one bucket if it is not reduced beside the backward
+        (core/distributed/distributed_data_parallel.py).
+        """
         for group, sizes in self._reduced.items():
             size = sum(sizes[u] for u in units)
             if size:
-                count = math.ceil(size / BUCKET_BYTES)
+                count = 1 if self.costs.mode is Mode.FUSED else math.ceil(size / BUCKET_BYTES)
                 yield group, size / count, count
 
     def _reductions_s(self, units: Sequence[int], which: str) -> float:

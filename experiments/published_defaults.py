@@ -142,6 +142,12 @@ ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(zero|stage)\W*(stage\W*)?0|^(none|no|off|false|ddp)\b", (0,)),
 )
 
+# fully_shard that keeps what it gathered until the step is over (reshard_after_forward=False), and reduces once,
+# sends what ZeRO 1 does: in pipelines (torchtitan, distributed/fsdp.py; Automodel, distributed/parallelizer.py), and
+# Automodel with experts (MoEParallelizerConfig, its examples/llm_benchmark; defer_fsdp_grad_sync).
+KEPT_IN_PIPELINES = frozenset((Framework.TORCHTITAN, Framework.AUTOMODEL))
+KEPT_WITH_EXPERTS = frozenset((Framework.AUTOMODEL,))
+
 # What is offloaded to the host, in the words of a row. Megatron's and NeMo's cpu_offloading is of activations, FSDP's
 # CPUOffload of parameters with the optimizer, ZeRO-Offload of the optimizer, ZeRO-Infinity of parameters, too.
 OFFLOADED: tuple[tuple[str, str], ...] = (
@@ -186,6 +192,8 @@ SCHEDULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 UNKNOWN_SCHEDULE = ("1F1B", "ZB-H1")
 # One chunk per rank where the row does not say how many.
 ONE_CHUNK = r"^(1f1b|plain.*|non.*|1f1bnon.*|none|no|na|default|pipedream.*|zb(h1|h2|1p|2p)?|zerobubble(h1|h2)?)$"
+# Chunks per rank of an interleaved schedule unless a run says so (torchtitan, parallelisms/pipelining_utils.py).
+CHUNKS: Mapping[Framework, int] = {Framework.TORCHTITAN: 2}
 # with several chunks per rank
 INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "InterleavedZeroBubble"}
 
@@ -206,6 +214,9 @@ VOCAB_MULTIPLE = 128
 # at once. The first is the prediction.
 MICRO_BATCHES = (1, 2, 4)
 AT_ONCE = frozenset((Framework.JAX,))
+# As many micro-batches as stages, until then (torchtitan, parallelisms/pipelining_utils.py; its pull request 1073 made
+# the default one sequence each).
+AS_MANY_AS_STAGES: Mapping[Framework, float] = {Framework.TORCHTITAN: 2025.3}
 
 # (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
 # of the 70B ones (scripts/performance); Hugging Face PEFT's default: rank 8, queries and values.

@@ -17,6 +17,7 @@ from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOption
 
 # Years with the part of the year that has passed: what was run was set up then, at the latest.
 _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
+_IN_NAME = r"[-_](20[12]\d)-?([01]\d)(?=[-_.])"  # llama3_h100_202412_torchtitan.md
 _SOURCES: tuple[tuple[str, float], ...] = (
     (r"bigscience", 2022.2),
     (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
@@ -150,6 +151,8 @@ def era_of(source: str, notes: str, device: str) -> float:
     """The year of a run, as far as its row says."""
     if (match := re.search(_RELEASE, f"{source} {notes}")) is not None:
         return 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
+    if (match := re.search(_IN_NAME, source)) is not None:
+        return int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
     if (match := re.search(r"training_results_v(\d)\.(\d)", source)) is not None:
         return 2020.4 + int(match.group(1)) + 0.5 * int(match.group(2))  # v3.0 in June 2023, two rounds a year
     year = find(_SOURCES, source)

@@ -225,7 +225,7 @@ def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
     return found, [name for name in found if found[name] != stated[name]]
 
 
-def _micro_batches(row: Row, framework: Framework, dp: int, batch: int) -> tuple[tuple[int, ...], str]:
+def _micro_batches(row: Row, framework: Framework, dp: int, pp: int, batch: int) -> tuple[tuple[int, ...], str]:
     """Sequences per micro-batch, the most likely first, and what is not as stated: more than the batch has for a rank.
 
     Unpriced where it has none for some.
@@ -243,6 +243,9 @@ def _micro_batches(row: Row, framework: Framework, dp: int, batch: int) -> tuple
         stated = batch // dp
     if stated:
         return (stated,), note
+    until = tables.AS_MANY_AS_STAGES.get(framework, 0.0)
+    if pp > 1 and batch % (dp * pp) == 0 and era_of(row["source"], row["notes"], row["gpu"]) < until:
+        return tuple(dict.fromkeys((batch // (dp * pp), 1))), note
     return tuple(n for n in tables.MICRO_BATCHES if batch % (dp * n) == 0) or (1,), note
 
 
@@ -269,7 +272,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         notes.append(f"ep={ep} is left: the model has no experts")
         ep = 1
     batch = row.needed("global_batch")
-    micro, less = _micro_batches(row, framework, dp, batch)
+    micro, less = _micro_batches(row, framework, dp, pp, batch)
     if less:
         notes.append(less)
         assumed.append("micro_batch")
@@ -282,6 +285,11 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         if row["zero_stage"]:
             notes.append(f"zero_stage={row['zero_stage']} is not known: priced as {zero[0]}")
     unknown_zero = bool(notes) and notes[-1].startswith("zero_stage")
+    kept = (pp > 1 and framework in tables.KEPT_IN_PIPELINES) or (
+        shape.num_experts > 0 and framework in tables.KEPT_WITH_EXPERTS
+    )
+    if zero[0] == 3 and kept:
+        zero = (1, *zero)
     if pp > 1 and zero[0] == 2:  # in a pipeline gradients are reduced once per step, not after each micro-batch
         zero = (1, 2)
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing

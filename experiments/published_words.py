@@ -47,7 +47,10 @@ def schedule_of(row: Row, pp: int) -> Words[str]:
 
 def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
     """Chunks per rank: those that the schedule fixes, else as stated, in the column or with the schedule's name
-    (`VP=2`). Where they are not: one if the schedule says so, else also as many as there are layers for."""
+    (`VP=2`). Where they are not: one if the schedule says so, else the framework's default, or as many as there are
+    layers for, with as many in every chunk, embedding and loss counting as layers or not (Megatron's
+    --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split; Llama 3, arXiv 2407.21783,
+    section 3.3.2, took a layer each from the first and the last stage)."""
     if pp == 1:
         return (1,)
     fewest, most = SCHEDULES[schedule].virtual_stages
@@ -60,7 +63,11 @@ def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
         return (stated or 1,)
     if re.search(tables.ONE_CHUNK, _bare(row["schedule"])):
         return (1,)
-    return tuple(dict.fromkeys((max(1, layers // pp), 1)))
+    usual = tables.CHUNKS.get(row.framework)
+    if usual is not None:
+        return tuple(dict.fromkeys((min(usual, max(1, layers // pp)), 1)))
+    even = (v for v in range((layers + 2) // pp, 1, -1) if any((layers + ends) % (pp * v) == 0 for ends in (0, 1, 2)))
+    return tuple(dict.fromkeys((next(even, max(1, layers // pp)), 1)))
 
 
 _CHUNKS = r"\b(?:VPP|VP|virtual[ _-]?(?:pipeline|stages?|size)*|chunks|v)\s*[=: ]\s*(\d+)"

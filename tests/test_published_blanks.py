@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 import validate_published as tool
 from made_up import case_of, row
 from published_shapes import Kind, Shapes
-from published_words import HALF, OnHost, offload_of, recompute_of
+from published_words import HALF, OnHost, chunks_of, offload_of, recompute_of
 
 LLAMA_8B = {"layers": "32", "hidden": "4096", "ffn_hidden": "14336", "heads": "32", "vocab": "128256"}
 LLAMA_70B = {"layers": "80", "hidden": "8192", "ffn_hidden": "28672", "heads": "64", "vocab": "128256"}
@@ -178,6 +178,34 @@ def test_recompute_of_other_tools() -> None:
 def test_stages_of_zero_in_other_words(words: str, stage: int) -> None:
     case = case_of(zero_stage=words)
     assert case.task.settings[0].config.zero_stage == stage and "zero_stage" not in case.assumed
+
+
+TITAN = {"source": "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md", "zero_stage": "3 (FSDP2)"}
+
+
+def test_torchtitan_in_a_pipeline_keeps_what_it_gathers_and_has_as_many_micro_batches_as_stages() -> None:
+    """Its defaults at the end of 2024: reshard_after_forward = not pp_enabled, n_microbatches = pp, 2 stages a rank."""
+    piped = {**TITAN, "pp": "2", "dp": "8", "micro_batch": "", "global_batch": "64"}
+    found = case_of(**piped)
+    first = found.task.settings[0].config
+    assert (first.zero_stage, first.micro_batch_size, first.num_micro_batches) == (1, 4, 2)
+    assert {"zero_stage", "micro_batch"} <= set(found.assumed)  # the others are priced, too
+    assert {s.config.zero_stage for s in found.task.settings} == {1, 3}
+    assert case_of(**piped | {"schedule": "Interleaved 1F1B", "vpp": ""}).task.settings[0].config.virtual_stages == 2
+    later = piped | {"source": "pytorch/torchtitan benchmarks/llama3_h100_202506_torchtitan.md"}
+    assert case_of(**later).task.settings[0].config.micro_batch_size == 1
+    flat = case_of(**TITAN).task.settings
+    assert {s.config.zero_stage for s in flat} == {3}  # every other layer's are gathered again in the backward
+
+
+def test_chunks_that_are_not_stated_are_even() -> None:
+    """126 layers on 16 stages: 8 chunks a rank with a layer less at both ends, not 7 of one or two."""
+    usual = {"pp": "16", "dp": "1", "tp": "1", "schedule": "interleaved", "vpp": "", "global_batch": "64"}
+    assert chunks_of(row(**usual), "Interleaved1F1B", 126, 16) == (8, 1)
+    assert chunks_of(row(**usual), "Interleaved1F1B", 96, 8) == (12, 1)
+    assert chunks_of(row(**usual), "Interleaved1F1B", 61, 16) == (3, 1)  # none is even
+    assert chunks_of(row(**usual | {"vpp": "4"}), "Interleaved1F1B", 126, 16) == (4,)
+    assert chunks_of(row(**usual | TITAN), "Interleaved1F1B", 126, 16) == (2, 1)
 
 
 def test_words_that_say_nothing_are_the_default_and_said() -> None:

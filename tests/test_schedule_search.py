@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from enumeration import brute_force, request
 
+from autoplan.catalog import load_model
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import Mode, ParallelConfig
 from autoplan.cost_models.errors import PinError
+from autoplan.estimate import estimate_config
 from autoplan.planner import NothingFits, search_plan
-from autoplan.points import Points
-from autoplan.search.chunks import ChunkCutter
+from autoplan.points import PlanRequest, Points
+from autoplan.search.chunks import ChunkCutter, even_cut, level_cut
 from autoplan.search.space import space
+
+
+def test_layers_that_are_left_over_are_in_one_round() -> None:
+    """13 equal layers in 4 chunks on each of 2 ranks: 1 or 2 in each, with as few rounds of 2 as there can be."""
+
+    def rounds(cut: tuple[int, ...], pp: int) -> list[int]:
+        return [max(cut[k : k + pp]) for k in range(0, len(cut), pp)]
+
+    for layers, pp, chunks in ((13, 2, 4), (126, 16, 7), (10, 4, 2), (9, 2, 4), (32, 4, 2), (7, 4, 1)):
+        cut = level_cut((1.0,) * layers, pp, chunks)
+        assert sum(cut) == layers and len(cut) == pp * chunks and max(cut) - min(cut) <= 1
+        assert sum(rounds(cut, pp)) == -(-layers // pp)  # no rank has more than its share of layers to wait for
+    assert level_cut((1.0,) * 32, 4, 2) == (4,) * 8
+    assert level_cut((1.0, 1.0, 1.0, 3.0), 2, 1) == even_cut((1.0, 1.0, 1.0, 3.0), 2) == (3, 1)
+
+
+def test_left_over_layers_in_one_round_are_faster() -> None:
+    """32 layers in 3 chunks on each of 8 stages, simulated: 8 that are left over are slower spread over all rounds."""
+    setup = PlanRequest(load_model("llama-3.1-8b"), Cluster.parse("1x8xh100-sxm5-80gb"), 4096, 16, mode=Mode.FUSED)
+    config = ParallelConfig(dp=1, pp=8, num_micro_batches=16, schedule="Interleaved1F1B", virtual_stages=3)
+    spread = tuple((k + 1) * 32 // 24 - k * 32 // 24 for k in range(24))
+    level = estimate_config(setup, config)
+    apart = estimate_config(setup, replace(config, stages=spread))
+    assert level.config.stages != spread and sorted(level.config.stages or ()) == sorted(spread)
+    assert level.estimate.step_time_s.mid < 0.95 * apart.estimate.step_time_s.mid
 
 
 @pytest.mark.parametrize("share", [2.0, 0.9, 0.6])

@@ -1,6 +1,6 @@
 """Candidates whose ranks hold several stages of the pipeline, or whose backward is split: one cut each, priced exactly.
 
-The cut is the most even one by time (`even_cut`), and every rank computes the least number of layers again that fits,
+The cut is an even one by time (`level_cut`), and every rank computes the least number of layers again that fits,
 taken in turn from its stages, first ones first; so a candidate is one plan, and its step one event simulation. The
 bound that needs neither memory nor a simulation is
 
@@ -47,6 +47,36 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     return tuple(out)
 
 
+@lru_cache(maxsize=256)
+def level_cut(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """Units per chunk, each at least one: of several even cuts that which takes the least time round by round.
+
+    A round are the chunks that the ranks run at the same time (chunks k pp to k pp + pp - 1): it lasts as long as its
+    longest chunk. Units that are left over therefore belong into one round; spread over all of them, as the most even
+    cut may have them, they make every round longer.
+    """
+    chunks, n = pp * virtual_stages, len(seconds)
+    full, rest = divmod(n - n // chunks * chunks, pp)
+    found = [even_cut(seconds, chunks)]
+    for late in (True, False) if full or rest else ():
+        order = list(range(virtual_stages))[:: -1 if late else 1]  # in which rounds get more
+        sizes = [n // chunks * pp] * virtual_stages
+        for k in order[:full]:
+            sizes[k] += pp
+        if rest:
+            sizes[order[full]] += rest
+        ends = np.cumsum(sizes).tolist()
+        parts = [even_cut(seconds[end - size : end], pp) for end, size in zip(ends, sizes, strict=True)]
+        found.append(tuple(count for part in parts for count in part))
+    return min(found, key=lambda cut: _rounds_s(seconds, cut, pp))
+
+
+def _rounds_s(seconds: Sequence[float], cut: Sequence[int], pp: int) -> float:
+    """Seconds of a micro-batch, round by round."""
+    each = [sum(seconds[u] for u in units) for units in ranges_of(cut)]
+    return sum(max(each[k : k + pp]) for k in range(0, len(each), pp))
+
+
 class ChunkCutter:
     """One candidate.
 
@@ -73,7 +103,7 @@ class ChunkCutter:
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
         self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
         seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
-        self.chunks = stages or even_cut(seconds, self.pp * virtual_stages)
+        self.chunks = stages or level_cut(seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
         self._free_s: float | None = None
 
