@@ -133,6 +133,10 @@ _ATTENTION: tuple[tuple[str, Attention], ...] = (
     (r"FlashAttention-?2|flash-?attn-?2", Attention.FLASH2),
     (r"xformers", Attention.FLASH1),
 )
+_DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
+    (r"DeepEP|HybridEP|dispatcher[-_a-z]*[= ]+flex|flex dispatcher", Dispatcher.FLEX),
+    (r"dispatcher[-_a-z]*[= ]+all-?to-?all|all-?to-?all dispatcher|A2A dispatcher", Dispatcher.ALL_TO_ALL),
+)
 _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),
     (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe", "ep"),
@@ -174,6 +178,7 @@ def options_of(
         usual,
         launch=launch or usual.launch,
         attention=attention or usual.attention,
+        dispatcher=find(_DISPATCHERS, flags) or usual.dispatcher,
         overlap=usual.overlap | said,
         overlap_zero=usual.overlap_zero or re.search(_OVERLAPS_ZERO, flags, re.IGNORECASE) is not None,
         document_len=_document_len(framework, era) if re.search(_FINE_TUNED, f"{flags} {notes}") else None,

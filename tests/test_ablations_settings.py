@@ -154,6 +154,34 @@ def test_sequence_parallelism_saves_memory() -> None:
     assert agrees(kept[0] / kept[1], (32 / 8) / (8 + 24 / 8))
 
 
+# model: devices, stages, chunks per stage, sequences; seconds with full recompute, and with selective recompute and
+# sequence parallelism (Korthikanti et al., 2022, table 5; tp 8, no data parallelism)
+KORTHIKANTI = {
+    "gpt-22b": (8, 1, 1, 4, 1.42, 1.10),
+    "gpt3-175b": (64, 8, 3, 64, 18.13, 13.75),
+    "megatron-530b": (280, 35, 3, 280, 49.05, 37.83),
+    "megatron-1t": (512, 64, 1, 512, 94.42, 71.49),
+}
+
+
+@pytest.mark.parametrize("model", KORTHIKANTI)
+def test_selective_recompute_with_sequence_parallelism_against_full(model: str) -> None:
+    """As above, table 5: 29 to 32 % faster. No constant has seen these steps: all eight are within 10 %, too."""
+    num, pp, chunks, batch, *published = KORTHIKANTI[model]
+    size = 4 if pp == 1 else 1
+    degrees = {"tp": 8, "pp": pp, "zero_stage": 0, "micro_batch_size": size, "virtual_stages": chunks}
+    if chunks > 1:
+        degrees["schedule"] = INTERLEAVED
+    found = []
+    for recompute, split in (("full", False), ("selective", True)):
+        options = replace(UNFUSED, sequence_parallel=split, overlap=frozenset({"pp"}))
+        setup = Setup(model, f"{num // 8}x8xa100-sxm4-80gb", 2048, "fp16-grad16", options=options)
+        found.append(step_s(setup, batch, recompute=recompute, **degrees))
+    assert agrees(found[0] / found[1], published[0] / published[1])
+    for seconds, measured in zip(found, published, strict=True):
+        assert abs(seconds / measured - 1) < 0.1
+
+
 def test_tensor_parallelism_hurts_beyond_the_scale_up_domain() -> None:
     """No published pair has it; the figures of the fabric: 24 layers of GPT-3 175B on 16 devices. From tp 8 to tp 16
     what tensor parallelism sends takes longer between two nodes of H100 than within a domain of 72, the longer the

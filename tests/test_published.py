@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.config import Attention, Mode
+from autoplan.cost_models.config import Attention, Dispatcher, Mode
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.estimate import estimate_config
@@ -256,6 +256,31 @@ def test_what_zero_moves_overlaps_where_the_framework_does_it_or_the_row_says_so
 
     assert not overlaps() and overlaps(flags="overlap-grad-reduce=True; overlap-param-gather=True")
     assert overlaps(source="NVIDIA-NeMo/Megatron-Bridge docs") and overlaps(source="mosaicml/llm-foundry")
+
+
+def test_who_dispatches_tokens_is_what_the_flags_say() -> None:
+    def dispatcher(flags: str) -> Dispatcher:
+        return case_of(source="NVIDIA/Megatron-LM", flags=flags).task.settings[0].options.dispatcher
+
+    assert dispatcher("") is dispatcher("moe-token-dispatcher-type=alltoall") is Dispatcher.ALL_TO_ALL
+    for flags in ("DeepEP", "EP over HybridEP; SP", "moe-token-dispatcher-type=flex; x=1"):
+        assert dispatcher(flags) is Dispatcher.FLEX, flags
+
+
+def test_what_was_run_before_2022_is_read_with_its_own_defaults() -> None:
+    """Megatron-LM's README of 2020 takes torch's DistributedDataParallel, which reduces beside the backward; gradients
+    of fp16 are summed in fp16, of bf16 in 32 bits. DeepSpeed's pipelines reduce at the end."""
+    old = {"source": "NVIDIA/Megatron-LM git history images/tables", "precision": "FP16 mixed", "gpu": "A100"}
+
+    def first(**fields: str) -> tuple[str, bool]:
+        task = case_of(**{**old, **fields}).task
+        return task.precision, task.settings[0].options.overlap_zero
+
+    assert first() == ("fp16-grad16", True)
+    assert first(source="SC21 table 1") == ("fp16-grad16", False)
+    assert first(precision="BF16", source="SC21") == ("bf16", False)
+    assert first(source="bigscience-workshop/bigscience", precision="BF16") == ("bf16", False)
+    assert first(source="vTrain", flags="Megatron-DeepSpeed") == ("fp16-grad16", False)
 
 
 def test_scales_per_block_are_a_precision_of_their_own_where_devices_multiply_by_them() -> None:
