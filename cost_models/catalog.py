@@ -23,8 +23,9 @@ from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.hardware import Device, Level, Price
 from autoplan.cost_models.units import GB, GIB, MIB, TERA
 
-# Ranks of one row: PyTorch sees both dies (GCD) of a MI250X; a Trainium2 chip is 4 logical NeuronCores (notes column).
-RANKS_PER_ROW: dict[str, int] = {"mi250x-128gb": 2, "trainium2-96gb": 4}
+# Ranks of one row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4
+# logical NeuronCores (notes column).
+RANKS_PER_ROW: dict[str, int] = {"mi250x-128gb": 2, "tpu-v7x": 2, "trainium2-96gb": 4}
 
 # Memory that the driver reports, in bytes; from the notes column of the same row (NVML, nvidia-smi, AWS).
 _REPORTED_BYTES: dict[str, int] = {

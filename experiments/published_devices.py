@@ -40,6 +40,7 @@ _MEMORY = r"\b(\d+) ?-?GI?B?\b"
 # What people call the catalog's devices.
 _ALIASES: tuple[tuple[str, str], ...] = (
     (r"\b(TPU[ -]?)?TRILLIUM\b", "TPU V6E"),
+    (r"\b(TPU[ -]?)?IRONWOOD\b|\bTPU[ -]?V?7X?\b", "TPU V7X"),
     (r"\bTPU[ -]?V5[ -]?LITE(POD)?\b|\bV5[ -]?LITE(POD)?\b", "TPU V5E"),
     (r"^V(\d[A-Z]?)$", r"TPU V\1"),
     (r"\bTRN2\b", "TRAINIUM2"),

@@ -38,6 +38,13 @@ _DEVICES: tuple[tuple[str, float], ...] = (
     (r".", 2026.0),
 )
 
+# Not before a device was sold.
+_RELEASED: tuple[tuple[str, float], ...] = (
+    (r"B300|MI35[05]X|TPU ?v?7", 2025.6),
+    (r"B200", 2025.0),
+    (r"H200|MI325X", 2024.6),
+)
+
 _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
 # Megatron's defaults: --overlap-p2p-communication with virtual stages, a ring for context parallelism
 _INTERLEAVED = frozenset({"pp", "cp"})
@@ -160,7 +167,9 @@ def era_of(source: str, notes: str, device: str) -> float:
     if (match := re.search(r"training_results_v(\d)\.(\d)", source)) is not None:
         return 2020.4 + int(match.group(1)) + 0.5 * int(match.group(2))  # v3.0 in June 2023, two rounds a year
     year = find(_SOURCES, source)
-    return year if year is not None else find(_DEVICES, device) or 2026.0
+    if year is None:
+        return find(_DEVICES, device) or 2026.0
+    return max(year, find(_RELEASED, device) or year)  # a page that grew with the devices
 
 
 def options_of(

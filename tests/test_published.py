@@ -258,6 +258,12 @@ def test_what_zero_moves_overlaps_where_the_framework_does_it_or_the_row_says_so
     assert overlaps(source="NVIDIA-NeMo/Megatron-Bridge docs") and overlaps(source="mosaicml/llm-foundry")
 
 
+def test_no_run_is_older_than_its_device() -> None:
+    page = {"source": "NVIDIA/NeMo docs/source/performance/performance_long_sequence.md"}  # of 2024 for H100
+    first = [case_of(gpu=gpu, gpu_mem_gb="", **page).task.settings[0].options.attention for gpu in ("H100", "B200")]
+    assert first == [Attention.FLASH2, Attention.FUSED]
+
+
 def test_who_dispatches_tokens_is_what_the_flags_say() -> None:
     def dispatcher(flags: str) -> Dispatcher:
         return case_of(source="NVIDIA/Megatron-LM", flags=flags).task.settings[0].options.dispatcher

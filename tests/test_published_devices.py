@@ -50,6 +50,8 @@ def test_every_device_of_the_catalog_is_found_by_its_own_name(device_id: str) ->
         ("v5p", "tpu-v5p"),
         ("TPU v5litepod", "tpu-v5e"),
         ("Google TPU v6e (Trillium)", "tpu-v6e"),
+        ("TPU7x (Ironwood)", "tpu-v7x"),
+        ("TPU v7x", "tpu-v7x"),
         ("AWS Trainium2", "trainium2-96gb"),
         ("trn2", "trainium2-96gb"),
         ("DGX B200", "b200-sxm-180gb"),
@@ -112,7 +114,7 @@ def test_a_size_that_no_device_has_names_all_that_there_are(text: str, memory: f
     assert all(v.off(memory) > 0.1 for v in known)  # or the message would be false
 
 
-@pytest.mark.parametrize("text", ["MI999", "H1000", "MI300A", "TPU", "TPU7x", "RTX 3090", "A100X"])
+@pytest.mark.parametrize("text", ["MI999", "H1000", "MI300A", "TPU", "TPU9x", "RTX 3090", "A100X"])
 def test_a_device_that_the_catalog_lacks_is_no_other_one(text: str) -> None:
     with pytest.raises(Unpriced, match=f"no device {text} in the catalog; "):
         device_of(text, None)
