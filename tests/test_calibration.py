@@ -251,6 +251,17 @@ def test_an_interval_covers_what_it_aims_at() -> None:
         interval(steps[:1], errors[:1], 0.8)
 
 
+def test_a_group_of_few_steps_is_no_tail_of_an_interval() -> None:
+    """One step far off among 5 campaigns of 60 counts as a 20th of one, not as a sixth of all."""
+    random = np.random.default_rng(7)
+    steps = [Step(f"{i}", f"g{i % 5}", 1.0) for i in range(300)] + [Step("far", "alone", 1.0)]
+    errors = np.concatenate([0.05 * random.standard_normal(300), [-1.0]])
+    found = interval(steps, errors, 0.9)
+    assert found.high == pytest.approx(math.exp(1.645 * 0.05), rel=0.03)
+    many = [*steps[:300], *(Step(f"far {i}", "alone", 1.0) for i in range(60))]  # as large as the others it counts
+    assert interval(many, np.concatenate([errors[:300], -np.ones(60)]), 0.9).high == pytest.approx(math.e, rel=0.01)
+
+
 def test_errors_count_every_group_once() -> None:
     steps = [Step("a", "x", 1.0), Step("b", "x", 1.0), Step("c", "y", 1.0)]
     logs = np.array([0.1, -0.3, 0.4])

@@ -38,6 +38,7 @@ SCALE = 0.1
 HUBER = 0.5  # in units of SCALE: below, errors count squared
 LEAST_ELASTICITY = 0.02  # of a step's time to a constant, from which on the step says something about it
 LEAST_GROUPS = 3
+FEW_STEPS = 20  # a group of fewer counts in an interval as that share of a group
 _DIFFERENCE = 0.04  # of a constant's logarithm: wide enough to see past what a maximum of two times hides
 _RADIUS = 0.3  # of the trust region, in logarithms
 _LEAST_RADIUS = 0.02
@@ -447,7 +448,8 @@ class Interval:
 
 
 def interval(steps: Sequence[Step], errors: Floats, aimed: float) -> Interval:
-    """Central interval of measured / predicted from held-out errors, each group counting once.
+    """Central interval of measured / predicted from held-out errors, each group counting once, but one of few steps
+    (under `FEW_STEPS`) by their share of these: a single step is no tail.
 
     Its coverage is that of intervals from the other groups (leave-one-out conformal: Vovk, 2015). AutoplanError for a
     single group or a share outside (0, 1).
@@ -458,7 +460,7 @@ def interval(steps: Sequence[Step], errors: Floats, aimed: float) -> Interval:
     if len(labels) < 2:
         raise AutoplanError("an interval needs steps of at least two groups")
     group = np.array([labels.index(s.group) for s in steps])
-    weights = 1.0 / np.bincount(group)[group]
+    weights = 1.0 / np.maximum(FEW_STEPS, np.bincount(group))[group]
     ratio = -errors  # log of measured / predicted
     tail = (1 - aimed) / 2
     shares = []
