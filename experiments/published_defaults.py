@@ -229,6 +229,9 @@ USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
 NIC_PER_NODE = r"(\d+)\s*x\s*(?:[A-Z]+ )*(\d+) Gb/s (?:\w+ )?per node"
 
+# A layer that was measured by itself, without embedding, loss and optimizer.
+SINGLE_LAYER = r"\b(single|one|1)\b[\w -]*\blayer\b"
+
 # Share of a fabric's bandwidth that NCCL reaches, where its transport is not made for it: all-reduce between two nodes
 # with 4 x 100 Gb/s of Omni-Path, 135 Gb/s (bigscience-workshop/bigscience, experiments/README.md; less on more nodes,
 # experiments/bandwidth: "nccl ... doesn't fully utilize Intel OPA full bandwidth").

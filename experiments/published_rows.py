@@ -89,7 +89,7 @@ class _Reading:
 class Task:
     """What is priced: the first legal setting is the prediction, the others widen its interval. Rows may share one.
 
-    `last`: priced only where no setting is legal: what is nearest to the row.
+    `last`: priced only where no setting is legal: what is nearest to the row. `layer`: what one layer adds to a model.
     """
 
     shape: Shape
@@ -99,6 +99,7 @@ class Task:
     global_batch_size: int
     settings: tuple[Setting, ...]
     last: tuple[Setting, ...] = ()
+    layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,10 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     assumed += [name for name in (*model.assumed, *where.assumed) if name not in assumed]
     assumed += ["precision"] if words.assumed else []
     notes = [*row.faults, *notes, *model.notes, *where.notes, *([words.note] if words.note else [])]
-    task = Task(shape, cluster, precision, seq_len, batch, tuple(settings), tuple(last))
+    layer = shape.layers == 1 and re.search(tables.SINGLE_LAYER, row["model"], re.IGNORECASE) is not None
+    if layer:
+        notes.append("a layer alone: priced as what the forward and backward of a second one add to a model")
+    task = Task(shape, cluster, precision, seq_len, batch, tuple(settings), tuple(last), layer)
     return Case(row, task, framework, measured_s, tuple(assumed), unmeasured, tuple(notes))
 
 

@@ -51,6 +51,7 @@ from rich.table import Table
 from autoplan.cost_models.config import ParallelConfig, precision_of
 from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.price import Estimate, Pricer
+from autoplan.cost_models.quantity import ZERO, Quantity
 from autoplan.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.points import PlanRequest
 from autoplan.report.files import write_text
@@ -74,6 +75,8 @@ class Priced:
 @lru_cache(maxsize=4096)
 def price(task: Task) -> Priced:
     """Of every reading that is legal; where none is, of what is nearest to the row. AutoplanError if that is not."""
+    if task.layer:
+        return _second_layer(task)
     usual, first, refused = _first_legal(task)
     out = [replace(first.estimate, events=())]  # thousands of them, not needed
     rest = task.settings[task.settings.index(usual) + 1 :] if usual in task.settings else ()
@@ -83,6 +86,20 @@ def price(task: Task) -> Priced:
         except AutoplanError as exc:
             _log.debug("not legal, and left out: %s: %s", setting, exc)
     return Priced(usual, tuple(out), refused)
+
+
+def _second_layer(task: Task) -> Priced:
+    """A model of two layers less one of one, without the optimizer: forward and backward of a layer."""
+    two, one = (price(replace(task, shape=replace(task.shape, layers=n), layer=False)) for n in (2, 1))
+    out = []
+    for more, less in zip(two.estimates, one.estimates, strict=True):
+        names = [n for n in more.breakdown if n != "optimizer"]
+        added = {n: max(0.0, more.breakdown[n].mid - less.breakdown.get(n, ZERO).mid) for n in names}
+        step, whole = sum(added.values()), more.step_time_s
+        bounds = (step * q / whole.mid for q in (whole.low, whole.mid, whole.high))
+        parts = {n: Quantity.spread(s, 0.0, whole.tag) for n, s in added.items()}
+        out.append(replace(less, step_time_s=Quantity(*bounds, whole.tag), breakdown=parts))
+    return replace(one, estimates=tuple(out))
 
 
 def _first_legal(task: Task) -> tuple[Setting, Planned, str]:

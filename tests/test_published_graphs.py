@@ -22,6 +22,8 @@ from autoplan.points import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
+import validate_published as tool
+from made_up import case_of
 from published_graphs import deepened, graph_of
 from published_rows import Adapters, Kind, Shape
 
@@ -84,6 +86,31 @@ def test_repeated_layers_are_those_of_the_whole_model(model: str, few: int) -> N
 
 # a graph of two layers whose queries and keys have adapters
 ADAPTED = Shape(2, 64, 192, 4, 2, 512, 128, 0, 0, 0, 0, 0, Kind(True, False, 16), Adapters(4, ("q_proj", "k_proj")))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sp", "milliseconds"), [("none", "0", 19.6), ("none", "1", 19.0), ("full", "0", 27.2)]
+)
+def test_a_single_layer_is_what_a_second_one_adds(recompute: str, sp: str, milliseconds: float) -> None:
+    """Korthikanti et al., 2022, table 4: forward and backward of a layer of 22B, tp 8, 4 sequences of 2,048. A model of
+    one layer with its embedding, loss and optimizer takes 1.6 to 1.8 times as long."""
+    sizes = {"layers": "1", "hidden": "6144", "ffn_hidden": "24576", "heads": "64", "kv_heads": "64", "vocab": "51200"}
+    ran = {"tp": "8", "dp": "1", "n_gpus": "8", "micro_batch": "4", "global_batch": "4", "recompute": recompute}
+    where = {
+        "gpu": "A100",
+        "gpu_mem_gb": "80",
+        "precision": "FP16 mixed",
+        "source": "arXiv 2205.05198",
+        "zero_stage": "",
+    }
+    fields = {**sizes, **ran, **where, "sp": sp, "seq_len": "2048", "step_time_s": "0.01", "params_b": ""}
+    layer = tool.result_of(case_of(model="GPT 22B single transformer layer", **fields))
+    assert not layer.reason and "a layer alone" in layer.notes[-1]
+    assert layer.predicted_s == pytest.approx(milliseconds / 1e3, rel=0.05) and "optimizer" not in layer.breakdown_s
+    assert layer.low_s < layer.predicted_s < layer.high_s
+    assert sum(layer.breakdown_s.values()) == pytest.approx(layer.predicted_s)
+    model = tool.result_of(case_of(model="GPT 22B", **fields))
+    assert model.predicted_s > 1.5 * layer.predicted_s and not any("a layer" in note for note in model.notes)
 
 
 def test_what_is_frozen_has_no_gradient_no_reduction_and_no_optimizer() -> None:
