@@ -13,7 +13,7 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
-from autoplan.search.chunks import level_cut
+from autoplan.search.chunks import even_cuts
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.folding import inner_degree
@@ -51,7 +51,7 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time, with several per rank by number of layers (`level_cut`). With more
+    Stages that are not given are balanced by time, with several per rank by number of layers (`even_cuts`). With more
     chunks than layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A
     schedule that fixes the number of virtual stages sets it where it is left at 1. With cp and no `context_method`: the
     cheapest that fits where the plan is to be executed, else keys and values as the frameworks of the mode move them
@@ -108,7 +108,8 @@ def _priced(
         relaxed = Cutter(pricer, math.inf, how, host_capacity_bytes=math.inf)
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:
-        chunks = level_cut((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
+        cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
+        chunks = min(cuts, key=lambda cut: pricer.step_s(cut, recompute_counts(pricer, config, cut)))
     recompute = recompute_counts(pricer, config, chunks)
     estimate = pricer.estimate(chunks, recompute, events=True)
     stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks

@@ -99,7 +99,8 @@ _EXPERTS = (
 )
 _SCHEDULES = (
     "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
-    f"{MAX_ACTIONS:,} actions, the most even cut by time, and layers computed again taken in turn from a rank's stages"
+    f"{MAX_ACTIONS:,} actions, of a few even cuts the fastest, and layers computed again taken in turn from a rank's "
+    "stages"
 )
 
 

@@ -212,7 +212,7 @@ class BlockPricer:
         self.hides = c.overlap if given is None else given
         self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
-        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce behind the backward
+        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce after the backward
         beside = costs.mode is Mode.FUSED and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
         self.reduces_beside = beside and config.zero_stage == 0
 
@@ -312,8 +312,12 @@ class BlockPricer:
         ranks, stride = c.part[0], c.part[1] * self.groups[c.axis].stride
         if c.kind != "send_recv":
             return Group(ranks, stride)
-        apart = (ranks - 1) * stride  # from the last one to the first
-        return Group(2, stride if apart < self.costs.cluster.levels[0].size else apart)
+        below, apart = 1, (ranks - 1) * stride  # from the last one to the first
+        for level in self.costs.cluster.levels[:-1]:
+            if apart < level.size:  # groups are aligned: all of it is in one unit
+                return Group(2, stride if below == 1 else below)
+            below = level.size
+        return Group(2, apart)
 
     @staticmethod
     def _groups(times: OpTimes, comm: Mapping[tuple[str, str], Quantity]) -> dict[str, Quantity]:

@@ -219,7 +219,10 @@ class Cluster:
             if not isinstance(link, Level):
                 link = _within_node(link)
             rest = tuple(level for level in outer if level.name not in NETWORKS)
-            outer = (*rest, *(replace(level, bytes_per_s=nic * GB / 8, source="given") for level in networks))
+            cards = networks[0].bytes_per_s  # what is beyond a rail group keeps its share of that
+            speeds = [nic * GB / 8 * (level.bytes_per_s / cards) for level in networks]
+            pairs = zip(networks, speeds, strict=True)
+            outer = (*rest, *(replace(level, bytes_per_s=speed, source="given") for level, speed in pairs))
         return Cluster(
             self.num_nodes if nodes is None else nodes,
             self.devices_per_node if devices_per_node is None else devices_per_node,

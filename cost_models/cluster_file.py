@@ -41,7 +41,7 @@ from typing import Any
 
 from autoplan.cost_models import hardware
 from autoplan.cost_models.catalog import DTYPES, PEAK_COLUMNS
-from autoplan.cost_models.cluster import NETWORK, RAILS, Cluster
+from autoplan.cost_models.cluster import NETWORK, NETWORKS, RAILS, Cluster
 from autoplan.cost_models.collectives import FABRICS
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.hardware import Device, Level, Price, Range
@@ -137,9 +137,9 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
     # what whole steps show of accelerators holds for one made by hand, unless its file says otherwise
     device = _device(top["device"], f"{where}, device", None if kind == "cuda" else 0.0)
     levels = _levels(top.get("levels"), nic, f"{where}, levels")
-    networks = [level for level in levels[1:] if level.name == "network"]
+    networks = [level for level in levels[1:] if level.name in NETWORKS]
     if networks:
-        given["nic"] = networks[-1].bytes_per_s * 8 / GB
+        given["nic"] = networks[0].bytes_per_s * 8 / GB
     kept = tuple(sorted(given.items()))
     return Cluster(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
 
@@ -253,6 +253,9 @@ def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluste
     for i, name in enumerate(names):
         if name in given:
             fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))
+            fabric = fields.get("fabric", getattr(levels[i], "fabric", ""))
+            if "p2p_bytes_per_s" in fields and FABRICS[fabric].by_ranks:
+                raise PinError(f"{where}, {name}: p2p_gb_s says nothing of {fabric}, whose groups are measured by size")
             levels[i] = replace(levels[i], **{"source": "given", **fields})
             if name == NETWORK:
                 figures["nic"] = levels[i].bytes_per_s * 8 / GB
@@ -261,20 +264,25 @@ def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluste
     outer = [level for level in levels[1:] if isinstance(level, Level)]
     if RAILS in given:
         at = next(i for i, level in enumerate(outer) if level.name == NETWORK)
-        figures["nic"] = outer[at].bytes_per_s * 8 / GB
-        outer.insert(at, _rails(given[RAILS], outer[at], cluster.devices_per_node, f"{where}, {RAILS}"))
+        rails = _rails(given[RAILS], cluster.outer[at], cluster, f"{where}, {RAILS}")
+        figures["nic"] = rails.bytes_per_s * 8 / GB  # of the cards
+        outer.insert(at, rails)
     return replace(cluster, link=levels[0], outer=tuple(outer)), figures
 
 
-def _rails(data: object, network: Level, per_node: int, where: str) -> Level:
-    """The nodes of one rail group: as the network beyond, but not oversubscribed unless it says so."""
+def _rails(data: object, network: Level, cluster: Cluster, where: str) -> Level:
+    """The nodes of one rail group: at the speed of the cards, which the network has without overrides, and not
+    oversubscribed unless it says so."""
     fields = _level_fields(data, where, (*_LEVEL, "fabric", "source"))
-    size = fields.get("size")
+    size, inner = fields.get("size"), cluster.link
+    unit, of = cluster.devices_per_node, "nodes"
+    if isinstance(inner, Level) and inner.size > unit:
+        unit, of = inner.size, "scale-up domains"
     if size is None:
-        raise PinError(f"{where}: size is missing: the devices of one rail group, as {8 * per_node} of 8 nodes")
-    if size % per_node:
-        near = max(1, round(size / per_node)) * per_node
-        raise PinError(f"{where}: size={size} is no whole number of nodes of {per_node}; nearest legal: {near}")
+        raise PinError(f"{where}: size is missing: the devices of one rail group, as {8 * unit} of 8 {of}")
+    if size % unit:
+        near = max(1, round(size / unit)) * unit
+        raise PinError(f"{where}: size={size} is no whole number of {of} of {unit}; nearest legal: {near}")
     return replace(network, **{"name": RAILS, "oversubscription": 1.0, "source": "given", **fields})
 
 
@@ -285,7 +293,7 @@ def _levels(data: object, nic: float | None, where: str) -> list[Level]:
     for i, item in enumerate(data):
         at = f"{where}[{i}]"
         fields = _level_fields(item, at, ("name", *_LEVEL, "fabric", "source", "within_node"))
-        network = fields.get("name") == "network"
+        network = fields.get("name") in NETWORKS
         if network and nic is not None:
             fields["bytes_per_s"] = nic * GB / 8
         if "name" not in fields or "bytes_per_s" not in fields:

@@ -203,18 +203,19 @@ def _pair_hops(kind: str, part: _Part, ranks: int) -> float:
         return 1.0
     if not part.fabric.flat:
         return part.parts - 1.0
-    peers = part.inside * (part.parts - 1)  # that are in this unit, but not in the one below
+    peers = min(ranks, part.inside * part.parts) - part.inside  # that are in this unit, but not in the one below
     return 1.0 + (part.fabric.message_hop * peers if kind == "all_to_all" else 0.0)
 
 
 _Hops = Callable[[str, _Part, int], float]
 
 
-def _speed(part: _Part, members: int) -> float:
-    """What a device gets of a level's bandwidth: in a mesh by its links to the members, unless it was measured."""
+def _speed(part: _Part, kind: str) -> float:
+    """What a device gets of a level's bandwidth: in a mesh by its links to the members, or as was measured of them."""
+    alone = kind == "send_recv"
     if not part.fabric.by_ranks:
-        return part.level.group_bytes_per_s(members)
-    factor = part.fabric.ranks_factor(part.inside * part.parts)
+        return part.level.group_bytes_per_s(2 if alone else part.parts)
+    factor = part.fabric.ranks_factor(2 if alone else part.inside * part.parts)
     return factor * part.level.bytes_per_s / part.level.oversubscription
 
 
@@ -230,7 +231,7 @@ def _path(
     """alpha, w and chunk factor of one path, given by its constants on each level; `lanes` carry the bytes at once."""
     alpha = w = base = chunk = 0.0
     for part, path in zip(parts, paths, strict=True):
-        speed = _speed(part, 2 if kind == "send_recv" else part.parts) * path.efficiency * part.fabric.efficiency[kind]
+        speed = _speed(part, kind) * path.efficiency * part.fabric.efficiency[kind]
         alpha += hops(kind, part, ranks) * path.hop * part.level.latency_s
         w = max(w, _share(kind, part, ranks, top_k) / (speed * lanes))
         base, chunk = max(base, path.base_s), max(chunk, path.chunk)

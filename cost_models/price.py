@@ -251,10 +251,12 @@ class Pricer:
         out = []
         for r in range(pp):
             here, there = r * stride, (r + 1) % pp * stride
-            apart = stride
+            below, apart = 1, stride
             for level in self.costs.cluster.levels[:-1]:
-                if here // level.size != there // level.size:
-                    apart = max(apart, level.size)
+                if here // level.size == there // level.size:  # both in one unit: the links are those of this level
+                    apart = apart if level.size // apart > 1 else below
+                    break
+                below, apart = level.size, max(stride, level.size)
             out.append(Group(2, apart))
         return out
 
@@ -549,7 +551,11 @@ class Pricer:
         once = [b.zero_first + b.zero_last for b in blocks]
         if not self.chained:
             exposed = self._once_s(rank_units[rank], self._tables["mid"])
-            once = [Quantity.spread(exposed, 0.0, max((q.tag for q in once), default=Tag.EXACT))]
+            once = [
+                Quantity.spread(
+                    exposed, 0.0, max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
+                )
+            ]
         coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
         out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
         out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m

@@ -99,7 +99,7 @@ def held_out(rows: Rows, again: Callable[[Rows], Fitted], nearest: Callable[[], 
 def listed_family(device: str) -> str | None:
     """The family of a device that the data of profiles/kernels name; None for others, which only inherit."""
     known = kernels.data("devices")["devices"].get(device)
-    return None if known is None else str(known["family"])
+    return None if known is None or known.get("inherited") else str(known["family"])
 
 
 def nearest_family(family: str, among: Iterable[str]) -> str | None:

@@ -42,7 +42,7 @@ _DEVICES: tuple[tuple[str, float], ...] = (
 _RELEASED: tuple[tuple[str, float], ...] = (
     (r"B300|MI35[05]X|TPU ?v?7", 2025.6),
     (r"B200", 2025.0),
-    (r"H200|MI325X", 2024.6),
+    (r"\bH200|MI325X", 2024.6),
 )
 
 _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
@@ -141,8 +141,9 @@ _ATTENTION: tuple[tuple[str, Attention], ...] = (
     (r"xformers", Attention.FLASH1),
 )
 _DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
-    (r"DeepEP|HybridEP|dispatcher[-_a-z]*[= ]+flex|flex dispatcher", Dispatcher.FLEX),
-    (r"dispatcher[-_a-z]*[= ]+all-?to-?all|all-?to-?all dispatcher|A2A dispatcher", Dispatcher.ALL_TO_ALL),
+    (r"dispatcher[-_a-z]*[=: ]+all-?to-?all|all-?to-?all dispatcher|A2A dispatcher", Dispatcher.ALL_TO_ALL),
+    (r"(no|without) (DeepEP|HybridEP)|(DeepEP|HybridEP) off", Dispatcher.ALL_TO_ALL),
+    (r"DeepEP|HybridEP|dispatcher[-_a-z]*[=: ]+flex|flex dispatcher", Dispatcher.FLEX),
 )
 _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),

@@ -19,6 +19,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.memory import RankMemory
 from autoplan.cost_models.price import Pricer, ranges_of
 from autoplan.planner import PlanRequest, estimate_config
+from autoplan.search.chunks import even_cuts
 from autoplan.search.offload_pins import SEARCHED
 from autoplan.search.space import space
 
@@ -74,11 +75,15 @@ def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], 
 
 
 def brute_schedule(pricer: Pricer, capacity: float) -> float:
-    """The most even cut, and on every rank every number of layers computed again, one of each stage in turn."""
+    """The fastest of the even cuts, the first of which is the most even one of all by time, and on every rank every
+    number of layers computed again, one of each stage in turn."""
     p = pricer
-    each = [f + b for f, b in zip(p.forward, p.backward, strict=True)]
-    cuts = compositions(p.num_units, p.config.pp * p.config.virtual_stages)
-    chunks = min(cuts, key=lambda cut: sum(sum(each[u] for u in units) ** 2 for units in ranges_of(cut)))
+    each = tuple(f + b for f, b in zip(p.forward, p.backward, strict=True))
+    everything = compositions(p.num_units, p.config.pp * p.config.virtual_stages)
+    most_even = min(everything, key=lambda cut: sum(sum(each[u] for u in units) ** 2 for units in ranges_of(cut)))
+    cuts = even_cuts(each, p.config.pp, p.config.virtual_stages)
+    assert cuts[0] == tuple(most_even)
+    chunks = min(cuts, key=lambda cut: p.step_s(cut, [0] * len(cut)))
     ranges = ranges_of(chunks)
     layers = [p.ladder.height(r) for r in ranges]
     best = math.inf

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
 from autoplan.cost_models.cluster_file import cluster_of
 from autoplan.cost_models.collectives import (
@@ -21,9 +22,13 @@ from autoplan.cost_models.collectives import (
     wire_bytes,
 )
 from autoplan.cost_models.collectives import KINDS as ALL_KINDS
+from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.errors import LayoutError, PinError
 from autoplan.cost_models.nccl import Protocol, fabric_of, rows
+from autoplan.cost_models.price import Pricer
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.estimate import estimate_config
+from autoplan.points import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
@@ -229,11 +234,52 @@ def test_a_rail_group_has_the_speed_of_its_cards() -> None:
             assert slower == pytest.approx(hop, abs=1e-6 + 1e-12 * size), kind
     faster = railed.with_(nic=800)
     assert [level.bytes_per_s for level in faster.levels[1:]] == [100e9, 100e9]
+    slow = cluster_of({**top, "levels": {"rails": {"size": 32}, "network": {"gb_s": 25, "latency_us": 20}}})
+    assert [level.bytes_per_s for level in slow.levels[1:]] == [50e9, 25e9]  # cards, and what is beyond
+    assert slow.levels[1].latency_s < slow.levels[2].latency_s == pytest.approx(20e-6)
+    assert [level.bytes_per_s for level in slow.with_(nic=800).levels[1:]] == [100e9, 50e9]
+    assert [level.name for level in cluster_of({**top, "nodes": 1, "levels": {"rails": {"size": 32}}}).levels] == [
+        "scale-up"
+    ]
+    wide = cluster_of({**top, "nodes": 2, "levels": {"rails": {"size": 256}, "network": {"oversubscription": 3}}})
+    assert [(level.name, level.oversubscription) for level in wide.levels[1:]] == [("rails", 1.0)]
     assert [level.name for level in railed.with_device("h200-sxm-141gb").levels] == ["scale-up", "rails", "network"]
     with pytest.raises(PinError, match=r"rails: size=30 is no whole number of nodes of 8; nearest legal: 32"):
         cluster_of({**top, "levels": {"rails": {"size": 30}}})
     with pytest.raises(PinError, match=r"rails: size is missing"):
         cluster_of({**top, "levels": {"rails": {"gb_s": 50}}})
+    racks = {"nodes": 72, "devices_per_node": 4, "device": "gb200-nvl72"}
+    with pytest.raises(PinError, match=r"size=100 is no whole number of scale-up domains of 72; nearest legal: 72"):
+        cluster_of({**racks, "levels": {"rails": {"size": 100}}})
+    mesh = {**top, "device": "v100-sxm2-32gb"}
+    with pytest.raises(PinError, match=r"p2p_gb_s says nothing of nvlink2"):
+        cluster_of({**mesh, "levels": {"scale-up": {"p2p_gb_s": 10}}})
+
+
+def test_messages_inside_a_rail_group_stay_there() -> None:
+    """Stages and rings of sequences whose ranks are in one rail group, whatever their distance."""
+    top = {"nodes": 16, "devices_per_node": 8, "device": "h100-sxm5-80gb", "nic_gbit_s": 100}
+    plain = cluster_of(top)
+    railed = cluster_of({**top, "levels": {"rails": {"size": 32}, "network": {"oversubscription": 3}}})
+    ring = ParallelConfig(tp=8, cp=4, dp=4, context_method="ring", num_micro_batches=2)
+    stages = ParallelConfig(tp=8, pp=4, dp=4, num_micro_batches=4)
+    for config in (ring, stages):
+        batch = config.dp * config.num_micro_batches
+        steps = []
+        for cluster in (plain, railed):
+            request = PlanRequest(load_model("llama-2-7b"), cluster, 8192, batch)
+            steps.append(estimate_config(request, replace(config, zero_stage=1)).estimate.breakdown)
+        for name in ("cp_comm", "pp_comm"):
+            if name in steps[0]:
+                same = config is ring  # stages of 32 ranks each are in rail groups of their own
+                assert (steps[1][name].mid == pytest.approx(steps[0][name].mid, rel=1e-6)) is same, name
+    assert Group(2, 8) in _hops(railed, ParallelConfig(tp=8, pp=16, num_micro_batches=16))
+
+
+def _hops(cluster: Cluster, config: ParallelConfig) -> list[Group]:
+    request = PlanRequest(load_model("llama-2-7b"), cluster, 2048, config.num_micro_batches)
+    point = estimate_config(request, config).point
+    return Pricer(point.workload, config, request.costs, times=point.times)._hop_groups
 
 
 def test_the_switch_reduces_where_it_can() -> None:

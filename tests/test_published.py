@@ -269,8 +269,16 @@ def test_who_dispatches_tokens_is_what_the_flags_say() -> None:
         return case_of(source="NVIDIA/Megatron-LM", flags=flags).task.settings[0].options.dispatcher
 
     assert dispatcher("") is dispatcher("moe-token-dispatcher-type=alltoall") is Dispatcher.ALL_TO_ALL
-    for flags in ("DeepEP", "EP over HybridEP; SP", "moe-token-dispatcher-type=flex; x=1"):
+    for flags in (
+        "DeepEP",
+        "EP over HybridEP; SP",
+        "moe-token-dispatcher-type=flex; x=1",
+        "token_dispatcher_type: flex",
+    ):
         assert dispatcher(flags) is Dispatcher.FLEX, flags
+    usual = {"source": "NVIDIA-NeMo/Megatron-Bridge docs", "notes": "container 26.02"}  # FLEX unless they say otherwise
+    for flags in ("no DeepEP", "DeepEP off", "alltoall dispatcher"):
+        assert case_of(flags=flags, **usual).task.settings[0].options.dispatcher is Dispatcher.ALL_TO_ALL, flags
 
 
 def test_what_was_run_before_2022_is_read_with_its_own_defaults() -> None:

@@ -16,7 +16,7 @@ from autoplan.cost_models.errors import PinError
 from autoplan.estimate import estimate_config
 from autoplan.planner import NothingFits, search_plan
 from autoplan.points import PlanRequest, Points
-from autoplan.search.chunks import ChunkCutter, even_cut, level_cut
+from autoplan.search.chunks import ChunkCutter, even_cut, even_cuts
 from autoplan.search.space import space
 
 
@@ -26,12 +26,29 @@ def test_layers_that_are_left_over_are_in_one_round() -> None:
     def rounds(cut: tuple[int, ...], pp: int) -> list[int]:
         return [max(cut[k : k + pp]) for k in range(0, len(cut), pp)]
 
-    for layers, pp, chunks in ((13, 2, 4), (126, 16, 7), (10, 4, 2), (9, 2, 4), (32, 4, 2), (7, 4, 1)):
-        cut = level_cut((1.0,) * layers, pp, chunks)
-        assert sum(cut) == layers and len(cut) == pp * chunks and max(cut) - min(cut) <= 1
-        assert sum(rounds(cut, pp)) == -(-layers // pp)  # no rank has more than its share of layers to wait for
-    assert level_cut((1.0,) * 32, 4, 2) == (4,) * 8
-    assert level_cut((1.0, 1.0, 1.0, 3.0), 2, 1) == even_cut((1.0, 1.0, 1.0, 3.0), 2) == (3, 1)
+    for layers, pp, chunks in ((13, 2, 4), (126, 16, 7), (10, 4, 2), (9, 2, 4), (7, 4, 1)):
+        cuts = even_cuts((1.0,) * layers, pp, chunks)
+        assert cuts[0] == even_cut((1.0,) * layers, pp * chunks)
+        for cut in cuts:
+            assert sum(cut) == layers and len(cut) == pp * chunks and max(cut) - min(cut) <= 1
+        # no rank has more than its share of layers to wait for
+        assert min(sum(rounds(cut, pp)) for cut in cuts) == -(-layers // pp)
+    assert even_cuts((1.0,) * 32, 4, 2) == ((4,) * 8,)
+    assert even_cuts((1.0, 1.0, 1.0, 3.0), 2, 1)[0] == even_cut((1.0, 1.0, 1.0, 3.0), 2) == (3, 1)
+
+
+def test_the_fastest_of_the_even_cuts_is_taken() -> None:
+    """80 layers of Llama 70B with a heavy head in 4 chunks on each of 12 stages, none of which divides the other."""
+    setup = PlanRequest(
+        load_model("llama-3.1-70b"), Cluster.parse("12x8xh100-sxm5-80gb"), 4096, 24, mode=Mode.FUSED,
+        pins={"tp": 8, "pp": 12, "schedule": "Interleaved1F1B", "virtual_stages": 4, "micro_batch_size": 1},
+    )  # fmt: skip
+    (candidate, *_) = space(setup.graph, setup.cluster, 24, setup.pins).candidates
+    cutter = Points(setup).cutter(candidate)
+    assert isinstance(cutter, ChunkCutter) and len(cutter.cuts) > 1
+    steps = {cut: cutter.pricer.step_s(cut, [0] * len(cut)) for cut in cutter.cuts}
+    assert steps[cutter.chunks] == min(steps.values()) < max(steps.values())
+    assert cutter.quick_bound_s() <= min(steps.values())
 
 
 def test_left_over_layers_in_one_round_are_faster() -> None:

@@ -19,6 +19,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError, ProfileError
 from autoplan.cost_models.host import host_s
 from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
 from autoplan.estimate import estimate_config
 from autoplan.points import PlanRequest
@@ -368,6 +369,7 @@ def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
     whole = costs.collective_s("all_reduce", 4 * load_model("llama-3.1-8b").num_params, Group(8, 1)).mid
     assert after.breakdown["dp_comm"].mid == pytest.approx(whole, rel=0.05)
     assert 0 < beside.breakdown["dp_comm"].mid < 0.5 * whole
+    assert beside.breakdown["dp_comm"].tag is after.breakdown["dp_comm"].tag is not Tag.EXACT
     assert beside.step_time_s.mid < after.step_time_s.mid
     one, other = (estimate(config, options=RunOptions(overlap_zero=o), mode=Mode.EAGER) for o in (True, False))
     assert one.step_time_s == other.step_time_s

@@ -1,8 +1,8 @@
 """Candidates whose ranks hold several stages of the pipeline, or whose backward is split: one cut each, priced exactly.
 
-The cut is an even one by time (`level_cut`), and every rank computes the least number of layers again that fits,
-taken in turn from its stages, first ones first; so a candidate is one plan, and its step one event simulation. The
-bound that needs neither memory nor a simulation is
+The cut is an even one by time, of several the fastest (`even_cuts`), and every rank computes the least number of layers
+again that fits, taken in turn from its stages, first ones first; so a candidate is one plan, and its step one event
+simulation. The bound that needs neither memory nor a simulation is
 
     max over ranks r of   m T_r + sum over stages before the first of r of F, and of B unless the backward is split
 
@@ -48,12 +48,12 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def level_cut(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Units per chunk, each at least one: of several even cuts that which takes the least time round by round.
+def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Units per chunk, each at least one: the most even cut by time, and where units are left over, two more.
 
     A round are the chunks that the ranks run at the same time (chunks k pp to k pp + pp - 1): it lasts as long as its
-    longest chunk. Units that are left over therefore belong into one round; spread over all of them, as the most even
-    cut may have them, they make every round longer.
+    longest chunk. What is left over is in few rounds there, the last or the first ones; spread over all of them, as the
+    most even cut may have it, it makes every round longer. Which is fastest is for a simulation to say.
     """
     chunks, n = pp * virtual_stages, len(seconds)
     full, rest = divmod(n - n // chunks * chunks, pp)
@@ -68,13 +68,7 @@ def level_cut(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple
         ends = np.cumsum(sizes).tolist()
         parts = [even_cut(seconds[end - size : end], pp) for end, size in zip(ends, sizes, strict=True)]
         found.append(tuple(count for part in parts for count in part))
-    return min(found, key=lambda cut: _rounds_s(seconds, cut, pp))
-
-
-def _rounds_s(seconds: Sequence[float], cut: Sequence[int], pp: int) -> float:
-    """Seconds of a micro-batch, round by round."""
-    each = [sum(seconds[u] for u in units) for units in ranges_of(cut)]
-    return sum(max(each[k : k + pp]) for k in range(0, len(each), pp))
+    return tuple(dict.fromkeys(found))
 
 
 class ChunkCutter:
@@ -103,7 +97,7 @@ class ChunkCutter:
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
         self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
         seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
-        self.chunks = stages or level_cut(seconds, self.pp, virtual_stages)
+        self.cuts = (stages,) if stages else even_cuts(seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
         self._free_s: float | None = None
 
@@ -112,11 +106,21 @@ class ChunkCutter:
         """Prices at the candidate's degrees and schedule."""
         return self.plain.pricer.under(self.schedule, self.virtual_stages)
 
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """The cut that is fastest where memory is without end."""
+        if len(self.cuts) == 1:
+            return self.cuts[0]
+        return min(self.cuts, key=lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
+
     def quick_bound_s(self) -> float:
         """A bound that knows nothing of memory, see the module."""
+        return min(self._quick_bound_s(cut) for cut in self.cuts)
+
+    def _quick_bound_s(self, cut: Sequence[int]) -> float:
         base, extra = self.plain.pricer, self.plain.stage_s
-        forward = [sum(base.forward[u] for u in units) for units in ranges_of(self.chunks)]
-        backward = [sum(base.backward[u] for u in units) for units in ranges_of(self.chunks)]
+        forward = [sum(base.forward[u] for u in units) for units in ranges_of(cut)]
+        backward = [sum(base.backward[u] for u in units) for units in ranges_of(cut)]
         if SCHEDULES[self.schedule].split_backward:
             through = np.concatenate([[0.0], np.cumsum(forward)])
         else:
