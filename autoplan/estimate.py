@@ -13,7 +13,7 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
-from autoplan.search.chunks import even_cuts
+from autoplan.search.chunks import even_cuts, fastest
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.folding import inner_degree
@@ -109,7 +109,7 @@ def _priced(
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:
         cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
-        chunks = min(cuts, key=lambda cut: pricer.step_s(cut, recompute_counts(pricer, config, cut)))
+        chunks = fastest(cuts, lambda cut: pricer.step_s(cut, recompute_counts(pricer, config, cut)))
     recompute = recompute_counts(pricer, config, chunks)
     estimate = pricer.estimate(chunks, recompute, events=True)
     stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks

@@ -312,12 +312,11 @@ class BlockPricer:
         ranks, stride = c.part[0], c.part[1] * self.groups[c.axis].stride
         if c.kind != "send_recv":
             return Group(ranks, stride)
-        below, apart = 1, (ranks - 1) * stride  # from the last one to the first
-        for level in self.costs.cluster.levels[:-1]:
-            if apart < level.size:  # groups are aligned: all of it is in one unit
-                return Group(2, stride if below == 1 else below)
-            below = level.size
-        return Group(2, apart)
+        apart = (ranks - 1) * stride  # from the last one to the first; groups are aligned
+        level, below = self.costs.cluster.shared_level(0, apart)
+        if below == 1:  # in one unit of the innermost level: as any two neighbours
+            return Group(2, stride)
+        return Group(2, apart if level is self.costs.cluster.levels[-1] else below)
 
     @staticmethod
     def _groups(times: OpTimes, comm: Mapping[tuple[str, str], Quantity]) -> dict[str, Quantity]:

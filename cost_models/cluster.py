@@ -170,6 +170,15 @@ class Cluster:
             )
         return tuple(out)
 
+    def shared_level(self, here: int, there: int) -> tuple[Level, int]:
+        """The innermost level of which two ranks are in one unit, and the size of a unit below it (1: none)."""
+        below = 1
+        for level in self.levels[:-1]:
+            if here // level.size == there // level.size:
+                return level, below
+            below = level.size
+        return self.levels[-1], below
+
     def __str__(self) -> str:
         return f"{self.num_nodes} x {self.devices_per_node} x {self.device.name}"
 

@@ -15,11 +15,10 @@ collectives: Thakur, Rabenseifner, Gropp, 2005). NCCL's ring visits all ranks: n
 twice for an all-reduce, and (n - 1) / n * N / k_(l-1) bytes per device and direction over it. Its trees have
 2 * log2(n / k_(l-1)) hops between nodes and the chain inside a node. Where the library is not known: one ring per level
 (`Fabric.flat`). all_to_all: a message of N / n to each peer, (n - k_(l-1)) / n * N bytes leave the unit below, all
-levels at once; over a network each message costs its share of a hop. A fabric with rails (a level whose
-units are the nodes behind one layer of switches, card i of each on switch i) has two levels between nodes: that of the
-rails at the speed of the cards, since NCCL moves what is for another rail inside the node first (PXN), and the network
-beyond, which may be oversubscribed. send_recv: one message on the outermost level that
-the group reaches.
+levels at once; over a network each message costs its share of a hop. send_recv: one message on the outermost level that
+the group reaches. A fabric with rails (a level whose units are the nodes behind one layer of switches, card i of each
+on switch i) has two levels between nodes: that of the rails at the speed of the cards, since NCCL moves what is for
+another rail inside the node first (PXN), and the network beyond, which may be oversubscribed.
 
 The fastest path is taken, with one exception: inside a node NCCL leaves LL128 at a given share per rank, measured to
 come too early on new devices. Time never falls with N: what a path took where it was left is the floor of the next one.

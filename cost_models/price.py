@@ -248,16 +248,12 @@ class Pricer:
         pp, stride = self.config.pp, self.groups["pp"].stride
         if pp == 1:
             return []
-        out = []
+        out, cluster = [], self.costs.cluster
         for r in range(pp):
-            here, there = r * stride, (r + 1) % pp * stride
-            below, apart = 1, stride
-            for level in self.costs.cluster.levels[:-1]:
-                if here // level.size == there // level.size:  # both in one unit: the links are those of this level
-                    apart = apart if level.size // apart > 1 else below
-                    break
-                below, apart = level.size, max(stride, level.size)
-            out.append(Group(2, apart))
+            level, below = cluster.shared_level(r * stride, (r + 1) % pp * stride)
+            apart = max(stride, below)
+            fits = level is cluster.levels[-1] or level.size // apart > 1  # such a pair in one unit of the level
+            out.append(Group(2, apart if fits else below))
         return out
 
     def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:

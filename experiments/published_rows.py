@@ -229,7 +229,9 @@ def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
     return found, [name for name in found if found[name] != stated[name]]
 
 
-def _micro_batches(row: Row, framework: Framework, dp: int, pp: int, batch: int) -> tuple[tuple[int, ...], str]:
+def _micro_batches(
+    row: Row, framework: Framework, era: float, dp: int, pp: int, batch: int
+) -> tuple[tuple[int, ...], str]:
     """Sequences per micro-batch, the most likely first, and what is not as stated: more than the batch has for a rank.
 
     Unpriced where it has none for some.
@@ -247,8 +249,7 @@ def _micro_batches(row: Row, framework: Framework, dp: int, pp: int, batch: int)
         stated = batch // dp
     if stated:
         return (stated,), note
-    until = tables.AS_MANY_AS_STAGES.get(framework, 0.0)
-    if pp > 1 and batch % (dp * pp) == 0 and era_of(row["source"], row["notes"], row["gpu"]) < until:
+    if pp > 1 and batch % (dp * pp) == 0 and era < tables.AS_MANY_AS_STAGES.get(framework, 0.0):
         return tuple(dict.fromkeys((batch // (dp * pp), 1))), note
     return tuple(n for n in tables.MICRO_BATCHES if batch % (dp * n) == 0) or (1,), note
 
@@ -275,8 +276,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if ep > 1 and not shape.num_experts:
         notes.append(f"ep={ep} is left: the model has no experts")
         ep = 1
-    batch = row.needed("global_batch")
-    micro, less = _micro_batches(row, framework, dp, pp, batch)
+    batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
+    micro, less = _micro_batches(row, framework, era, dp, pp, batch)
     if less:
         notes.append(less)
         assumed.append("micro_batch")
@@ -302,7 +303,6 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     schedules, on_host = schedule_of(row, pp), offload_of(row, zero[0], dp * cp)
     notes += [words.note for words in (schedules, on_host) if words.note]
     virtual = chunks_of(row, schedules.choices[0], shape.layers, pp)
-    era = era_of(row["source"], row["notes"], row["gpu"])
     whole = framework in (Framework.NEMO, Framework.BRIDGE_LIBRARY) and era >= EXPERTS_WHOLE_SINCE
     etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, whole)
     modes = _modes(row, framework)

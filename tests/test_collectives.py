@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.catalog import load_model
+from autoplan.cost_models.blocks import BlockPricer
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
 from autoplan.cost_models.cluster_file import cluster_of
 from autoplan.cost_models.collectives import (
@@ -22,7 +23,7 @@ from autoplan.cost_models.collectives import (
     wire_bytes,
 )
 from autoplan.cost_models.collectives import KINDS as ALL_KINDS
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, precision_of
 from autoplan.cost_models.errors import LayoutError, PinError
 from autoplan.cost_models.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.price import Pricer
@@ -274,6 +275,33 @@ def test_messages_inside_a_rail_group_stay_there() -> None:
                 same = config is ring  # stages of 32 ranks each are in rail groups of their own
                 assert (steps[1][name].mid == pytest.approx(steps[0][name].mid, rel=1e-6)) is same, name
     assert Group(2, 8) in _hops(railed, ParallelConfig(tp=8, pp=16, num_micro_batches=16))
+
+
+def test_the_level_that_two_ranks_share() -> None:
+    top = {"nodes": 16, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
+    railed = cluster_of({**top, "levels": {"rails": {"size": 32}}})
+    found = {(a, b): railed.shared_level(a, b) for a, b in ((0, 7), (7, 8), (0, 24), (24, 40))}
+    assert [(level.name, below) for level, below in found.values()] == [
+        ("scale-up", 1),
+        ("rails", 8),
+        ("rails", 8),
+        ("network", 32),
+    ]
+    alone = Cluster.local(4)
+    assert alone.shared_level(0, 3) == (alone.levels[0], 1)
+
+
+def test_a_ring_within_the_innermost_level_is_that_of_neighbours() -> None:
+    """What a profile measures is pairs of neighbours, not of the first and the last rank."""
+    for text in ("1x8xh100-sxm5-80gb", "2x8xh100-sxm5-80gb"):
+        cluster = Cluster.parse(text)
+        request = PlanRequest(load_model("llama-2-7b"), cluster, 8192, 2)
+        config = ParallelConfig(cp=4, dp=cluster.num_devices // 4, context_method="ring")
+        request = replace(request, global_batch_size=config.dp)
+        point = estimate_config(request, config).point
+        pricer = BlockPricer(point.workload, config, request.costs, precision_of("native"))
+        sent = [c for b in point.workload.blocks.values() for c in b.comms if c.kind == "send_recv"]
+        assert sent and {pricer._group(c) for c in sent} == {Group(2, 1)}
 
 
 def _hops(cluster: Cluster, config: ParallelConfig) -> list[Group]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -56,7 +56,7 @@ def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple
     most even cut may have it, it makes every round longer. Which is fastest is for a simulation to say.
     """
     chunks, n = pp * virtual_stages, len(seconds)
-    full, rest = divmod(n - n // chunks * chunks, pp)
+    full, rest = divmod(n % chunks, pp)
     found = [even_cut(seconds, chunks)]
     for late in (True, False) if full or rest else ():
         order = list(range(virtual_stages))[:: -1 if late else 1]  # in which rounds get more
@@ -69,6 +69,11 @@ def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple
         parts = [even_cut(seconds[end - size : end], pp) for end, size in zip(ends, sizes, strict=True)]
         found.append(tuple(count for part in parts for count in part))
     return tuple(dict.fromkeys(found))
+
+
+def fastest(cuts: Sequence[tuple[int, ...]], step_s: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+    """The cut with the shortest step; nothing is simulated where there is one."""
+    return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
 
 
 class ChunkCutter:
@@ -109,9 +114,7 @@ class ChunkCutter:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """The cut that is fastest where memory is without end."""
-        if len(self.cuts) == 1:
-            return self.cuts[0]
-        return min(self.cuts, key=lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
+        return fastest(self.cuts, lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
 
     def quick_bound_s(self) -> float:
         """A bound that knows nothing of memory, see the module."""

@@ -154,11 +154,7 @@ def _copies(c: Candidate, limits: Limits, pins: Mapping[str, Any]) -> list[int]:
         return [pins["zero_replicas"]]
     legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.etp)
     ranks = c.dp * c.cp * c.tp
-    found = {1}
-    for unit in limits.units:
-        if ranks > unit:
-            found |= set([n for n in legal if ranks <= n * unit][:1])
-    return sorted(found)
+    return sorted({1, *(next((n for n in legal if ranks <= n * unit), 1) for unit in limits.units)})
 
 
 def _schedules(plain: Candidate, pins: Mapping[str, Any], limits: Limits, illegal: Counter[str]) -> Iterator[Candidate]:
