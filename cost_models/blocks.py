@@ -9,13 +9,16 @@ from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision, groups_of, modules_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.host import host_s, waited_s
-from autoplan.cost_models.quantity import ZERO, Quantity, total
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
 from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Workload, backward_follows
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
+# Seconds to start one of the copies that a collective of a list of tensors makes, one per rank, from C++: half of what
+# an operation from Python takes. Assumed.
+_LIST_COPY_S = 5e-6
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
@@ -210,6 +213,9 @@ class BlockPricer:
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
         given, c = costs.overlap_fraction(), costs.constants
         self.hides = c.overlap if given is None else given
+        self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
+        if self.by_tensor:
+            self.hides = 0.0
         self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
         # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce after the backward
@@ -404,10 +410,10 @@ class BlockPricer:
             if self.costs.options.narrow_gather and _narrow(block):
                 size /= 2
             grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine if p.trainable)
-            gather.append(self.costs.collective_s("all_gather", size, self.groups[name]))
+            gather.append(self._moved_s("all_gather", size, mine, name))
             gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))
             if grads:
-                reduce.append(self.costs.collective_s("reduce_scatter", grads, self.groups[name]))
+                reduce.append(self._moved_s("reduce_scatter", grads, [p for p in mine if p.trainable], name))
                 reduce.append(self.costs.zero_copy_s("reduce", grads, sum(p.trainable for p in mine), ranks))
             # shards come from the host in the stream that gathers, and go there in the one that reduces
             # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
@@ -418,6 +424,16 @@ class BlockPricer:
                 back = sum(p.num_elements * self._shown_bytes(p) for p in there if p.trainable) / ranks
                 reduce.append(self.costs.host_copy_s(back))
         return total(gather), total(reduce), bool(gather)
+
+    def _moved_s(self, kind: str, size: float, params: Sequence[ParamWork], name: str) -> Quantity:
+        """One collective of `size` bytes for all of a block's parameters, or one for each, with the copies between the
+        collective's buffer and a tensor per rank."""
+        group = self.groups[name]
+        if not self.by_tensor:
+            return self.costs.collective_s(kind, size, group)
+        whole = sum(p.num_elements for p in params)
+        copies = Quantity.spread(group.size * _LIST_COPY_S, 0.5, Tag.ASSUMED)
+        return total([self.costs.collective_s(kind, size * p.num_elements / whole, group) + copies for p in params])
 
     def _gathers_again(self, block: BlockWork) -> bool:
         """True if ZeRO 3 gathers the parameters for the backward, too. By hand, all are."""

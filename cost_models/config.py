@@ -130,6 +130,9 @@ class RunOptions:
     the gradients of ZeRO 0, too (as torch's DistributedDataParallel; emitted programs reduce them at the end).
     `overlap_gather`: of these the gathers, too (InternEvo's overlap_sync_param is off by default, while gradients are
     reduced beside the backward).
+    `zero_by_tensor`: ZeRO 3 gathers and reduces every parameter by itself, through lists of a tensor per rank and
+    beside nothing (DeepSpeed until the end of 2021: `_allgather_param` and `_reduce_scatter_gradient` of
+    deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default). Not on the command line.
     `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell
     et al., Efficient Sequence Packing without Cross-contamination, 2021); None: a sequence is one document.
     """
@@ -145,6 +148,7 @@ class RunOptions:
     overlap_zero: bool = True
     document_len: int | None = None
     overlap_gather: bool = True
+    zero_by_tensor: bool = False
 
     def __post_init__(self) -> None:
         given = self.document_len

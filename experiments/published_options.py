@@ -74,7 +74,8 @@ OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     Framework.JAX: ((0.0, RunOptions(Attention.FUSED, Launch.GRAPHS)),),  # XLA launches command buffers; cuDNN
     # DeepSpeed's pipelines reduce when all micro-batches are done (runtime/pipe/engine.py), and overlap_comm is off
     Framework.MEGATRON_DEEPSPEED: (
-        (0.0, RunOptions(Attention.UNFUSED, overlap_zero=False)),
+        (0.0, RunOptions(Attention.UNFUSED, overlap_zero=False, zero_by_tensor=True)),
+        (2022.0, RunOptions(Attention.UNFUSED, overlap_zero=False)),
         (2023.8, RunOptions(Attention.FLASH2, overlap_zero=False)),
     ),
     # the launch scripts of BLOOM, and those that follow it on the same machine, set CUDA_LAUNCH_BLOCKING=1

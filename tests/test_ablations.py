@@ -41,9 +41,16 @@ def _megatron_s(model: str, num: int) -> float:
     return step_s(setup, batch, tp=tp, pp=pp, dp=num // (tp * pp), zero_stage=0, recompute="full")
 
 
+_TOO_FAST = pytest.mark.xfail(
+    strict=True,
+    reason="ZeRO-3 of DeepSpeed in 2021 is priced too fast on fewer devices and for 530B: 0.96, 1.46, 1.32 and 2.4 "
+    "times the step of Megatron-LM",
+)
+
+
 def _zero3_s(model: str, num: int) -> float:
     batch = SC21[model][0]
-    setup = Setup(model, _a100(num), 2048, "fp16", Mode.EAGER, UNFUSED)
+    setup = Setup(model, _a100(num), 2048, "fp16-grad16", Mode.FUSED, replace(UNFUSED, zero_by_tensor=True))
     return step_s(setup, batch, dp=num, zero_stage=3, micro_batch_size=batch // num, recompute="full")
 
 
@@ -64,17 +71,12 @@ def test_tensor_and_pipeline_parallelism_scale_with_data_parallelism(model: str,
 @pytest.mark.parametrize(
     ("model", "num", "zero3", "megatron"),
     [
-        ("gpt3-175b", 384, 81.58, 76.78),
-        ("gpt3-175b", 768, 66.75, 39.42),
+        pytest.param("gpt3-175b", 384, 81.58, 76.78, marks=_TOO_FAST),
+        pytest.param("gpt3-175b", 768, 66.75, 39.42, marks=_TOO_FAST),
         ("gpt3-175b", 1536, 66.75, 20.83),
-        ("megatron-530b", 1120, 179.92, 105.58),
-        ("megatron-530b", 2240, 183.66, 55.45),
+        pytest.param("megatron-530b", 1120, 179.92, 105.58, marks=_TOO_FAST),
+        pytest.param("megatron-530b", 2240, 183.66, 55.45, marks=_TOO_FAST),
     ],
-)
-@pytest.mark.xfail(
-    strict=True,
-    reason="ZeRO-3 of DeepSpeed in 2021 is priced as if it hid most of its traffic and used every NIC: 0.75, 0.76, "
-    "0.97, 0.81 and 1.02 times the step of Megatron-LM",
 )
 def test_zero_3_falls_behind_tensor_and_pipeline_parallelism(
     model: str, num: int, zero3: float, megatron: float
@@ -82,6 +84,18 @@ def test_zero_3_falls_behind_tensor_and_pipeline_parallelism(
     """Narayanan et al., SC 2021, table 2: ZeRO-3 without model parallelism takes 1.06 to 3.3 times as long, the more
     devices the longer."""
     assert agrees(_zero3_s(model, num) / _megatron_s(model, num), zero3 / megatron)
+
+
+def test_zero_3_falls_behind_the_more_the_more_devices_there_are() -> None:
+    """As above, the direction, which does not need how fast NCCL was in 2021: 1.7 and 3.2 times as long on 768 and
+    1,536 devices (175B), 1.7 and 3.3 on 1,120 and 2,240 (530B). What DeepSpeed sends for each parameter by itself grows
+    with the devices; of a layer at once and hidden behind it (fully_shard) ZeRO-3 does not fall behind."""
+    for model, few, many in (("gpt3-175b", 768, 1536), ("megatron-530b", 1120, 2240)):
+        behind = [_zero3_s(model, num) / _megatron_s(model, num) for num in (few, many)]
+        assert behind[0] > 1.2 and behind[1] > 1.5 * behind[0]
+    setup = Setup("gpt3-175b", _a100(768), 2048, "fp16-grad16", options=UNFUSED)
+    sharded = step_s(setup, 1536, dp=768, zero_stage=3, micro_batch_size=2, recompute="full")
+    assert sharded < 1.1 * _megatron_s("gpt3-175b", 768)
 
 
 VTRAIN = Setup("gpt3-175b", _a100(512), 2048, "fp16", options=UNFUSED)

@@ -295,6 +295,9 @@ def test_what_was_run_before_2022_is_read_with_its_own_defaults() -> None:
     assert first(precision="BF16", source="SC21") == ("bf16", False)
     assert first(source="bigscience-workshop/bigscience", precision="BF16") == ("bf16", False)
     assert first(source="vTrain", flags="Megatron-DeepSpeed") == ("fp16-grad16", False)
+    spread = {"source": "SC21 table 2", "flags": "DeepSpeed ZeRO-3", "gpu": "A100", "zero_stage": "3"}
+    assert case_of(**spread).task.settings[0].options.zero_by_tensor
+    assert not case_of(**spread | {"source": "vTrain"}).task.settings[0].options.zero_by_tensor
 
 
 def test_scales_per_block_are_a_precision_of_their_own_where_devices_multiply_by_them() -> None:

@@ -4,6 +4,7 @@ hides behind what, and the constants that say how much."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -375,6 +376,21 @@ def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
     assert one.step_time_s == other.step_time_s
     sharded = estimate(replace(config, zero_stage=1))  # gathers too, and has less to reduce
     assert beside.breakdown["dp_comm"].mid == pytest.approx(sharded.breakdown["dp_comm"].mid, rel=0.5)
+
+
+def test_zero_3_parameter_by_parameter_costs_latency_and_hides_nothing() -> None:
+    """DeepSpeed until 2022: what is sent is the same, in more and smaller messages with a copy per rank."""
+    config = ParallelConfig(dp=8, num_micro_batches=2, zero_stage=3)
+    usual, by_tensor = (estimate(config, options=RunOptions(zero_by_tensor=b)) for b in (False, True))
+    costs, sent = Costs(NODE, mode=Mode.FUSED), 0.0
+    for parameter in load_model("llama-3.1-8b").params.values():
+        size = 2.0 * math.prod(parameter.shape)
+        for kind, factor in (("all_gather", 2), ("all_gather", 2), ("reduce_scatter", 4)):
+            sent += costs.collective_s(kind, size * factor / 2, Group(8, 1)).mid + 8 * 5e-6
+    assert by_tensor.breakdown["dp_comm"].mid == pytest.approx(2 * sent, rel=0.02)
+    assert usual.breakdown["dp_comm"].mid < 0.5 * by_tensor.breakdown["dp_comm"].mid
+    whole = replace(config, zero_stage=1)
+    assert estimate(whole, options=RunOptions(zero_by_tensor=True)).step_time_s == estimate(whole).step_time_s
 
 
 def test_attention_stays_within_packed_documents() -> None:
