@@ -6,7 +6,7 @@ Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,32 +14,23 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.report.flags import (
+    RUN_OPTIONS,
     AsJson,
     Assumed,
-    AttentionName,
     BatchSize,
     ClusterText,
     ConstantsFile,
     CsvPath,
-    DispatcherName,
-    DocumentLen,
-    FusedExperts,
-    FusedLoss,
-    LaunchName,
     Model,
     ModeName,
-    NarrowGather,
-    OverlapGather,
-    Overlaps,
-    OverlapZero,
     PinTexts,
     PrecisionName,
     ProfileName,
     SeqLen,
-    SequenceParallel,
     TargetLen,
     TimeLimit,
     Tokens,
+    with_run_options,
 )
 from autoplan.report.waiting import waiting
 
@@ -132,6 +123,7 @@ def _print_json(data: dict[str, Any]) -> None:
 
 
 @app.command()
+@with_run_options
 def plan(
     model: Model,
     cluster: ClusterText,
@@ -141,17 +133,7 @@ def plan(
     top: Annotated[int, typer.Option(help="How many plans to show, best first.", min=1, max=100)] = 3,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
-    attention: AttentionName = None,
-    launch: LaunchName = "async",
-    overlap: Overlaps = None,
-    dispatcher: DispatcherName = "alltoall",
-    sequence_parallel: SequenceParallel = True,
-    fused_experts: FusedExperts = False,
-    narrow_gather: NarrowGather = False,
-    fused_loss: FusedLoss = False,
-    overlap_zero: OverlapZero = True,
-    overlap_gather: OverlapGather = True,
-    document_len: DocumentLen = None,
+    options: Mapping[str, Any] = RUN_OPTIONS,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     target_len: TargetLen = None,
@@ -177,19 +159,7 @@ def plan(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(
-            attention,
-            launch,
-            overlap,
-            dispatcher,
-            sequence_parallel,
-            fused_experts,
-            narrow_gather,
-            fused_loss,
-            overlap_zero,
-            document_len,
-            overlap_gather,
-        ),
+        options=options,
         constants=constants,
         top=top,
         time_limit=time_limit,
@@ -216,6 +186,7 @@ def plan(
 
 
 @app.command()
+@with_run_options
 def estimate(
     model: Model,
     cluster: ClusterText,
@@ -254,17 +225,7 @@ def estimate(
     ] = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
-    attention: AttentionName = None,
-    launch: LaunchName = "async",
-    overlap: Overlaps = None,
-    dispatcher: DispatcherName = "alltoall",
-    sequence_parallel: SequenceParallel = True,
-    fused_experts: FusedExperts = False,
-    narrow_gather: NarrowGather = False,
-    fused_loss: FusedLoss = False,
-    overlap_zero: OverlapZero = True,
-    overlap_gather: OverlapGather = True,
-    document_len: DocumentLen = None,
+    options: Mapping[str, Any] = RUN_OPTIONS,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     target_len: TargetLen = None,
@@ -291,19 +252,7 @@ def estimate(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(
-            attention,
-            launch,
-            overlap,
-            dispatcher,
-            sequence_parallel,
-            fused_experts,
-            narrow_gather,
-            fused_loss,
-            overlap_zero,
-            document_len,
-            overlap_gather,
-        ),
+        options=options,
         constants=constants,
         target_len=target_len,
     )
@@ -361,6 +310,7 @@ def _estimate(
 
 
 @app.command()
+@with_run_options
 def whatif(
     model: Model,
     cluster: ClusterText,
@@ -373,17 +323,7 @@ def whatif(
     pin: PinTexts = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
-    attention: AttentionName = None,
-    launch: LaunchName = "async",
-    overlap: Overlaps = None,
-    dispatcher: DispatcherName = "alltoall",
-    sequence_parallel: SequenceParallel = True,
-    fused_experts: FusedExperts = False,
-    narrow_gather: NarrowGather = False,
-    fused_loss: FusedLoss = False,
-    overlap_zero: OverlapZero = True,
-    overlap_gather: OverlapGather = True,
-    document_len: DocumentLen = None,
+    options: Mapping[str, Any] = RUN_OPTIONS,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     target_len: TargetLen = None,
@@ -419,19 +359,7 @@ def whatif(
         precision=precision,
         mode=mode,
         profile=profile,
-        options=(
-            attention,
-            launch,
-            overlap,
-            dispatcher,
-            sequence_parallel,
-            fused_experts,
-            narrow_gather,
-            fused_loss,
-            overlap_zero,
-            document_len,
-            overlap_gather,
-        ),
+        options=options,
         constants=constants,
         time_limit=time_limit,
         target_len=target_len,
@@ -493,8 +421,8 @@ def capacity(
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
     precision, mode, pins, attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather,
-    fused_loss, overlap_zero, overlap_gather, document_len, profile, constants, assumptions (mtbf_device_days, pue, ...)
-    and time_limit_s.
+    fused_loss, overlap_zero, overlap_gather, zero_by_tensor, document_len, profile, constants, assumptions
+    (mtbf_device_days, pue, ...) and time_limit_s.
     """
     from autoplan.fleet import Cell, cell_row, cells, read_task
     from autoplan.report.files import check_writable, write_csv

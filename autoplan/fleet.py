@@ -14,7 +14,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
     pins: {tp: 8}                               # of all rows
     launch: graphs                              # how runs are set up: the names of RunOptions; also attention,
     overlap: [tp, pp]                           # dispatcher, sequence_parallel, fused_experts, narrow_gather,
-    fused_loss: true                            # overlap_zero, overlap_gather, document_len
+    fused_loss: true                            # overlap_zero, overlap_gather, zero_by_tensor, document_len
     profile: NAME                               # measured times
     constants: FILE                             # of the cost model, written by `autoplan calibrate`
     assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.run.FIGURES

@@ -132,7 +132,7 @@ class RunOptions:
     reduced beside the backward).
     `zero_by_tensor`: ZeRO 3 gathers and reduces every parameter by itself, through lists of a tensor per rank and
     beside nothing (DeepSpeed until the end of 2021: `_allgather_param` and `_reduce_scatter_gradient` of
-    deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default). Not on the command line.
+    deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default).
     `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell
     et al., Efficient Sequence Packing without Cross-contamination, 2021); None: a sequence is one document.
     """

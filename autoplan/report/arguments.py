@@ -120,6 +120,7 @@ def read_options(
     overlap_zero: bool = True,
     document_len: int | str | None = None,
     overlap_gather: bool = True,
+    zero_by_tensor: bool = False,
 ) -> RunOptions:
     """The kernel of attention, how kernels start, what overlaps, by comma: `tp,ep`, how rows travel to experts, and
     what `RunOptions` says of the rest. PinError names what is not known and what is."""
@@ -142,6 +143,7 @@ def read_options(
         overlap_zero,
         read_count(document_len, "document_len") if isinstance(document_len, str) else document_len,
         overlap_gather,
+        zero_by_tensor,
     )
 
 
@@ -212,6 +214,7 @@ def option_texts(options: RunOptions) -> list[str]:
     said += ["fused loss"] if o.fused_loss else []
     said += [] if o.overlap_zero else ["ZeRO not overlapped"]
     said += [] if o.overlap_gather or not o.overlap_zero else ["gathers of ZeRO not overlapped"]
+    said += ["ZeRO 3 by tensor"] if o.zero_by_tensor else []
     said += [f"documents of {o.document_len} tokens"] if o.document_len is not None else []
     return said
 
@@ -231,4 +234,5 @@ def option_data(options: RunOptions) -> dict[str, Any]:
         "overlap_zero": o.overlap_zero,
         "document_len": o.document_len,
         "overlap_gather": o.overlap_gather,
+        "zero_by_tensor": o.zero_by_tensor,
     }

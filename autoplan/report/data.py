@@ -9,7 +9,8 @@ Schema 1:
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
                  "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
-                 "overlap_zero", "overlap_gather", "document_len": null | tokens, "profile", "constants": null | file,
+                 "overlap_zero", "overlap_gather", "zero_by_tensor", "document_len": null | tokens, "profile",
+                 "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "zero_replicas", "offload": [str],
               "micro_batch_size", "num_micro_batches", "schedule", "virtual_stages",

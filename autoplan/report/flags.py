@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,6 +73,13 @@ OverlapGather = Annotated[
         help="Of that, what ZeRO 1 and 2 gather hides behind computing, or does not.",
     ),
 ]
+ZeroByTensor = Annotated[
+    bool,
+    typer.Option(
+        "--zero-by-tensor",
+        help="ZeRO 3 gathers and reduces each parameter by itself, beside nothing (as DeepSpeed in 2021).",
+    ),
+]
 DocumentLen = Annotated[
     str | None, typer.Option(help="Tokens of a document where sequences are packed: attention stays within it.")
 ]
@@ -92,3 +102,40 @@ Assumed = Annotated[
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
+
+_RUN_OPTIONS: Mapping[str, tuple[object, Any]] = {  # how a run is set up: types and defaults, by fields of RunOptions
+    "attention": (AttentionName, None),
+    "launch": (LaunchName, "async"),
+    "overlap": (Overlaps, None),
+    "dispatcher": (DispatcherName, "alltoall"),
+    "sequence_parallel": (SequenceParallel, True),
+    "fused_experts": (FusedExperts, False),
+    "narrow_gather": (NarrowGather, False),
+    "fused_loss": (FusedLoss, False),
+    "overlap_zero": (OverlapZero, True),
+    "overlap_gather": (OverlapGather, True),
+    "zero_by_tensor": (ZeroByTensor, False),
+    "document_len": (DocumentLen, None),
+}
+RUN_OPTIONS: Mapping[str, Any] = {name: default for name, (_, default) in _RUN_OPTIONS.items()}
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """On the command line every one of `RUN_OPTIONS`, for the parameter `options` of a command: a mapping of them, as
+    `read_options` takes it."""
+    signature = inspect.signature(command, eval_str=True)
+    given = []
+    for parameter in signature.parameters.values():
+        if parameter.name != "options":
+            given.append(parameter)
+            continue
+        for name, (kind, default) in _RUN_OPTIONS.items():
+            given.append(inspect.Parameter(name, parameter.kind, default=default, annotation=kind))
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        command(options={name: values.pop(name) for name in _RUN_OPTIONS}, **values)
+
+    called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in given}
+    return called

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
@@ -35,7 +36,7 @@ def read_request(
     precision: str,
     mode: str,
     profile: str | None,
-    options: tuple[str | None, str, str | None, str, bool, bool, bool, bool, bool, str | None, bool],
+    options: Mapping[str, Any],
     constants: Path | None,
     top: int = 1,
     time_limit: float = 60.0,
@@ -55,7 +56,7 @@ def read_request(
     tokens = read_count(seq_len, "--seq-len")
     batch = read_count(global_batch_size, "--global-batch-size")
     check_task(tokens, batch)
-    fixed, run_options = read_pins(pins or ()), read_options(*options)
+    fixed, run_options = read_pins(pins or ()), read_options(**options)
     known, file = read_constants(constants)
     measured = Profile.load(profile) if profile is not None else None
     if measured is not None and measured.device_type != where.device_type:
