@@ -262,6 +262,7 @@ MEMORY: tuple[tuple[str, Memory], ...] = (
 # Experts that are many, with as many key-value heads as heads, have it since Megatron knows it: of Megatron-LM's tests
 # all that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), as of Megatron Bridge's
 # recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since)
+# Where the framework is not known: those whose heads would else be narrower than any usual (DeepSeek-V3: 7168 / 128).
 LATENT_EXPERTS: tuple[int, float] = (16, 2024.8)
 # Frameworks that know it; and those whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in every test),
 # with which latent attention has no fused kernel: "unfused attention since MLA with fused attention and deterministic

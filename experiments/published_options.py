@@ -1,8 +1,8 @@
 """How published runs were set up beyond their degrees: kernels of attention, launch, overlap.
 
 One default per (framework, era), never per row, campaign or model. The era is the date of the release that a row names
-(`container 26.04`, `release v25.02`, `NeMo 24.07`), else of its source, else of the first year that its devices were
-used. What a row's flags say goes first.
+(`container 26.04`, `release v25.02`, `NeMo 24.07`), else of its source (of a preprint some months before its number),
+else of the first year that its devices were used. What a row's flags say goes first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOption
 # Years with the part of the year that has passed: what was run was set up then, at the latest.
 _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
 _IN_NAME = r"[-_](20[12]\d)-?([01]\d)(?=[-_.])"  # llama3_h100_202412_torchtitan.md
+_PREPRINT = r"\b([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"  # arXiv 2412.19437
+_BEFORE_PAPER = 0.3  # years from a run to the preprint about it, roughly: SC21's and Korthikanti's are 0.2 and 0.8
 _SOURCES: tuple[tuple[str, float], ...] = (
     (r"bigscience", 2022.2),
     (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
@@ -148,7 +150,8 @@ _DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
 )
 _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),
-    (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe", "ep"),
+    # DualPipe was made to run the exchanges of one chunk beside another's computing (arXiv 2412.19437, section 3.2.1)
+    (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe|Dual-?Pipe", "ep"),
     (r"TP/DP/PP overlap|overlap-p2p|PP overlap", "pp"),
 )
 _OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm overlap"
@@ -169,6 +172,8 @@ def era_of(source: str, notes: str, device: str) -> float:
     if (match := re.search(r"training_results_v(\d)\.(\d)", source)) is not None:
         return 2020.4 + int(match.group(1)) + 0.5 * int(match.group(2))  # v3.0 in June 2023, two rounds a year
     year = find(_SOURCES, source)
+    if year is None and (match := re.search(_PREPRINT, source)) is not None:
+        year = 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12 - _BEFORE_PAPER
     if year is None:
         return find(_DEVICES, device) or 2026.0
     return max(year, find(_RELEASED, device) or year)  # a page that grew with the devices

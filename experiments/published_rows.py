@@ -335,7 +335,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         replace(usual, schedule=v, virtual_stages=chunks_of(row, v, shape.layers, pp)[0]) for v in schedules.choices[1:]
     ]
     readings += [replace(usual, on_host=v) for v in on_host.choices[1:]]
-    said = f"{row['flags']} {row['model']}"
+    said = f"{row['flags']} {row['schedule']} {row['model']}"
     options = options_of(framework, era, said, row["gpu"], row["precision"], row["notes"])
     options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
     if shape.kind.latent and framework in tables.DETERMINISTIC:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import published_defaults as tables
+from published_defaults import Framework
 from published_options import era_of
 from published_table import Row, Unstated
 
@@ -294,11 +295,11 @@ def _fitted(row: Row, candidates: Sequence[_Candidate], blank: tuple[str, ...], 
         nearest = _nearest(row, shape, published)
         if abs(off(nearest)) <= tables.PARAMS_TOLERANCE:
             return ShapeMatch(nearest, (), blank)
-        more = _experts_from(shape, published) if shape.num_experts and not row.noted("moe_ffn") else None
+        usual = replace(shape, kind=_usual_kind(row, shape))
+        more = _experts_from(usual, published) if shape.num_experts and not row.noted("moe_ffn") else None
         if more is not None and abs(off(more)) <= tables.PARAMS_TOLERANCE:
             note = f"experts without a size are priced with an inner size of {more.expert_ffn}, as params_b says"
             return ShapeMatch(more, (), (*blank, "moe_ffn"), (note,))
-        usual = replace(shape, kind=_usual_kind(row, shape))
         said = (
             f"the dimensions give {off(nearest):+.0%} of the published number of parameters at best: params_b is left"
         )
@@ -356,10 +357,12 @@ def _usual_kv_heads(heads: int, era: float, gated: bool, size: float) -> list[in
 
 
 def _usual_kind(row: Row, shape: Shape) -> Kind:
-    """Where nothing says what kind of layer it is: latent attention with many experts, in frameworks that know it."""
+    """Where nothing says what kind of layer it is: latent attention with many experts, in frameworks that know it, or
+    where it explains the number of heads."""
     least, since = tables.LATENT_EXPERTS
     known = row.framework in tables.LATENT_FRAMEWORKS and era_of(row["source"], row["notes"], row["gpu"]) >= since
-    if not known or shape.num_experts < least or shape.kv_heads != shape.heads:
+    narrow = row.framework is Framework.OTHER and shape.kind.head_dim < min(tables.HEAD_DIMS)
+    if not (known or narrow) or shape.num_experts < least or shape.kv_heads != shape.heads:
         return shape.kind
     return replace(shape.kind, latent=True, q_rank=tables.LATENT_Q_RANKS[0], head_dim=tables.LATENT["v_head_dim"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
     if kind not in CONFIG_MAPPING:
         raise CaptureError(f"{where}: model_type {kind!r} is not an architecture of the installed transformers")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # n_shared_experts = 0
             settings = CONFIG_MAPPING[kind].from_dict(dict(config))
             auto: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
             made = auto.from_config(settings, dtype=dtype)
