@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.symbols import Expr, product
@@ -32,6 +32,7 @@ LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for what is a
 OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number in it is the size of the batch, not of a micro-batch
 NOT_OF_THE_BATCH = frozenset((LOSS_DENOMINATOR, LOSS_SHARE))
 
+_Thing = TypeVar("_Thing")
 Dim = tuple[str, ...]  # factor names, major to minor; () is a dim of size 1
 
 
@@ -193,6 +194,26 @@ class ModelGraph:
         """The same graph with inferred factors."""
         return replace(self, factors=dict(factors), values=dict(values), blocks=dict(blocks))
 
+    def in_order(self) -> ModelGraph:
+        """The same graph, its blocks as they are called and all else by name: as read from a file, whatever made it. A
+        solver breaks ties by the order of what it is asked."""
+        called = dict.fromkeys((*(call.block for call in self.calls), *sorted(self.blocks)))
+        blocks = {
+            name: replace(b, values=_sorted(b.values), nodes=tuple(replace(n, attrs=_sorted(n.attrs)) for n in b.nodes))
+            for name in called
+            if (b := self.blocks.get(name))
+        }
+        return replace(
+            self,
+            values=_sorted(self.values),
+            blocks=blocks,
+            calls=tuple(replace(c, params=_sorted(c.params), buffers=_sorted(c.buffers)) for c in self.calls),
+            params=_sorted(self.params),
+            buffers=_sorted(self.buffers),
+            factors=_sorted(self.factors),
+            bounds=_sorted(self.bounds),
+        )
+
     def to_json(self) -> str:
         """Text form, stable: equal graphs give equal text."""
         return json.dumps({"schema": SCHEMA_VERSION, "graph": _encode(self)}, indent=1, sort_keys=True)
@@ -205,7 +226,7 @@ class ModelGraph:
             raise GraphError(
                 f"ModelGraph schema {data.get('schema')!r} cannot be read; this version reads {SCHEMA_VERSION}"
             )
-        graph = _decode_graph(data["graph"])
+        graph = _decode_graph(data["graph"]).in_order()
         check(graph)
         return graph
 
@@ -244,6 +265,10 @@ def _show(value: Value) -> str:
     else:
         shape = ", ".join(" ".join(d) if d else "1" for d in value.dims)
     return f"{value.name}: {value.dtype}[{shape}]"
+
+
+def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
+    return dict(sorted(things.items()))
 
 
 def _encode(obj: Any) -> Any:

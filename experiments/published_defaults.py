@@ -213,6 +213,7 @@ VOCAB_MULTIPLE = 128
 # Micro-batches where a row is silent and its schedule accumulates gradients; JAX's trainers run the batch of a device
 # at once. The first is the prediction.
 MICRO_BATCHES = (1, 2, 4)
+MICRO_BATCHES_GATHERED = (8, 4, 2, 1)  # ZeRO 3 without a pipeline: each gathers all parameters, so that few are run
 AT_ONCE = frozenset((Framework.JAX,))
 # As many micro-batches as stages, until then (torchtitan, parallelisms/pipelining_utils.py; its pull request 1073 made
 # the default one sequence each).

@@ -230,11 +230,11 @@ def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
 
 
 def _micro_batches(
-    row: Row, framework: Framework, era: float, dp: int, pp: int, batch: int
+    row: Row, framework: Framework, era: float, dp: int, pp: int, batch: int, gathered: bool
 ) -> tuple[tuple[int, ...], str]:
     """Sequences per micro-batch, the most likely first, and what is not as stated: more than the batch has for a rank.
 
-    Unpriced where it has none for some.
+    `gathered`: ZeRO 3. Unpriced where it has none for some.
     """
     if dp > batch:
         raise Unpriced(f"dp={dp} is more than the global batch of {batch}")
@@ -251,7 +251,8 @@ def _micro_batches(
         return (stated,), note
     if pp > 1 and batch % (dp * pp) == 0 and era < tables.AS_MANY_AS_STAGES.get(framework, 0.0):
         return tuple(dict.fromkeys((batch // (dp * pp), 1))), note
-    return tuple(n for n in tables.MICRO_BATCHES if batch % (dp * n) == 0) or (1,), note
+    usual = tables.MICRO_BATCHES_GATHERED if gathered and pp == 1 else tables.MICRO_BATCHES
+    return tuple(n for n in usual if batch % (dp * n) == 0) or (1,), note
 
 
 @dataclass(frozen=True)
@@ -276,14 +277,6 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if ep > 1 and not shape.num_experts:
         notes.append(f"ep={ep} is left: the model has no experts")
         ep = 1
-    batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
-    micro, less = _micro_batches(row, framework, era, dp, pp, batch)
-    if less:
-        notes.append(less)
-        assumed.append("micro_batch")
-    if batch % (dp * micro[0]):  # no framework runs a part of a micro-batch: the nearest whole number of them
-        batch = dp * micro[0] * round(batch / (dp * micro[0]))
-        assumed.append("global_batch")
     zero = find(tables.ZERO_STAGES, row["zero_stage"]) if row["zero_stage"] else None
     if zero is None:
         zero = defaults.zero_stages
@@ -297,6 +290,14 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         zero = (1, *zero)
     if pp > 1 and zero[0] == 2:  # in a pipeline gradients are reduced once per step, not after each micro-batch
         zero = (1, 2)
+    batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
+    micro, less = _micro_batches(row, framework, era, dp, pp, batch, zero[0] == 3)
+    if less:
+        notes.append(less)
+        assumed.append("micro_batch")
+    if batch % (dp * micro[0]):  # no framework runs a part of a micro-batch: the nearest whole number of them
+        batch = dp * micro[0] * round(batch / (dp * micro[0]))
+        assumed.append("global_batch")
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
     recompute = recompute_of(row, defaults.recompute)

@@ -138,6 +138,21 @@ def test_checker_refuses(graph: ModelGraph, break_it: Callable[[ModelGraph], Mod
     assert break_it(graph).content_hash != graph.content_hash
 
 
+def test_a_graph_is_the_same_whatever_order_its_mappings_have(graph: ModelGraph) -> None:
+    """As captured, as read from a file, and anyhow: a solver breaks ties by the order of what it is asked."""
+
+    def order(g: ModelGraph) -> str:
+        return repr(g)  # of its mappings, too
+
+    read = ModelGraph.from_json(graph.to_json())
+    assert order(read) == order(graph) == order(graph.in_order())
+    blocks = {n: replace(b, values=dict(reversed(b.values.items()))) for n, b in reversed(graph.blocks.items())}
+    turned = replace(graph, blocks=blocks, values=dict(reversed(graph.values.items())))
+    assert repr(turned.blocks) != repr(graph.blocks) and turned == graph
+    assert order(turned.in_order()) == order(infer_factors(turned).in_order()) == order(graph)
+    assert list(graph.blocks) == list(dict.fromkeys(call.block for call in graph.calls))
+
+
 def test_inference_is_stable(graph: ModelGraph) -> None:
     """Inferring again changes nothing; a size that is no whole number is refused."""
     assert infer_factors(graph) == graph

@@ -290,7 +290,7 @@ def test_infeasible_problems_say_what_stands_in_the_way() -> None:
         problem.filtered(lambda c, o: c.name != "layer/up")
     with pytest.raises(InfeasibleError, match=r"stored state needs at least [\d,]+ bytes per rank, the budget is 100"):
         solve(replace(problem, state_budget_bytes=100.0))
-    with pytest.raises(InfeasibleError, match=r"the largest part is 'store layer/up\.weight' with 12,288"):
+    with pytest.raises(InfeasibleError, match=r"the largest part is 'store layer/down\.weight' with 12,288"):
         solve(replace(problem, state_budget_bytes=100.0))
 
     def only(choice: Choice, option: Option) -> bool:  # stored in shards of its rows, used whole: never gathered here

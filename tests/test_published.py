@@ -129,6 +129,8 @@ def test_a_blank_micro_batch_vocabulary_or_node_is_the_frameworks() -> None:
     assert [s.config.micro_batch_size for s in blank.task.settings] == [1, 2, 4] and "micro_batch" in blank.assumed
     assert [s.config.num_micro_batches for s in blank.task.settings] == [4, 2, 1]
     assert case_of(micro_batch="", flags="MaxText").task.settings[0].config.micro_batch_size == 4  # at once
+    gathered = case_of(micro_batch="", zero_stage="3").task.settings
+    assert [s.config.micro_batch_size for s in gathered] == [4, 2, 1]  # as few as the batch allows
     assert case_of(micro_batch="", flags="2 microbatches").task.settings[0].config.micro_batch_size == 2
     c = case_of(vocab="", tp="2", dp="8")
     assert c.task.shape.vocab == 50432 == 197 * 256 and "vocab" in c.assumed

@@ -128,7 +128,7 @@ def capture(
         graph = _capture(model, example_inputs, loss_fn, merge=False)
     if graph is None:
         raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
-    return infer_factors(graph)
+    return infer_factors(graph).in_order()
 
 
 def _capture(

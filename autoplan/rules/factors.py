@@ -97,11 +97,13 @@ class _Inference:
     def __init__(self, graph: ModelGraph) -> None:
         self.graph, self.table = graph, _Factors()
         self.dims: dict[tuple[str, str], list[list[int]]] = {}
-        for value in graph.values.values():
-            self._fresh("", value)
-        for block in graph.blocks.values():
-            for value in block.values.values():
-                self._fresh(block.name, value)
+        # as they are defined, whatever the order of the mappings: names of factors depend on it
+        for name in dict.fromkeys((*graph.inputs, *(out for call in graph.calls for out in call.outputs))):
+            self._fresh("", graph.values[name])
+        for block in dict.fromkeys(call.block for call in graph.calls):
+            of = graph.blocks[block]
+            for name in (*of.inputs, *of.params, *of.buffers, *(out for node in of.nodes for out in node.outputs)):
+                self._fresh(block, of.values[name])
 
     def _fresh(self, scope: str, value: Value) -> None:
         self.dims[scope, value.name] = [[] if s.value == 1 else [self.table.new(s)] for s in value.shape]
