@@ -24,7 +24,7 @@ from autoplan.cost_models.compute import class_of
 from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.layout import Axis
-from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, Profile
+from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, OpRecord, Profile
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import (
     adamw_task,
@@ -33,11 +33,12 @@ from autoplan.profiler.lattice import (
     held_out,
     lattice,
     linear_task,
+    spread,
     view_task,
 )
 from autoplan.profiler.links import layouts
 from autoplan.profiler.ops import Clock, Task, cache_bytes, compiled, make_input, measure_op
-from autoplan.profiler.run import cached_profile, machine_key, measure, resolve, store
+from autoplan.profiler.run import cached_profile, machine_key, measure, measure_in_job, resolve, store
 from autoplan.profiler.show import summary
 from autoplan.profiler.tasks import model_tasks
 from autoplan.runtime.mesh import AxisMesh, use_mesh
@@ -220,6 +221,27 @@ def test_ranks_measure_together() -> None:
     assert all(name in OVERHEADS for name in profile.overheads)
     assert any("no time for" in note for note in profile.notes)  # a few seconds are not enough, and it says so
     summary(profile)
+
+
+def test_operations_of_one_size_are_not_measured_one_after_the_other(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed of a shared machine drifts: whatever is compared is measured all over the time that there is."""
+    numbers = list(range(400))
+    for start in (0, 100, 300):  # each quarter has some of every quarter
+        part = spread(numbers)[start : start + 100]
+        assert min(sum(n // 100 == k for n in part) for k in range(4)) >= 20
+    assert sorted(spread(numbers)) == numbers
+    tasks = [adamw_task(100 + size, "float32") for size in range(12)]
+    measured: list[Task] = []
+
+    def measure_one(task: Task, *_: object) -> OpRecord:
+        measured.append(task)
+        return measure_op(task, *_)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("autoplan.profiler.run.measure_op", measure_one)
+    profile = measure_in_job(tasks, 20.0, general=False, progress=False)
+    assert measured == spread(tasks) != tasks and len(profile.ops) == len(tasks)
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.profiler.ops import Task
@@ -33,6 +34,7 @@ def attention_task(b: int, h: int, s: int, d: int, dtype: str, causal: bool = Tr
     )
 
 
+_T = TypeVar("_T")
 _POINTWISE: Mapping[str, tuple[int, str]] = {  # op -> number of inputs, text
     "add": (2, "x0 + x1"),
     "mul": (2, "x0 * x1"),
@@ -196,11 +198,11 @@ def _grid(ms: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> Iterator[t
 
 def _interleave(*lists: Sequence[Task]) -> list[Task]:
     """Spread over each list evenly, so that a prefix covers all of them."""
-    ranked = [((i + 0.5) / len(tasks), j, t) for j, tasks in enumerate(lists) for i, t in enumerate(_spread(tasks))]
+    ranked = [((i + 0.5) / len(tasks), j, t) for j, tasks in enumerate(lists) for i, t in enumerate(spread(tasks))]
     return [t for _, _, t in sorted(ranked, key=lambda r: (r[0], r[1]))]
 
 
-def _spread(tasks: Sequence[Task]) -> list[Task]:
+def spread(tasks: Sequence[_T]) -> list[_T]:
     """A fixed order in which every prefix is spread over the list: steps of a number coprime to its length."""
     n = len(tasks)
     step = next((p for p in range(int(n * 0.618) or 1, n) if math.gcd(p, n) == 1), 1)

@@ -35,7 +35,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
-from autoplan.profiler.lattice import every_step_tasks, held_out, lattice
+from autoplan.profiler.lattice import every_step_tasks, held_out, lattice, spread
 from autoplan.profiler.links import measure_links, measure_sharing
 from autoplan.profiler.machine import Machine
 from autoplan.profiler.nodes import Nodes, agree, identity, num_nodes
@@ -289,6 +289,9 @@ def _measure(
     dtypes: Sequence[str],
     general: bool,
 ) -> Profile:
+    # The speed of a shared machine changes by half within minutes: operations of one size measured one after the other
+    # would differ from those of another by that.
+    tasks = spread(tasks)
     clock = Clock(job.device)
     notes, machine = _Notes([f"operations: {clock.name}"]), Machine(job, nodes)
     notes.lines += machine.begin(hardware(job.device))
