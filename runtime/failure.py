@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoplan.runtime import private
+from autoplan.runtime.agree import AgreedError
 
 logger = logging.getLogger(__name__)
 
@@ -193,12 +194,13 @@ def guard(rank: int | None = None) -> Iterator[None]:
         rank: this process's rank; default: that of the process group.
 
     Raises:
-        RankFailure: for every Exception inside, which is its cause. Other BaseExceptions (KeyboardInterrupt,
+        RankFailure: for every Exception inside, which is its cause. An AgreedError, which all ranks raise alike,
+            passes through, and collectives go on working. Other BaseExceptions (KeyboardInterrupt,
             SystemExit) are reported to the other ranks and pass through.
     """
     try:
         yield
-    except RankFailure:
+    except (RankFailure, AgreedError):
         raise
     except BaseException as exc:
         failure = _failure_of(exc, rank)
