@@ -24,6 +24,7 @@ from autoplan.runtime.params import all_reduce_flat, local_of, materialise, redu
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
+from autoplan.runtime.shards import Shards
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
 
@@ -113,11 +114,17 @@ class ParallelModel:
             if last is not None:  # after the hooks of fully_shard, which then see the loss itself
                 last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         self._tied_groups = self._make_tied_groups()
+        self._shards_shown = Shards(
+            self.mesh,
+            [p for stage in spec.stages for p in stage.params],
+            split=not self._plain_parameters,
+        )
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            self.optimizer = on_local_shards(optimizer, self.parameters())
+            held = [self._held(p) for _, p in self._places() if p.requires_grad]
+            self.optimizer = on_local_shards(optimizer, held)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
@@ -162,8 +169,8 @@ class ParallelModel:
             if parameter.requires_grad:
                 yield parameter
 
-    def _shown(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer is given of a parameter: itself, or its copy on the host."""
+    def _held(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer works on of a parameter: itself, or its copy on the host."""
         return parameter if self._host is None else self._host.of(parameter)
 
     def _copies_of(self, copies: str, shards: str) -> DeviceMesh:
@@ -274,9 +281,31 @@ class ParallelModel:
             yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(original name, this rank's shard); a tied parameter appears once per copy this rank holds."""
+        """(original name, this rank's shard), each name once; several copies of a tied parameter follow the first.
+
+        Where the program splits parameters they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
+        """
+        for p, parameter in self._first_copies():
+            yield p.name, self._shards_shown.of(p, self._held(parameter), parameter)
+
+    def _first_copies(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+        """`_places`, of several copies of a tied parameter only the first."""
+        seen: set[str] = set()
         for p, parameter in self._places():
-            yield p.name, self._shown(parameter)
+            if p.name not in seen:
+                seen.add(p.name)
+                yield p, parameter
+
+    def _follow_first_copies(self) -> None:
+        """Give all copies of a tied parameter the values of the first, which is the one that is shown."""
+        if len({p.name for p, _ in self._owners}) == len(self._owners):
+            return
+        first = {p.name: parameter for p, parameter in self._first_copies()}
+        with torch.no_grad():
+            for p, parameter in self._places():
+                source, copy = self._held(first[p.name]), self._held(parameter)
+                if copy is not source:
+                    local_of(copy).copy_(local_of(source))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's shards that are trained: what an optimizer takes. Where the optimizer's state is offloaded they
@@ -343,6 +372,7 @@ class ParallelModel:
 
     def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         parts = self._micro_batches(batch)
+        self._follow_first_copies()
         for _, parameter in self._places():
             parameter.grad = None
         if self._host is not None:
@@ -507,7 +537,7 @@ class ParallelModel:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for p, parameter in self._places():
-            grad = self._shown(parameter).grad
+            grad = self._held(parameter).grad
             if grad is not None and self._counts_here(p):
                 total += local_of(grad).to(torch.float64).pow(2).sum().to(self.device)
         if self.mesh.world_size > 1:
@@ -518,9 +548,10 @@ class ParallelModel:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, as torch's does."""
         norm = self.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                local_of(parameter.grad).mul_(factor.to(local_of(parameter.grad)))
+        for _, parameter in self._places():
+            grad = self._held(parameter).grad
+            if grad is not None:
+                local_of(grad).mul_(factor.to(local_of(grad)))
         return norm
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -529,7 +560,7 @@ class ParallelModel:
         """Full tensors by original name, on every rank (a collective): `pick` chooses parameter or gradient."""
         mine: dict[str, torch.Tensor] = {}
         for p, parameter in self._places():
-            tensor = pick(self._shown(parameter))
+            tensor = pick(self._held(parameter))
             if tensor is None:
                 continue
             if self._on_host:
@@ -595,7 +626,7 @@ class ParallelModel:
                 if isinstance(parameter, DTensor):
                     whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
                     local = whole.to_local()
-                if self._host is not None and self._shown(parameter) is not parameter:
+                if self._host is not None and self._held(parameter) is not parameter:
                     self._host.load(parameter, local)
                 else:
                     local_of(parameter).copy_(local)

@@ -37,6 +37,7 @@ from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import materialise
 from autoplan.runtime.program import load_module
+from autoplan.runtime.shards import ParameterShard, held_indices
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.search.pins import read_pins
 
@@ -506,6 +507,10 @@ def train_job(
         assert pm.optimizer is not None
         pm.optimizer.step()
     state = pm.state_dict()
+    for name, p in pm.named_parameters():  # what a DTensor says it holds is what it holds
+        if isinstance(p, ParameterShard):
+            held = held_indices(p.shape, p.device_mesh, p.placements)
+            assert torch.equal(p._local_tensor.to(state[name]), state[name][torch.meshgrid(*held, indexing="ij")]), name
     other = {n: t + 1 if n in params else t for n, t in state.items()}
     for name, values in _aliases(model).items():
         other |= dict.fromkeys(values, other[name])

@@ -1,0 +1,358 @@
+"""Parameters as PyTorch's users know them: DTensors that say which elements of the whole parameter a rank holds.
+
+The emitted blocks and `fully_shard` compute with plain local shards. What `ParallelModel.parameters` hands out are
+`ParameterShard`s over the same memory: DTensors whose shape is that of the model's own parameter and whose placements
+are the true ones, so that a norm, a `full_tensor` or `torch.distributed.checkpoint` sees the whole parameter.
+
+A dim is an ordered product of factors, and a shard cuts one of them. With the dim as a mixed-radix number, an axis cuts
+one digit; the digits before it that are not cut yet make the `split_factor` of a `_StridedShard` (1: a plain `Shard`).
+ZeRO cuts dim 0 of what is left, so its axes are the last of the mesh.
+
+What a DTensor cannot say is refused by name (`ForeignUseError`) instead of being wrong:
+
+- A pipeline stage holds some of the parameters. A reduction over its gradients, such as the norm in
+  `torch.nn.utils.clip_grad_norm_`, is not that of the model.
+- Optimizer states of several stages have equal keys in a checkpoint unless the key names the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+# Private torch API (tried on 2.13.0): a DTensor over memory that exists, without its checks and copies.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Private torch API (tried on 2.13.0): a dim whose outer factors are not cut.
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_iter, tree_map
+
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.params import local_of
+from autoplan.runtime.spec import ParamSpec
+
+
+class ForeignUseError(RuntimeError):
+    """A use of a shard whose result would be that of this rank's part, not of the model."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a shard comes from.
+
+    Attributes:
+        name: of the parameter in the model; "" for a result computed from several.
+        num_stages: of the pipeline; where there are several, the others hold other parameters.
+    """
+
+    name: str
+    num_stages: int = 1
+
+
+# Reductions without torch.Tag.reduction (torch 2.13).
+_MORE_REDUCTIONS = ("_foreach_norm", "_foreach_max", "dot", "vdot", "linalg_norm")
+
+
+def _reduces(func: Any) -> bool:
+    return torch.Tag.reduction in func.tags or func.overloadpacket.__name__ in _MORE_REDUCTIONS
+
+
+class TensorShard(DTensor):
+    """A DTensor that knows where it comes from: a parameter's shard, its gradient, or what is computed from them."""
+
+    origin: Origin
+
+    @classmethod
+    def of(cls, local: torch.Tensor, spec: Any, origin: Origin, requires_grad: bool = False) -> TensorShard:
+        """Wrap `local`, whose layout over the ranks is `spec` (a DTensorSpec); the memory is shared."""
+        out: TensorShard = cls(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg, assignment]
+        out.origin = origin
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        origins = {t.origin for t in tree_iter((args, kwargs)) if isinstance(t, TensorShard)}
+        origin = next(iter(origins))
+        if len(origins) > 1:
+            origin = replace(origin, name="")
+        if origin.num_stages > 1 and _reduces(func):
+            name = func.overloadpacket.__name__
+            raise ForeignUseError(
+                f"{name} over {origin.name or 'several parameters'}: this rank holds one of {origin.num_stages} "
+                "pipeline stages, so that the result would not be the model's; use pm.grad_norm() and "
+                "pm.clip_grad_norm_(max_norm), or full_tensor() of a single parameter or gradient"
+            )
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if torch.Tag.inplace in func.tags and isinstance(args[0], torch.Tensor):
+            return args[0]
+
+        def same_origin(x: Any) -> Any:
+            return TensorShard.of(x._local_tensor, x._spec, origin, x.requires_grad) if type(x) is DTensor else x
+
+        return tree_map(same_origin, out)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank of the mesh (a collective)."""
+        if not any(isinstance(p, _StridedShard) for p in self.placements):
+            return super().full_tensor(grad_placements=grad_placements)
+        # torch 2.13 refuses to gather a dim whose inner factor is cut and whose rest is cut again
+        if grad_placements is not None:
+            raise ForeignUseError(f"full_tensor(grad_placements=...) of {self.origin.name}, whose cut is interleaved")
+        return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+
+    # -- torch.distributed.checkpoint: a shard of an interleaved dim is several boxes of the whole tensor -------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        self._check_key(fqn)
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
+            )
+            for box, _ in self._boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [box for box, _ in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box, at in self._boxes():
+            if box.offsets == index.offset:
+                return self._local_tensor.detach()[at]
+        raise ValueError(f"{self.origin.name}: this rank holds nothing at {index.offset}")
+
+    def _boxes(self) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
+        """Each box of the whole tensor that this rank holds, and where it lies in the local one."""
+        runs = [_runs(held) for held in held_indices(self.shape, self.device_mesh, self.placements)]
+        for box in product(*runs):
+            offsets, sizes = torch.Size(start for start, _, _ in box), torch.Size(size for _, size, _ in box)
+            yield ChunkStorageMetadata(offsets, sizes), tuple(slice(at, at + size) for _, size, at in box)
+
+    def _check_key(self, fqn: str) -> None:
+        if self.origin.num_stages > 1 and (not self.origin.name or self.origin.name not in fqn):
+            raise ForeignUseError(
+                f"checkpoint key {fqn!r} does not name the parameter {self.origin.name!r}: other pipeline stages would "
+                "write other tensors under the same key; use the names of pm.named_parameters() in the keys"
+            )
+
+
+class _Whole(torch.autograd.Function):
+    """The whole tensor of a shard; its gradient, the same on all ranks, is cut alike."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: TensorShard) -> torch.Tensor:
+        ctx.shard = shard
+        local, mesh = shard._local_tensor.detach(), shard.device_mesh
+        whole = local.new_zeros(shard.shape)
+        whole[_grid(shard)] = local
+        for axis, placement in enumerate(shard.placements):
+            if not isinstance(placement, Replicate):
+                dist.all_reduce(whole, group=mesh.get_group(axis))  # the others have zeros there
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+        shard: TensorShard = ctx.shard
+        return TensorShard.of(grad[_grid(shard)].contiguous(), shard._spec, shard.origin)
+
+
+def _grid(shard: DTensor) -> tuple[torch.Tensor, ...]:
+    held = held_indices(shard.shape, shard.device_mesh, shard.placements)
+    return torch.meshgrid(*(h.to(shard._local_tensor.device) for h in held), indexing="ij")
+
+
+class ParameterShard(TensorShard):
+    """A parameter: `source`, which the blocks or the optimizer compute with, shown as part of the whole.
+
+    `grad` is that of the source, shown alike; assigning it assigns the source's.
+    """
+
+    source: nn.Parameter
+
+    @staticmethod
+    def over(source: nn.Parameter, spec: Any, origin: Origin) -> ParameterShard:
+        """Show `source` (plain, or a DTensor over ZeRO's axes) as laid out by `spec`."""
+        local = local_of(source.detach())
+        out: ParameterShard = ParameterShard(local, spec, requires_grad=source.requires_grad)  # type: ignore[call-arg, assignment]
+        out.origin, out.source = origin, source
+        out._is_param = True  # isinstance(out, nn.Parameter), as nn.Parameter itself marks tensors of other types
+        if source.requires_grad:
+            out.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
+        return out
+
+    def refresh(self) -> None:
+        """Follow the source to other memory: fully_shard pads an uneven shard at its first forward."""
+        local = local_of(self.source.detach())
+        if local.data_ptr() != self._local_tensor.data_ptr():
+            self._local_tensor = local
+
+    @property  # type: ignore[override]
+    def grad(self) -> TensorShard | None:
+        """The gradient of the whole parameter, this rank's part of it."""
+        found = self.source.grad
+        return None if found is None else TensorShard.of(local_of(found), self._spec, self.origin)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self.source.grad = None
+            return
+        if not isinstance(value, DTensor) or value.placements != self.placements:
+            found = f"placements {value.placements}" if isinstance(value, DTensor) else "no DTensor"
+            raise ForeignUseError(f"the gradient of {self.origin.name} has {found}; it must have {self.placements}")
+        local, source = value.to_local(), self.source
+        if isinstance(source, DTensor):
+            self.source.grad = DTensor.from_local(
+                local, source.device_mesh, source.placements, run_check=False, shape=source.shape,
+                stride=source.stride(),
+            )  # fmt: skip
+        else:
+            self.source.grad = local
+
+
+def _hand_over(shard: ParameterShard) -> None:
+    """A backward of the user's own (a penalty on parameters): its gradient is added to the source's."""
+    slot: Any = torch.Tensor.grad
+    mine = slot.__get__(shard)
+    slot.__set__(shard, None)
+    if mine.placements != shard.placements:
+        mine = mine.redistribute(placements=shard.placements)
+    if shard.grad is None:
+        shard.grad = mine
+    else:
+        local_of(shard.source.grad).add_(mine.to_local())  # type: ignore[arg-type]  # there is one
+
+
+def held_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[torch.Tensor]:
+    """Per dim of a tensor of `shape`: the indices that this rank holds, in the order of its local tensor."""
+    held = [torch.arange(size) for size in shape]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not part of {mesh}")
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        dim, num = placement.dim, mesh.size(axis)  # type: ignore[attr-defined]  # all others are shards
+        outer = getattr(placement, "split_factor", 1)
+        here = held[dim]
+        if outer == 1:
+            parts = here.chunk(num)
+            held[dim] = parts[coordinate[axis]] if coordinate[axis] < len(parts) else here[:0]
+        else:
+            held[dim] = here.reshape(outer, num, -1)[:, coordinate[axis]].reshape(-1)
+    return held
+
+
+def _runs(held: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Contiguous runs of indices: (first index, length, where it begins in `held`)."""
+    if not held.numel():
+        return []
+    breaks = (held[1:] - held[:-1] != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), held.numel()]
+    return [(int(held[a]), b - a, a) for a, b in zip(starts, ends, strict=True)]
+
+
+def placements_of(spec: ParamSpec, mesh: AxisMesh, axes: Sequence[str]) -> list[Placement]:
+    """How the atomic sub-axes `axes` of a mesh, in that order, split a parameter (without ZeRO)."""
+    cuts: dict[tuple[int, int], list[str]] = {}
+    for s in spec.shards:  # major to minor
+        cuts.setdefault((s.dim, s.position), []).extend(mesh.atoms(s.axis))
+    digits: list[list[tuple[str, int]]] = []  # per dim, major to minor: (axis or "", size)
+    for dim, factors in enumerate(spec.factor_shape):
+        mine: list[tuple[str, int]] = []
+        for position, size in enumerate(factors):
+            atoms = cuts.get((dim, position), [])
+            mine += [(a, mesh.size(a)) for a in atoms]
+            mine.append(("", size // math.prod(mesh.size(a) for a in atoms)))
+        digits.append(mine)
+    out: list[Placement] = []
+    for axis in axes:
+        dim = next((i for i, mine in enumerate(digits) if any(a == axis for a, _ in mine)), None)
+        if dim is None:
+            out.append(Replicate())
+            continue
+        at = next(i for i, (a, _) in enumerate(digits[dim]) if a == axis)
+        outer = math.prod(size for _, size in digits[dim][:at])
+        del digits[dim][at]
+        out.append(Shard(dim) if outer == 1 else _StridedShard(dim, split_factor=outer))
+    return out
+
+
+class Shards:
+    """Shows the parameters of a rank as `ParameterShard`s; as they are if none of the program is split.
+
+    Args:
+        mesh: of the program.
+        params: every ParamSpec of the program, of all stages.
+        split: True if ZeRO shards parameters.
+    """
+
+    def __init__(self, mesh: AxisMesh, params: Sequence[ParamSpec], split: bool) -> None:
+        self._mesh = mesh
+        self._num_stages = mesh.size("pp")
+        cut = any(mesh.size(s.axis) > 1 for p in params for s in p.shards)
+        self.whole = self._num_stages == 1 and not cut and not split
+        self._shown: dict[int, ParameterShard] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def of(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> nn.Parameter:
+        """The parameter that is shown for `source`; `sharded`: the same on its device, a DTensor if ZeRO shards it."""
+        if self.whole:
+            return source
+        found = self._shown.get(id(source))
+        if found is None:
+            found = self._shown[id(source)] = self._show(spec, source, sharded)
+        found.refresh()
+        return found
+
+    def _show(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> ParameterShard:
+        over = sharded.device_mesh if isinstance(sharded, DTensor) else None
+        names = () if over is None else tuple(over.mesh_dim_names or ())
+        taken = set(self._mesh.atoms(names)) if names else set()
+        axes = [a for a, size in self._mesh.axes.items() if a != "pp" and a not in taken and size > 1]
+        if not axes and over is None:
+            axes = [next(a for a in self._mesh.axes if a != "pp")]
+        key = (*axes, *names)
+        if key not in self._meshes:
+            self._meshes[key] = self._mesh_over(key)
+        placements = placements_of(spec, self._mesh, axes)
+        if isinstance(sharded, DTensor):
+            placements += sharded.placements
+        meta = TensorMeta(torch.Size(spec.shape), _contiguous(spec.shape), source.dtype)
+        layout = DTensorSpec(self._meshes[key], tuple(placements), tensor_meta=meta)
+        return ParameterShard.over(source, layout, Origin(spec.name, self._num_stages))
+
+    def _mesh_over(self, axes: Sequence[str]) -> DeviceMesh:
+        """The ranks of this rank's pipeline stage, by the named axes in that order, on the groups that exist.
+
+        A mesh of its own, no slice of the program's: torch wants the axes of slices in the order of the ranks.
+        """
+        mesh, atoms = self._mesh, [self._mesh.atoms(a) for a in axes]
+        order = [a for group in atoms for a in group]
+        ranks = mesh.device_mesh.mesh
+        for i, name in reversed(list(enumerate(mesh.axes))):
+            if name not in order:  # the pipeline's axis, and those of size 1
+                ranks = ranks.select(i, mesh.coordinate(name))
+        left = [name for name in mesh.axes if name in order]
+        ranks = ranks.permute([left.index(a) for a in order]).reshape([mesh.size(a) for a in axes])
+        groups = [mesh.group(a) for a in axes]
+        return DeviceMesh.from_group(groups, mesh.device_mesh.device_type, ranks, mesh_dim_names=tuple(axes))
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of a shape."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,0 +1,114 @@
+"""Jobs for test_shards.py: parameters of a program in the hands of PyTorch's own functions."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from parity import Case, full_tensors, global_batch, part_of
+from torch.distributed.tensor import DTensor
+
+from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.params import local_of
+from autoplan.runtime.shards import ForeignUseError
+from autoplan.runtime.spec import ProgramSpec
+
+
+def program_of(case: Case, spec_json: str, sources: dict[str, str], optimizer: Any = None) -> ParallelModel:
+    """The program of a case after one step."""
+    spec = ProgramSpec.from_json(spec_json)
+    params, buffers = full_tensors(case, torch.float64)
+    pm = ParallelModel(
+        spec,
+        sources,
+        params,
+        buffers,
+        num_micro_batches=case.num_micro_batches,
+        dtype=torch.float64,
+        optimizer=optimizer,
+        aliases=parity._aliases(parity.make_model(case.family, 0.0)),
+    )
+    pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
+    return pm
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    """Message of the refusal, or "" if the work is done."""
+    try:
+        work()
+    except ForeignUseError as exc:
+        return str(exc)
+    return ""
+
+
+def use(
+    rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], norms: bool = True
+) -> dict[str, Any]:
+    """What torch's functions make of the parameters, beside what the program itself says."""
+    pm = program_of(case, spec_json, sources)
+    whole, gradients, norm = pm.state_dict(), pm.gradients(), float(pm.grad_norm())
+    found: dict[str, Any] = {"refused": "not tried"}
+    if norms:
+        found["refused"] = refusal(lambda: torch.nn.utils.get_total_norm([p.grad for p in pm.parameters()]))
+    for name, p in pm.named_parameters():
+        assert isinstance(p, torch.nn.Parameter), name
+        full = p.full_tensor() if isinstance(p, DTensor) else p
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        assert torch.equal(full.detach(), whole[name]) and torch.equal(grad, gradients[name]), name
+    if not found["refused"]:
+        before = torch.nn.utils.clip_grad_norm_(pm.parameters(), 0.5 * norm)
+        found["norm"] = float(before.full_tensor() if isinstance(before, DTensor) else before), norm
+        found["clipped"] = float(pm.grad_norm()), 0.5 * norm
+    else:
+        pm.clip_grad_norm_(0.5 * norm)
+        found["clipped"] = float(pm.grad_norm()), 0.5 * norm
+    # a checkpoint of the parameters holds all of them, and comes back
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    dcp.save(dict(pm.named_parameters()), checkpoint_id=folder[0])
+    loaded = {n: torch.full_like(t, float("nan")) for n, t in whole.items() if n in gradients}
+    dcp.load(loaded, checkpoint_id=folder[0])
+    found["saved"] = all(torch.equal(t, whole[n]) for n, t in loaded.items())
+    with torch.no_grad():
+        for p in pm.parameters():
+            local_of(p).zero_()
+    dcp.load(dict(pm.named_parameters()), checkpoint_id=folder[0])
+    found["loaded"] = all(torch.equal(t, whole[n]) for n, t in pm.state_dict().items())
+    by_number = {f"state.{i}": p.detach() * 2 for i, p in enumerate(pm.parameters())}
+    found["by_number"] = refusal(lambda: [t.__create_write_items__(n, t) for n, t in by_number.items()])
+    return found
+
+
+def use_by_parameter(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> dict[str, Any]:
+    """As `use`, without what adds up norms."""
+    return use(rank, world, case, spec_json, sources, norms=False)
+
+
+def own_optimizer(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> float:
+    """Largest difference between an optimizer made of `pm.parameters()` and the program's own, two steps."""
+
+    def make(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(ps, lr=1e-2, foreach=False)
+
+    mine, theirs = program_of(case, spec_json, sources), program_of(case, spec_json, sources, make)
+    optimizer = make(list(mine.parameters()))
+    for step in range(2):
+        for pm, own in ((mine, optimizer), (theirs, theirs.optimizer)):
+            pm.step(part_of(global_batch(case, step), pm.data_rank, pm.data_world))
+            own.step()
+    a, b = mine.state_dict(), theirs.state_dict()
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+def penalty(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> float:
+    """A backward of the user's own, of a penalty on the parameters: gradients against those by hand."""
+    pm = program_of(case, spec_json, sources)
+    before = pm.gradients()
+    sum((p * p).sum() for p in pm.parameters()).full_tensor().backward()
+    after, whole = pm.gradients(), pm.state_dict()
+    return max(float((after[n] - before[n] - 2 * whole[n]).abs().max()) for n in before)
