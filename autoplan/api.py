@@ -27,6 +27,7 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
+from autoplan.runtime.agree import fingerprint
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import init_process_group, watch
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
@@ -124,6 +125,8 @@ def parallelize(
     device = _start(cluster, timeout_s)
     if measured:
         cluster = _with_memory(cluster, device)
+    if world > 1:
+        _check_same_model(model, device)
     dtype = None if compute is None else getattr(torch, compute)
     graph = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype))
     shape = next(iter(example_inputs.values())).shape
@@ -160,7 +163,7 @@ def parallelize(
         folder=Path(folder) if folder is not None else None,
         seed=seed,
         aliases=_aliases(model),
-        extra_state=_not_in(program.spec, model),
+        extra_state=_not_in(program.spec, model, {**parameters, **buffers}),
         compile="inductor" if compile is True else compile or None,
         gradient_compression=gradient_compression,
     )
@@ -361,6 +364,27 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
     )
 
 
+def _check_same_model(model: nn.Module, device: torch.device) -> None:
+    """CaptureError, on all ranks, if their models differ in names, shapes or dtypes: one all-reduced fingerprint."""
+    everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    mine = fingerprint(everything, num_elements=0)
+    seen = torch.tensor([mine, -mine], device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    if int(seen[0]) == -int(seen[1]):
+        return
+    outlines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outlines, {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in everything.items()})
+    for rank, theirs in enumerate(outlines):
+        for name in dict.fromkeys([*outlines[0], *theirs]):
+            here, there = outlines[0].get(name, "missing"), theirs.get(name, "missing")
+            if here != there:
+                raise CaptureError(
+                    f"the ranks have different models: {name} is {here} on rank 0 and {there} on rank {rank}; every "
+                    "rank passes the same model (its values may differ, rank 0's are used)"
+                )
+    raise AutoplanError("fingerprints of the ranks' models differ, but not their names, shapes and dtypes")
+
+
 def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], device: torch.device) -> None:
     """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike."""
     everything = {**parameters, **buffers}
@@ -385,8 +409,18 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {mine[0]: tuple(mine[1:]) for mine in names.values() if len(mine) > 1}
 
 
-def _not_in(spec: ProgramSpec, model: nn.Module) -> dict[str, torch.Tensor]:
-    """What else the state of the model has: persistent buffers, and frozen parameters that the loss does not need."""
+def _not_in(spec: ProgramSpec, model: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What else the state of the model has: persistent buffers, and frozen parameters that the loss does not need.
+
+    `values`: of its parameters and buffers, by their first names.
+    """
     params = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
     used = {id(params[p.name]) for stage in spec.stages for p in stage.params}
-    return {n: t.detach() for n, t in model.state_dict().items() if n not in params or id(params[n]) not in used}
+    named = {**params, **{n: b for n, b in model.named_buffers(remove_duplicate=False)}}
+    first = {id(t): n for n, t in reversed([*model.named_parameters(), *model.named_buffers()])}
+    out: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if name in params and id(params[name]) in used:
+            continue
+        out[name] = values[first[id(named[name])]].detach() if name in named else value
+    return out

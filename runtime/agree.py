@@ -7,6 +7,15 @@ same error, or none does, and the job goes on either way.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MOST_TEXTS = 4  # different problems that one message lists
+
 
 class AgreedError(Exception):
     """Base of errors that every rank raises alike, after the ranks agreed on them. Collectives still work: `guard` of
@@ -15,3 +24,100 @@ class AgreedError(Exception):
 
 class AgreedValueError(AgreedError, ValueError):
     """A value given to a public call that does not fit, on this rank or on another."""
+
+
+class AgreedRuntimeError(AgreedError, RuntimeError):
+    """As AgreedValueError, where PyTorch raises RuntimeError (`load_state_dict`)."""
+
+
+def agree(problem: str | None, device: torch.device | str, error: type[AgreedError] = AgreedValueError) -> None:
+    """Raise the same `error` on all ranks if any rank has a problem. A collective over all ranks: one number, and the
+    texts where there is a problem.
+
+    Args:
+        problem: what is wrong on this rank, or None.
+        device: of the collective.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if problem is not None:
+            raise error(problem)
+        return
+    flag = torch.tensor([problem is not None], dtype=torch.int64, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if int(flag):
+        raise_agreed(problem, error)
+
+
+def raise_agreed(problem: str | None, error: type[AgreedError] = AgreedValueError) -> None:
+    """Raise what `agree` raises; for ranks that know already that one of them has a problem."""
+    problems: list[str | None] = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    raise error(_listed(problems))
+
+
+def _listed(problems: Sequence[str | None]) -> str:
+    """One text of all problems, each with the ranks that have it; plain where all ranks have the same."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(problems):
+        if text is not None:
+            by_text.setdefault(text, []).append(rank)
+    if not by_text:
+        raise RuntimeError("ranks agree on an error, but none of them has one")
+    if list(map(len, by_text.values())) == [len(problems)]:
+        return next(iter(by_text))
+    parts = [f"{ranks_text(ranks)}: {text}" for text, ranks in list(by_text.items())[:_MOST_TEXTS]]
+    more = len(by_text) - len(parts)
+    return "; ".join(parts) + (f"; and {more} other problems" if more else "")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0, 1, 5', 'ranks 4-7': runs of three or more are joined."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
+_MASK = (1 << 62) - 1  # its negative is an int64 too
+
+
+def fingerprint(tensors: Mapping[str, Any], num_elements: int | None = None) -> int:
+    """A number below 2**62 that differs (but for chance) where names, shapes, dtypes or values differ.
+
+    Every element counts with a weight of its own, in integer arithmetic on its bits: equal on all devices.
+
+    Args:
+        tensors: name -> tensor; of other values their type counts.
+        num_elements: how many elements of a tensor count, spread evenly; None: all.
+    """
+    total = 0
+    for name in sorted(tensors):
+        value = tensors[name]
+        text = f"{name} {type(value).__name__}"
+        if isinstance(value, torch.Tensor):
+            text = f"{name} {tuple(value.shape)} {value.dtype}"
+            total = total * 1_000_003 + _bits(value.detach(), num_elements)
+        total = (total * 1_000_003 + zlib.crc32(text.encode())) & _MASK
+    return total
+
+
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: torch.Tensor, num_elements: int | None) -> int:
+    flat = x.reshape(-1)
+    if num_elements is not None and flat.numel() > num_elements:
+        flat = flat[:: flat.numel() // num_elements] if num_elements else flat[:0]
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    flat = flat.contiguous().view(_OF_SIZE[flat.element_size()]).to(torch.int64)
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1 + 0x7F4A7C15
+    return int((flat * weights).sum())  # wraps at 2**64

@@ -14,18 +14,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoplan.runtime.agree import AgreedValueError
+from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload, like_shard
 from autoplan.runtime.optim import check_elementwise, on_local_shards
-from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
+from autoplan.runtime.params import (
+    all_reduce_flat,
+    buffer_owner,
+    local_of,
+    materialise,
+    reduce_deferred,
+    shard,
+    unshard,
+)
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
 from autoplan.runtime.program import load_module
-from autoplan.runtime.shards import Shards
+from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
+from autoplan.runtime.state import IncompatibleKeys, check_state
 from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -71,7 +82,7 @@ class ParallelModel:
         seed: int = 0,
         dtype: torch.dtype | None = None,
         aliases: Mapping[str, tuple[str, ...]] | None = None,
-        extra_state: Mapping[str, torch.Tensor] | None = None,
+        extra_state: Mapping[str, Any] | None = None,
         mesh: AxisMesh | None = None,
         compile: str | None = None,
         gradient_compression: Compression | None = None,
@@ -114,6 +125,7 @@ class ParallelModel:
             if last is not None:  # after the hooks of fully_shard, which then see the loss itself
                 last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         self._tied_groups = self._make_tied_groups()
+        self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._shards_shown = Shards(
             self.mesh,
             [p for stage in spec.stages for p in stage.params],
@@ -123,9 +135,22 @@ class ParallelModel:
         self._runner_shape: tuple[int, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            held = [self._held(p) for _, p in self._places() if p.requires_grad]
-            self.optimizer = on_local_shards(optimizer, held)
+            self.optimizer = self._make_optimizer(optimizer)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+
+    def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        """An optimizer over the local parts, all copies of tied parameters included."""
+        trained = [(s, p) for s, p in self._places() if p.requires_grad]
+        given: list[nn.Parameter] = []
+
+        def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            given.extend(parameters)
+            return factory(given)
+
+        optimizer = on_local_shards(make, [self._held(p) for _, p in trained])
+        shown = [self._shards_shown.of(s, self._held(p), p) for s, p in trained]
+        show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
+        return optimizer
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
         """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
@@ -365,13 +390,22 @@ class ParallelModel:
                 `data_rank`; B divisible by `num_micro_batches`, and equal on all ranks.
 
         Returns: the loss of the global batch, a 0-dim tensor, on every rank: the mean over all valid tokens.
-        Raises: ValueError for a batch that does not fit; RankFailure if this or another rank failed.
+        Raises:
+            ValueError: a batch that does not fit, on this rank or on another, ranks of one `data_rank` with different
+                batches (contents are compared now and then), a step under `torch.no_grad`. The same on all ranks, which
+                can go on with another batch.
+            RankFailure: this or another rank failed.
         """
         with guard():
             return self._step(batch)
 
     def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        parts = self._micro_batches(batch)
+        problem = self._batches.problem(batch)
+        parts = [] if problem is not None else self._batches.cut(batch)
+        counts = self._batches.settle(
+            batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self._num_steps
+        )
+        denominator = self._denominator(counts)
         self._follow_first_copies()
         for _, parameter in self._places():
             parameter.grad = None
@@ -379,7 +413,6 @@ class ParallelModel:
             self._host.drop_gradients()
             self._host.give_parameters()
         with use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ()):
-            denominator = self._denominator(parts)
             size = next(iter(parts[0].values())).shape[0]
             first = self.data_rank * size * len(parts)
             for i, part in enumerate(parts):
@@ -413,84 +446,34 @@ class ParallelModel:
         self._copies.collect()
         return losses
 
-    def _micro_batches(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        missing = [n for n in self.spec.inputs if n not in batch]
-        unknown = [n for n in batch if n not in self.spec.inputs]
-        if missing or unknown:
-            raise ValueError(
-                f"the batch has {', '.join(batch) or 'nothing'}; this program takes {', '.join(self.spec.inputs)}"
-            )
-        sizes = {n: batch[n].shape[0] for n in self.spec.inputs}
-        total = sizes[self.spec.inputs[0]]
-        if len(set(sizes.values())) != 1:
-            raise ValueError(f"the tensors of the batch have different batch sizes: {sizes}")
-        if total % self.num_micro_batches:
-            lower = total - total % self.num_micro_batches
-            nearest = f"{lower} or {lower + self.num_micro_batches}" if lower else str(self.num_micro_batches)
-            raise ValueError(
-                f"a batch of {total} cannot be cut into {self.num_micro_batches} micro-batches; use {nearest} samples"
-            )
-        self._check_shapes(batch)
-        size = total // self.num_micro_batches
-        return [
-            {n: batch[n][i * size : (i + 1) * size].to(self.device) for n in self.spec.inputs}
-            for i in range(self.num_micro_batches)
-        ]
-
-    def _check_shapes(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """ValueError for sequences that belong together and have different lengths, or that the program is not for."""
-        env = {symbol: batch[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
-        for name, shape in self.spec.input_shapes:
-            wanted, found = tuple(evaluate(size, env) for size in shape), tuple(batch[name].shape)
-            if found != wanted:
-                sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
-                raise ValueError(f"{name} has shape {found}; with {sizes} this program takes {wanted}")
-        for symbol, low, high in self.spec.bounds:
-            if not low <= env[symbol] <= (env[symbol] if high is None else high):
-                allowed = f"{low} or more" if high is None else f"{low} to {high}"
-                raise ValueError(
-                    f"sequences of {env[symbol]} tokens: the forward of {self.spec.model} asks for the length, and "
-                    f"this program is that of {allowed}; capture it with such an example"
-                )
-
-    def _denominator(self, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def _denominator(self, counts: Counts) -> torch.Tensor:
         """What means are divided by: counted over all ranks. Where the loss is a mean over the samples of a
         micro-batch, too, all ranks must have as many of them.
 
         Raises:
-            ValueError: (on all ranks) no label is valid, or ranks have different numbers of samples.
+            AgreedValueError: (on all ranks) no label is valid, or ranks have different numbers of samples.
         """
-        dtype, ranks = self._loss_dtype, self.mesh.size("dp")
-        counts, alike = self.spec.loss_count != "none", self.spec.loss_share and ranks > 1
-        if not counts and not alike:
-            return torch.ones((), dtype=dtype, device=self.device)
-        count = torch.zeros(3 if alike else 1, dtype=torch.int64, device=self.device)
-        if counts:
-            count_valid: Any = self.stage.count
-            for part in parts:
-                count[0] += count_valid(**part).to(self.device)
-        if alike:
-            size = len(parts) * next(iter(parts[0].values())).shape[0]
-            count[1], count[2] = size, size * size
-        if ranks > 1:
-            dist.all_reduce(count, group=self.mesh.group("dp"))
-        if alike and int(count[2]) * ranks != int(count[1]) ** 2:
-            raise ValueError(
-                f"the loss is a mean over samples, and the {ranks} data-parallel ranks have different numbers of them "
-                f"({int(count[1])} together); give each the same number"
+        if self.spec.loss_share and counts.samples is None:
+            raise AgreedValueError(
+                f"the loss is a mean over samples, and the {self.mesh.size('dp')} data-parallel ranks have different "
+                "numbers of them; give each the same number"
             )
-        if counts and int(count[0]) == 0:
-            raise ValueError("no label of the global batch is valid, so the mean loss is not defined")
-        return count[0].to(dtype) if counts else torch.ones((), dtype=dtype, device=self.device)
+        if self.spec.loss_count == "none":
+            return torch.ones((), dtype=self._loss_dtype, device=self.device)
+        if counts.labels == 0:
+            raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
+        return torch.tensor(counts.labels, dtype=self._loss_dtype, device=self.device)
+
+    def _count(self, parts: list[dict[str, torch.Tensor]]) -> int:
+        """What the mean of the loss runs over, in this rank's micro-batches."""
+        if self.spec.loss_count == "none":
+            return 0
+        count_valid: Any = self.stage.count
+        return sum(int(count_valid(**part)) for part in parts)
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
         if self.mesh.has("cp"):
-            if env["s"] % (2 * self.mesh.size("cp")):
-                raise ValueError(
-                    f"a sequence of {env['s']} cannot be cut over cp={self.mesh.size('cp')}; it must be a multiple of "
-                    f"{2 * self.mesh.size('cp')}"
-                )
             env["s"] //= self.mesh.size("cp")
         shape = tuple(env[k] for k in sorted(env))
         if self._runner is None or self._runner_shape != shape:
@@ -601,7 +584,7 @@ class ParallelModel:
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
 
         Every rank receives the whole model: meant for models that fit one rank's memory.
@@ -616,23 +599,65 @@ class ParallelModel:
         """Full gradients under the original names, on every rank (a collective)."""
         return self.full_tensors(lambda p: p.grad)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load full tensors by original name. KeyError names a missing one."""
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
+        """Load full tensors by original name, as `nn.Module.load_state_dict` does (a collective).
+
+        Args:
+            state: as `state_dict` returns it, the same on all ranks. Of several names of a tied parameter the last one
+                given counts.
+            strict: missing and unexpected keys are errors.
+
+        Returns: missing and unexpected keys.
+        Raises:
+            RuntimeError: missing or unexpected keys if `strict`, other shapes; the same on all ranks, and nothing is
+                loaded.
+            ValueError: the ranks were given different states.
+        """
+        keys = check_state(self.spec.model, state, self._state_shapes(), strict, self.device)
         with torch.no_grad():
             for p, parameter in self._places():
-                if p.name not in state:
-                    raise KeyError(f"the state has no {p.name!r}")
-                local = shard(state[p.name].to(self.device), p, self.mesh.size, self._coordinate)
-                if isinstance(parameter, DTensor):
-                    whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
-                    local = whole.to_local()
-                if self._host is not None and self._held(parameter) is not parameter:
-                    self._host.load(parameter, local)
-                else:
-                    local_of(parameter).copy_(local)
+                names = [n for n in (p.name, *self._aliases.get(p.name, ())) if n in state]
+                if names:
+                    self._load(p, parameter, state[names[-1]])
+            for name, old in self._extra.items():
+                if name in state:
+                    self._extra[name] = _like(state[name], old)
+            for mine in self._specs.values():
+                for b in mine.buffers:
+                    if b.name in state and b.name in self._extra:
+                        held = getattr(buffer_owner(self.stages[mine.index], b), b.attr)
+                        held.copy_(_like(state[b.name], held))
+        return keys
+
+    def _state_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Shapes of all that `state_dict` holds, of every stage."""
+        out: dict[str, tuple[int, ...] | None] = {}
+        for stage in self.spec.stages:
+            for p in stage.params:
+                out |= dict.fromkeys((p.name, *self._aliases.get(p.name, ())), p.shape)
+        for name, value in self._extra.items():
+            out[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        return out
+
+    def _load(self, p: ParamSpec, parameter: nn.Parameter, full: torch.Tensor) -> None:
+        local = shard(full.detach().reshape(p.shape).to(self.device), p, self.mesh.size, self._coordinate)
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
+            local = whole.to_local()
+        if self._host is not None and self._held(parameter) is not parameter:
+            self._host.load(parameter, local)
+        else:
+            local_of(parameter).copy_(local)
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
         micro_batches = f"{self.num_micro_batches} micro-batches"
         held = f"stage {', '.join(map(str, self.stages))}"
         return f"ParallelModel({self.spec.model}, {degrees}, {held}, {micro_batches})"
+
+
+def _like(value: Any, old: Any) -> Any:
+    """A value of a state as the model keeps it: of the shape, dtype and device that it has there."""
+    if not isinstance(old, torch.Tensor):
+        return value
+    return value.detach().reshape(old.shape).to(device=old.device, dtype=old.dtype, copy=True)

@@ -13,6 +13,7 @@
 | _PipelineSchedule._step_microbatches, stage.has_backward, stage.clear_runtime_states | step() cuts one batch along dim 0; here every micro-batch brings its own keyword arguments | 2.13.0 |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | 2.13.0 |
 | DeviceMesh._concatenate (in zero.py) | hybrid ZeRO's mesh of replicas and shards, made of two axes of one mesh | 2.13.0 |
+| tensor._dtensor_spec.DTensorSpec, TensorMeta, placement_types._StridedShard (in shards.py) | a DTensor over memory that exists, without copies; a dim whose outer factors are not cut | 2.13.0 |
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | 2.13.0 |
 | _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | 2.13.0 |
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py) | counted collectives are told apart by forward, backward and recompute | 2.13.0 |

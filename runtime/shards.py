@@ -13,6 +13,8 @@ What a DTensor cannot say is refused by name (`ForeignUseError`) instead of bein
 - A pipeline stage holds some of the parameters. A reduction over its gradients, such as the norm in
   `torch.nn.utils.clip_grad_norm_`, is not that of the model.
 - Optimizer states of several stages have equal keys in a checkpoint unless the key names the parameter.
+
+`pm.optimizer` works on local parts; its `state_dict` shows the moments as shards too (`show_states`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,12 +78,13 @@ class TensorShard(DTensor):
     @classmethod
     def of(cls, local: torch.Tensor, spec: Any, origin: Origin, requires_grad: bool = False) -> TensorShard:
         """Wrap `local`, whose layout over the ranks is `spec` (a DTensorSpec); the memory is shared."""
-        out: TensorShard = cls(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg, assignment]
+        make: Any = cls
+        out: TensorShard = make(local, spec, requires_grad=requires_grad)
         out.origin = origin
         return out
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         origins = {t.origin for t in tree_iter((args, kwargs)) if isinstance(t, TensorShard)}
         origin = next(iter(origins))
         if len(origins) > 1:
@@ -93,7 +96,7 @@ class TensorShard(DTensor):
                 "pipeline stages, so that the result would not be the model's; use pm.grad_norm() and "
                 "pm.clip_grad_norm_(max_norm), or full_tensor() of a single parameter or gradient"
             )
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if torch.Tag.inplace in func.tags and isinstance(args[0], torch.Tensor):
             return args[0]
 
@@ -164,7 +167,7 @@ class _Whole(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
         shard: TensorShard = ctx.shard
         return TensorShard.of(grad[_grid(shard)].contiguous(), shard._spec, shard.origin)
 
@@ -186,7 +189,8 @@ class ParameterShard(TensorShard):
     def over(source: nn.Parameter, spec: Any, origin: Origin) -> ParameterShard:
         """Show `source` (plain, or a DTensor over ZeRO's axes) as laid out by `spec`."""
         local = local_of(source.detach())
-        out: ParameterShard = ParameterShard(local, spec, requires_grad=source.requires_grad)  # type: ignore[call-arg, assignment]
+        make: Any = ParameterShard
+        out: ParameterShard = make(local, spec, requires_grad=source.requires_grad)
         out.origin, out.source = origin, source
         out._is_param = True  # isinstance(out, nn.Parameter), as nn.Parameter itself marks tensors of other types
         if source.requires_grad:
@@ -199,7 +203,7 @@ class ParameterShard(TensorShard):
         if local.data_ptr() != self._local_tensor.data_ptr():
             self._local_tensor = local
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> TensorShard | None:
         """The gradient of the whole parameter, this rank's part of it."""
         found = self.source.grad
@@ -234,6 +238,47 @@ def _hand_over(shard: ParameterShard) -> None:
         shard.grad = mine
     else:
         local_of(shard.source.grad).add_(mine.to_local())  # type: ignore[arg-type]  # there is one
+
+
+def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
+    """Let `optimizer.state_dict()` hold shards of the whole moments, and `load_state_dict` take them.
+
+    Args:
+        optimizer: over local parts.
+        shown: of each of its parameters, the parameter that is shown for it (`Shards.of`).
+    """
+    by_id = {id(local): whole for local, whole in shown if isinstance(whole, ParameterShard)}
+
+    def show(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in state["param_groups"] for n in group["params"]]
+        out = dict(state["state"])
+        for number, local in zip(numbers, params, strict=True):
+            whole = by_id.get(id(local))
+            if whole is not None and number in out:
+                out[number] = {
+                    key: TensorShard.of(value, _retyped(whole._spec, value.dtype), whole.origin)
+                    if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim()
+                    else value
+                    for key, value in out[number].items()
+                }
+        return {**state, "state": out}
+
+    def hide(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        local = {
+            number: {key: local_of(value) if isinstance(value, DTensor) else value for key, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": local}
+
+    optimizer.register_state_dict_post_hook(show)
+    optimizer.register_load_state_dict_pre_hook(hide)
+
+
+def _retyped(layout: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same layout of a tensor of another dtype."""
+    meta = cast(TensorMeta, layout.tensor_meta)
+    return DTensorSpec(layout.mesh, layout.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 def held_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[torch.Tensor]:
@@ -281,10 +326,11 @@ def placements_of(spec: ParamSpec, mesh: AxisMesh, axes: Sequence[str]) -> list[
         digits.append(mine)
     out: list[Placement] = []
     for axis in axes:
-        dim = next((i for i, mine in enumerate(digits) if any(a == axis for a, _ in mine)), None)
-        if dim is None:
+        cut = [i for i, mine in enumerate(digits) if any(a == axis for a, _ in mine)]
+        if not cut:
             out.append(Replicate())
             continue
+        (dim,) = cut
         at = next(i for i, (a, _) in enumerate(digits[dim]) if a == axis)
         outer = math.prod(size for _, size in digits[dim][:at])
         del digits[dim][at]
@@ -317,7 +363,7 @@ class Shards:
         if found is None:
             found = self._shown[id(source)] = self._show(spec, source, sharded)
         found.refresh()
-        return found
+        return cast(nn.Parameter, found)  # for isinstance it is one
 
     def _show(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> ParameterShard:
         over = sharded.device_mesh if isinstance(sharded, DTensor) else None

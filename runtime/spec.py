@@ -142,6 +142,8 @@ class ProgramSpec:
     gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
     offload: tuple[str, ...] = ()  # what is on the host: optimizer, parameters (autoplan.runtime.offload)
     bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: none)
+    whole: tuple[Terms, ...] = ()  # local sizes, fractions of b, s and t, that must be whole numbers
+    input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""

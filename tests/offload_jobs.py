@@ -33,8 +33,8 @@ def held(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, s
     found: dict[str, Any] = {"fresh": [], "stale": []}
     for step in range(2):
         pm.step(part_of(global_batch(case, step), pm.data_rank, pm.data_world))
-        pairs = [(d, h) for d, h in zip(pm._trained(), pm.parameters(), strict=True) if d is not h]
-        there = [(local_of(d), h) for d, h in pairs if local_of(d).untyped_storage().nbytes()]
+        pairs = [(d, h) for d in pm._trained() if (h := pm._held(d)) is not d]
+        there = [(local_of(d), local_of(h)) for d, h in pairs if local_of(d).untyped_storage().nbytes()]
         found["fresh"].append([torch.equal(d, h) for d, h in there if h.numel()])
         found["gradients_here"] = sum(d.grad is not None for d, _ in pairs)
         pm.clip_grad_norm_(1.0)

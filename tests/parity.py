@@ -489,7 +489,7 @@ def train_job(
         optimizer=make,
         dtype=dtype if case.precision == "native" else None,
         aliases=_aliases(model),
-        extra_state=_not_in(spec, model),
+        extra_state=_not_in(spec, model, {**params, **buffers}),
         compile=case.compile,
     )
     losses, gradients, norm, records = [], {}, 0.0, []

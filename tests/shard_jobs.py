@@ -105,6 +105,46 @@ def own_optimizer(rank: int, world: int, case: Case, spec_json: str, sources: di
     return max(float((a[n] - b[n]).abs().max()) for n in a)
 
 
+def optimizer_state(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> tuple[str, float]:
+    """What a checkpoint of `pm.optimizer.state_dict()` by numbers says; with names: the difference of the next steps
+    between a program that went on and one that was given its state."""
+
+    def make(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(ps, lr=1e-2, foreach=False)
+
+    one, two = program_of(case, spec_json, sources, make), program_of(case, spec_json, sources, make)
+    batch = part_of(global_batch(case), one.data_rank, one.data_world)
+    one.optimizer.step()
+    state = one.optimizer.state_dict()
+    said = refusal(
+        lambda: [
+            t.__create_write_items__(f"optim.state.{n}.{k}", t)
+            for n, values in state["state"].items()
+            for k, t in values.items()
+            if isinstance(t, DTensor)
+        ]
+    )
+    names = [n for n, p in one.named_parameters() if p.requires_grad]
+    moments = {f"{n}.{k}": t for n, i in zip(names, state["state"], strict=True) for k, t in state["state"][i].items()}
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    dcp.save(moments, checkpoint_id=folder[0])
+    two.optimizer.step()  # so that it has moments to load into; of another gradient
+    for p in two.parameters():
+        local_of(p.grad).mul_(3)
+    two.optimizer.step()
+    theirs = two.optimizer.state_dict()
+    into = {f"{n}.{k}": t for n, i in zip(names, theirs["state"], strict=True) for k, t in theirs["state"][i].items()}
+    dcp.load(into, checkpoint_id=folder[0])
+    two.optimizer.load_state_dict(theirs)
+    two.load_state_dict(one.state_dict())
+    for pm in (one, two):
+        pm.step(batch)
+        pm.optimizer.step()
+    a, b = one.state_dict(), two.state_dict()
+    return said, max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
 def penalty(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> float:
     """A backward of the user's own, of a penalty on the parameters: gradients against those by hand."""
     pm = program_of(case, spec_json, sources)

@@ -76,6 +76,16 @@ def test_an_optimizer_of_ones_own(case: Case) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("case", [Case("llama", tp=2, dp=2, zero=3), Case("llama", tp=2, pp=2)], ids=str)
+def test_moments_are_shards_too(case: Case) -> None:
+    """A checkpoint of `pm.optimizer.state_dict()` holds whole moments, and comes back; by numbers, which mean another
+    parameter on every stage, it is refused."""
+    for said, error in run(shard_jobs.optimizer_state, case):
+        assert ("does not name the parameter" in said) == (case.pp > 1)
+        assert error == 0
+
+
+@pytest.mark.processes
 def test_a_penalty_on_parameters_reaches_their_gradients() -> None:
     assert max(run(shard_jobs.penalty, Case("llama", tp=2, dp=2, zero=3))) < 1e-12
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +11,7 @@ from autoplan.codegen.emit import Context, block_source, py
 from autoplan.codegen.sends import attention_sends, document_sends
 from autoplan.cost_models.config import executed_precision, groups_of
 from autoplan.cost_models.context import ContextMethod
-from autoplan.cost_models.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph
+from autoplan.cost_models.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.cost_models.layout import Axis, Layout, Mesh
 from autoplan.cost_models.schedule import ranks_of_chunks
 from autoplan.cost_models.symbols import SYMBOLS, Expr
@@ -30,7 +30,16 @@ from autoplan.runtime.spec import (
     TiedSpec,
 )
 from autoplan.search.folding import canonical
-from autoplan.search.lower import BlockLowering, LoweredBlock, Op, collectives, identifier, local_bytes, local_shape
+from autoplan.search.lower import (
+    BlockLowering,
+    LoweredBlock,
+    Op,
+    collectives,
+    identifier,
+    local_bytes,
+    local_factors,
+    local_shape,
+)
 from autoplan.search.own_tokens import expert_weights, inner_place
 from autoplan.search.problem import Selection
 
@@ -76,6 +85,16 @@ def write_text(path: Path, text: str) -> None:
 def terms(size: Expr) -> Terms:
     """Plain form of a size for the runtime."""
     return tuple((c.numerator, c.denominator, m) for m, c in size.terms)
+
+
+def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
+    """What a block is given and makes, each with its layout."""
+    yield from ((value, layout) for _, value, layout in lowered.inputs)
+    for statement in lowered.statements:
+        if isinstance(statement, Op):
+            yield from zip(statement.values, statement.strategy.outputs, strict=True)
+        else:
+            yield statement.value, statement.result
 
 
 def _axis(mesh: Mesh, name: str) -> Axis | None:
@@ -177,8 +196,23 @@ class _Compiler:
             loss_share=LOSS_SHARE in self.graph.inputs,
             offload=self.layouts.offload,
             bounds=tuple((symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
+            whole=self._whole(),
+            input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if n not in NOT_OF_THE_BATCH),
         )
         return Program(program, sources)
+
+    def _whole(self) -> tuple[Terms, ...]:
+        """Local sizes that only some batches and lengths make whole: factors of b, s and t that are split."""
+        found: dict[str, Expr] = {}
+        for name in dict.fromkeys(call.block for call in self.graph.calls):
+            for value, layout in _made(self.lowered[name]):
+                if value.dims is None or not any(kind.is_shard for kind in layout):
+                    continue
+                for dim in local_factors(value, layout, self.graph.factors, self.layouts.axes):
+                    for size in dim:
+                        if size.symbols and any(c.denominator != 1 for _, c in size.terms):
+                            found[str(size)] = size
+        return tuple(terms(found[k]) for k in sorted(found))
 
     def _stage_ranks(self) -> tuple[int, ...]:
         num_ranks = len(self.layouts.stages) // self.layouts.virtual_stages

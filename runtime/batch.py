@@ -1,0 +1,206 @@
+"""The batch that a step is given: does it fit the program, and is it the same on the ranks that must have the same?
+
+Every rank checks its own part before any collective; then one all-reduce over all ranks settles it for all of them
+(`Batches.settle`). It carries, by data-parallel rank, a fingerprint of the batch, the number of valid labels and of
+samples; with MAX, a fingerprint and its negative together say whether the ranks of one data-parallel rank (its tensor,
+context and pipeline ranks) have the same. Names, shapes and dtypes are compared in every step, contents in the first
+and in every `CONTENTS_EVERY`-th.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoplan.runtime.agree import AgreedValueError, fingerprint, raise_agreed, ranks_text
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.spec import ProgramSpec, evaluate
+
+CONTENTS_EVERY = 100  # steps
+
+_LEAST = -(1 << 63)  # of int64: what a rank says of the batches of others
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What all ranks' batches have together: valid labels; samples, or None if data-parallel ranks differ in them."""
+
+    labels: int
+    samples: int | None
+
+
+class Batches:
+    """Checks the batches of a program.
+
+    Args:
+        spec, mesh: of the program.
+        num_micro_batches: into how many equal parts a batch is cut.
+        device: where the program runs.
+    """
+
+    def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
+        self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
+
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The micro-batches, on the device. The batch has no `problem`."""
+        size = batch[self._spec.inputs[0]].shape[0] // self._num
+        return [
+            {n: batch[n][i * size : (i + 1) * size].to(self._device) for n in self._spec.inputs}
+            for i in range(self._num)
+        ]
+
+    def problem(self, batch: Any) -> str | None:
+        """Why this rank cannot run a step of this batch now; None if it can."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return "step() runs a backward; call it outside torch.no_grad() and torch.inference_mode()"
+        if not isinstance(batch, Mapping):
+            return f"the batch is a {type(batch).__name__}; give a mapping of {', '.join(self._spec.inputs)} to tensors"
+        return self._names(batch) or self._kinds(batch) or self._samples(batch) or self._shapes(batch)
+
+    def _names(self, batch: Mapping[str, Any]) -> str | None:
+        if set(batch) == set(self._spec.inputs):
+            return None
+        given = ", ".join(map(str, batch)) or "nothing"
+        return f"the batch has {given}; this program takes {', '.join(self._spec.inputs)}"
+
+    def _kinds(self, batch: Mapping[str, Any]) -> str | None:
+        for name in self._spec.inputs:
+            if not isinstance(batch[name], torch.Tensor):
+                return f"{name} is a {type(batch[name]).__name__}, not a tensor"
+        for name, shape in self._spec.input_shapes:
+            if batch[name].dim() != len(shape):
+                return f"{name} has shape {tuple(batch[name].shape)}; this program takes {len(shape)} dims"
+        for name, wanted in self._spec.input_dtypes:
+            found = batch[name].dtype
+            if found.is_floating_point != getattr(torch, wanted).is_floating_point:
+                return f"{name} is {found}; the program was captured with {wanted}"
+        return None
+
+    def _samples(self, batch: Mapping[str, torch.Tensor]) -> str | None:
+        sizes = {n: batch[n].shape[0] for n in self._spec.inputs}
+        total = sizes[self._spec.inputs[0]]
+        if len(set(sizes.values())) != 1:
+            return f"the tensors of the batch have different batch sizes: {sizes}"
+        if total == 0:
+            return f"the batch has no samples; give {self._num} or a multiple"
+        if total % self._num:
+            lower = total - total % self._num
+            nearest = f"{lower} or {lower + self._num}" if lower else str(self._num)
+            return f"a batch of {total} cannot be cut into {self._num} micro-batches; use {nearest} samples"
+        return None
+
+    def _shapes(self, batch: Mapping[str, torch.Tensor]) -> str | None:
+        """Sequences that belong together and have different lengths, or that the program is not for."""
+        env = {symbol: batch[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
+        for name, shape in self._spec.input_shapes:
+            wanted, found = tuple(evaluate(size, env) for size in shape), tuple(batch[name].shape)
+            if found != wanted:
+                sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
+                return f"{name} has shape {found}; with {sizes} this program takes {wanted}"
+        for symbol, low, high in self._spec.bounds:
+            if not low <= env[symbol] <= (env[symbol] if high is None else high):
+                allowed = f"{low} or more" if high is None else f"{low} to {high}"
+                return (
+                    f"sequences of {env[symbol]} tokens: the forward of {self._spec.model} asks for the length, and "
+                    f"this program is that of {allowed}; capture it with such an example"
+                )
+        return self._split(env)
+
+    def _split(self, env: Mapping[str, int]) -> str | None:
+        """Sequences that the ranks cannot share evenly."""
+        if self._shared_evenly(env):
+            return None
+        split = " ".join(f"{n}={self._mesh.size(n)}" for n in ("cp", "tp", "ep") if self._mesh.has(n))
+        for symbol in ("s", "t"):
+            if symbol in env:
+                fits = functools.partial(self._fits, env, symbol)
+                near = self._nearest(env[symbol], fits)
+                if near is not None:
+                    return f"a sequence of {env[symbol]} tokens cannot be cut evenly over {split}; nearest: {near}"
+        return f"a batch with {', '.join(f'{k}={v}' for k, v in env.items())} cannot be cut evenly over {split}"
+
+    def _fits(self, env: Mapping[str, int], symbol: str, length: int) -> bool:
+        return self._shared_evenly({**env, symbol: length})
+
+    def _shared_evenly(self, env: Mapping[str, int]) -> bool:
+        """True if every local size of this batch is a whole number."""
+        local = {**env, "b": env["b"] // self._num} if "b" in env else dict(env)
+        cp = self._mesh.size("cp") if self._mesh.has("cp") else 1
+        if cp > 1:
+            if local["s"] % (2 * cp):  # every rank has two pieces (zig-zag)
+                return False
+            local["s"] //= cp
+        try:
+            for size in self._spec.whole:
+                evaluate(size, local)
+        except ValueError:
+            return False
+        return True
+
+    @staticmethod
+    def _nearest(length: int, fits: Callable[[int], bool]) -> str | None:
+        """The next shorter and longer lengths that fit; None if none is near."""
+        shorter = next((n for n in range(length - 1, 0, -1) if fits(n)), None)
+        longer = next((n for n in range(length + 1, 2 * length + 4096) if fits(n)), None)
+        found = [str(n) for n in (shorter, longer) if n is not None]
+        return " or ".join(found) or None
+
+    # -- over all ranks ---------------------------------------------------------------------------------------------
+
+    def settle(self, batch: Any, problem: str | None, count: Callable[[], int], *, data_rank: int, step: int) -> Counts:
+        """Agree with all ranks on this step's batches.
+
+        Args:
+            batch: of this rank. problem: of it, or None. count: counts its valid labels, called if it has no problem.
+            data_rank: whose part of the global batch it is. step: the number of the step.
+
+        Returns: the counts of the global batch.
+        Raises: AgreedValueError, on every rank alike.
+        """
+        contents = step % CONTENTS_EVERY == 0
+        labels, samples = (0, 0) if problem is not None else (count(), batch[self._spec.inputs[0]].shape[0])
+        if self._mesh.world_size == 1:
+            if problem is not None:
+                raise AgreedValueError(problem)
+            return Counts(labels, samples)
+        mine = 0 if problem is not None else fingerprint(batch, None if contents else 0)
+        num = self._mesh.size("dp")
+        sent = torch.full((1 + 4 * num,), _LEAST, dtype=torch.int64)
+        sent[0] = int(problem is not None)
+        if problem is None:
+            sent[1 + 4 * data_rank : 5 + 4 * data_rank] = torch.tensor([mine, -mine, labels, samples])
+        sent = sent.to(self._device)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+        found = sent.tolist()
+        if found[0]:
+            raise_agreed(problem)
+        by_rank = [found[1 + 4 * d : 5 + 4 * d] for d in range(num)]
+        by_rank = [seen for seen in by_rank if seen[0] != _LEAST]  # of a fake process group only our own is there
+        if any(high != -low for high, low, _, _ in by_rank):
+            raise AgreedValueError(self._who_differs(mine, data_rank, contents))
+        sizes = {size for *_, size in by_rank}
+        return Counts(sum(n for _, _, n, _ in by_rank), sum(s for *_, s in by_rank) if len(sizes) == 1 else None)
+
+    def _who_differs(self, mine: int, data_rank: int, contents: bool) -> str:
+        """Which ranks have another batch than most of those that must have the same. A collective."""
+        everybody: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(everybody, (data_rank, mine))
+        parts = []
+        for d in range(self._mesh.size("dp")):
+            ranks = {rank: seen for rank, (at, seen) in enumerate(everybody) if at == d}
+            values = list(ranks.values())
+            usual = max(dict.fromkeys(values), key=values.count)
+            others = [rank for rank, seen in ranks.items() if seen != usual]
+            if others:
+                alike = [rank for rank in ranks if rank not in others]
+                parts.append(f"{ranks_text(others)} than {ranks_text(alike)} (data rank {d})")
+        what = "batch (its contents)" if contents else "batch (its names, shapes or dtypes)"
+        return (
+            f"another {what} on {'; '.join(parts)}: ranks with the same pm.data_rank must be given the same batch, in "
+            "the same order"
+        )

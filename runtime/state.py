@@ -1,0 +1,109 @@
+"""Loading a state: the semantics of `nn.Module.load_state_dict`, the same on all ranks.
+
+Every rank compares the state with the whole model, of which it holds a part; the ranks agree on what is wrong before
+anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autoplan.runtime.agree import AgreedRuntimeError, AgreedValueError, agree, fingerprint, raise_agreed
+
+_SAMPLED = 4096  # elements of a tensor that ranks compare
+_MOST = 8  # names that one line of a message lists
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict` returns, as nn.Module's: keys that the model has and the state has not, and vice versa."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def check_state(
+    model: str,
+    state: Any,
+    shapes: Mapping[str, Sequence[int] | None],
+    strict: bool,
+    device: torch.device,
+) -> IncompatibleKeys:
+    """Compare a state with what the model has, on all ranks alike. A collective.
+
+    Args:
+        model: its name. state: name -> tensor, the same on all ranks.
+        shapes: of every entry of the model's state; None for one that is no tensor.
+        strict: missing and unexpected keys are errors.
+
+    Raises:
+        AgreedRuntimeError: with the text of nn.Module: missing and unexpected keys, other shapes.
+        AgreedValueError: the ranks were given different states.
+    """
+    if not isinstance(state, Mapping):
+        agree(f"the state is a {type(state).__name__}; give a mapping of names to tensors", device, AgreedRuntimeError)
+        state = {}
+    keys = IncompatibleKeys([n for n in shapes if n not in state], [n for n in state if n not in shapes])
+    lines = []
+    if strict and keys.missing_keys:
+        lines.append(f"Missing key(s) in state_dict: {_some(keys.missing_keys)}.")
+    if strict and keys.unexpected_keys:
+        lines.append(f"Unexpected key(s) in state_dict: {_some(keys.unexpected_keys)}.")
+    for name, shape in shapes.items():
+        if name in state and shape is not None:
+            line = _misfit(name, state[name], tuple(shape))
+            lines += [line] if line else []
+    problem = f"Error(s) in loading state_dict for {model}:\n\t" + "\n\t".join(lines) if lines else None
+    agree(problem, device, AgreedRuntimeError)
+    _check_alike({n: v for n, v in state.items() if n in shapes}, device)
+    return keys
+
+
+def _misfit(name: str, value: Any, shape: tuple[int, ...]) -> str | None:
+    if isinstance(value, DTensor):
+        return (
+            f'"{name}" is a DTensor; give full tensors (value.full_tensor()), or load a checkpoint of shards with '
+            "torch.distributed.checkpoint.load into dict(pm.named_parameters())."
+        )
+    if not isinstance(value, torch.Tensor):
+        return f'"{name}" is a {type(value).__name__}, not a tensor.'
+    if tuple(value.shape) != shape and not (shape == () and tuple(value.shape) == (1,)):
+        return f"size mismatch for {name}: the state has {tuple(value.shape)}, the model {shape}."
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f'"{n}"' for n in names[:_MOST])
+    return shown if len(names) <= _MOST else f"{shown} and {len(names) - _MOST} more"
+
+
+def _check_alike(state: Mapping[str, Any], device: torch.device) -> None:
+    """AgreedValueError if ranks have different states, which would make copies of one parameter differ."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    prints = {name: fingerprint({name: value}, _SAMPLED) for name, value in state.items()}
+    mine = hash_of(prints)
+    seen = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    if int(seen[0]) == -int(seen[1]):
+        return
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, prints)
+    first = everybody[0]
+    for rank, theirs in enumerate(everybody):
+        for name in dict.fromkeys([*first, *theirs]):
+            if first.get(name) != theirs.get(name):
+                raise AgreedValueError(f"rank {rank} was given another state than rank 0: {name} differs")
+    raise_agreed("the states differ between ranks", AgreedValueError)
+
+
+def hash_of(prints: Mapping[str, int]) -> int:
+    """One fingerprint of several."""
+    total = 0
+    for name in sorted(prints):
+        total = (total * 1_000_003 + prints[name]) & ((1 << 62) - 1)
+    return total
