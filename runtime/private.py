@@ -26,28 +26,22 @@ A torch upgrade reads this table first; tests/test_pipeline.py, test_zero.py, te
 test_precision.py and test_hybrid_zero.py cover each row.
 """  # noqa: E501
 
-import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.schedules import (
-    RESHARD,
-    UNSHARD,
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _RecvInfo
 
 from autoplan.runtime.program import Block
-from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight
+from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight, backward_whole
 from autoplan.runtime.zero import GradientSync
 
 # Shape and dtype of one tensor that crosses from a stage to the next; False behind them: no gradient comes back.
@@ -63,7 +57,13 @@ def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
 
 
 class SyncedStage(PipelineStage):
-    """A PipelineStage in which ``sync`` decides when gradients are reduced. ``splits``: backwards have two parts."""
+    """A PipelineStage in which ``sync`` decides when gradients are reduced. ``splits``: backwards have two parts.
+
+    torch's schedules are given an empty module instead of the stage's own: what they do to modules that are sharded by
+    ``fully_shard`` (gather whole stages, reduce at the end of the step, drop gradients; another set of it in every
+    version of torch) then never applies, and all that touches parameters is here, in ``sync`` and in the hooks of the
+    blocks.
+    """
 
     def __init__(
         self,
@@ -80,13 +80,81 @@ class SyncedStage(PipelineStage):
         inputs, outputs = _examples(carried_in), _examples(carried_out)
         if index == count - 1:
             outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
-        super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
-        self._sync = sync
+        super().__init__(nn.Module(), index, count, device, input_args=inputs, output_args=outputs, group=group)
+        self._module, self._sync = module, sync
         self._carried_out = [(tuple(c[0]), c[1]) for c in carried_out]
         self._backward_chunk = -1
         self._kept = Kept() if splits else None
 
-    # Receive buffers live from the receive to the end of the backward.
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of one micro-batch."""
+        with self._kept.forward() if self._kept is not None else nullcontext():
+            output = self._module(*args, **kwargs)
+        if self.is_last:
+            return output
+        tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if found != self._carried_out:
+            # Without this check the next stage waits for bytes that never come, or reads the wrong ones.
+            raise ValueError(f"stage {self.stage_index} returned {found}, its declared outputs are {self._carried_out}")
+        return _sendable(tensors)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._backward_chunk = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._backward_chunk = bwd_chunk_id
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Any] | None]:
+        """A full backward, or the part of it for the stage's inputs ("input") or that for its parameters ("weight")."""
+        if backward_type == "weight":
+            backward_weight(bwd_kwargs["param_groups"])
+            self._sync.after_backward(last_backward)
+            return (), None
+        self._sync.before_backward(self._backward_chunk, last_backward)
+        outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        if backward_type == "input":
+            for_inputs, deferred = self._backward_input(outputs, gradients, inputs)
+            return _sendable(for_inputs), deferred
+        for_inputs = backward_whole(outputs, gradients, inputs)
+        self._sync.after_backward(last_backward)
+        return _sendable(for_inputs), None
+
+    def _backward_input(
+        self, outputs: Any, gradients: Any, inputs: Any
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
+        whole = [m for m in self._module.modules() if isinstance(m, Block) and m.whole_backward]
+        at_once = [p for block in whole for p in block.parameters()]
+        found = backward_input(outputs, gradients, inputs, self._module.parameters(), at_once, self._kept)
+        for block in whole:
+            block.let_go()
+        return found
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if grad_scale_factor != 1:
+            raise ValueError("gradients are summed, never averaged: the schedule needs scale_grads=False")
+        self._sync.finish_step()
+
+
+_T = TypeVar("_T", bound=torch.Tensor | None)
+
+
+def _sendable(tensors: Iterable[_T]) -> tuple[_T, ...]:
+    """What a stage hands to torch's schedules to send, activations and gradients alike: neither gloo nor NCCL sends a
+    tensor that is not contiguous, and the gradient of a `cat` or an `expand` is a view.
+    """
+    return tuple(t if t is None else t.contiguous() for t in tensors)  # type: ignore[misc]  # contiguous keeps the type
+
+
+class _LateBuffers(SyncedStage):
+    """Receive buffers that live from the receive to the end of the backward, where torch allocates them for all
+    micro-batches and for good.
+    """
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(1, has_backward)
@@ -106,59 +174,9 @@ class SyncedStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._backward_chunk = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
-
-    # The module's own calls.
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with self._kept.forward() if self._kept is not None else nullcontext():
-            output = self.submod(*args, **kwargs)
-        if self.is_last:
-            return output
-        tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        if found != self._carried_out:
-            # Without this check the next stage waits for bytes that never come, or reads the wrong ones.
-            raise ValueError(f"stage {self.stage_index} returned {found}, its declared outputs are {self._carried_out}")
-        return tuple(tensor.contiguous() for tensor in tensors)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._backward_chunk = bwd_chunk_id
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[Any] | None]:
-        """A full backward, or the part of it for the stage's inputs ("input") or that for its parameters ("weight")."""
-        if backward_type == "weight":
-            backward_weight(bwd_kwargs["param_groups"])
-            self._sync.after_backward(last_backward)
-            return (), None
-        self._sync.before_backward(self._backward_chunk, last_backward)
-        outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
-        if backward_type == "input":
-            return self._backward_input(outputs, gradients, inputs)
-        for_inputs = stage_backward(outputs, gradients, inputs)
-        self._sync.after_backward(last_backward)
-        return for_inputs, None
-
-    def _backward_input(
-        self, outputs: Any, gradients: Any, inputs: Any
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
-        whole = [m for m in self.submod.modules() if isinstance(m, Block) and m.whole_backward]
-        at_once = [p for block in whole for p in block.parameters()]
-        found = backward_input(outputs, gradients, inputs, self.submod.parameters(), at_once, self._kept)
-        for block in whole:
-            block.let_go()
-        return found
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if grad_scale_factor != 1:
-            raise ValueError("gradients are summed, never averaged: the schedule needs scale_grads=False")
-        self._sync.finish_step()
 
 
 def _without_buffers(infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
@@ -179,24 +197,11 @@ def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
 
 
-class _ByBlock:
-    """For schedules of several stages per rank: parameters are gathered block by block, by the hooks of the blocks."""
-
-    def _prepare_schedule_with_comms(self, actions: Any, *args: Any, **kwargs: Any) -> None:
-        super()._prepare_schedule_with_comms(actions, *args, **kwargs)  # type: ignore[misc]  # of the schedule
-        self.pipeline_order_with_comms = {
-            rank: [a for a in row if a.computation_type not in (UNSHARD, RESHARD)]
-            for rank, row in self.pipeline_order_with_comms.items()  # type: ignore[has-type]
-        }
-
-    def _assert_unsharded(self, stage: PipelineStage) -> None:
-        """What stage computes is gathered by its hooks."""
-
-
-@functools.cache
-def by_block(kind: type[PipelineScheduleMulti]) -> type[PipelineScheduleMulti]:
-    """The schedule without torch's gathering of whole stages (at most three at a time are kept, under ZeRO 1 too)."""
-    return cast(type[PipelineScheduleMulti], type(f"{kind.__name__}ByBlock", (_ByBlock, kind), {}))
+def stage_class() -> type[SyncedStage]:
+    """The stage for the torch that is installed: from 2.15 on torch itself allocates receive buffers when it receives
+    and lets go of them when they are used.
+    """
+    return SyncedStage if hasattr(_RecvInfo, "take_buffer") else _LateBuffers
 
 
 def run_schedule(
