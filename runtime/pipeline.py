@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from autoplan.runtime.private import Carried, SyncedStage, run_schedule, stage_class
+from autoplan.runtime.stages import Carried, SyncedStage, run_schedule, stage_class
 from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_schedule
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
