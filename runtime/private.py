@@ -60,7 +60,7 @@ def mend_simulated_groups() -> None:
         return ranks, offsets, rest[0] if rest else min(dist.get_process_group_ranks(group))
 
     three.gives_three = True  # type: ignore[attr-defined]
-    _local._prepare_collective_groups = three
+    _local._prepare_collective_groups = three  # type: ignore[assignment]
 
 
 def default_store() -> Store:
