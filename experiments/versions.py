@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = "pipeline parity_processes hybrid_zero convert".split()
 MORE = (
     "api capture compiled compression context documents encoder_decoder experts failure faithful local_shards losses "
-    "modules offload parity_local parity_matrix precision recompute router_loss rules runtime_ops runtime_program saved "
-    "side_by_side split_backward zero"
+    "modules offload parity_local parity_matrix precision recompute router_loss rules runtime_ops runtime_program "
+    "saved side_by_side split_backward zero"
 ).split()
 TESTS: Mapping[str, Sequence[str]] = {"core": CORE, "parity": [*CORE, *MORE]}
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools")
