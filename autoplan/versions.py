@@ -15,7 +15,7 @@ Version = tuple[int, ...]
 TRIED: Mapping[str, tuple[Version, Version]] = {
     "Python": ((3, 11), (3, 13)),
     "torch": ((2, 13), (2, 15)),
-    "transformers": ((5, 20), (5, 23)),
+    "transformers": ((5, 12), (5, 23)),
     "spmd_types": ((0, 3, 1), (0, 3, 1)),
 }
 
