@@ -7,6 +7,8 @@ The public names below are loaded on first use, so that a what-if starts without
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from autoplan.versions import warn_if_not_tried
+
 if TYPE_CHECKING:
     from autoplan.api import parallelize
     from autoplan.catalog import load_model
@@ -54,6 +56,9 @@ _HOMES = {
     "search_plan": "autoplan.planner",
     "whatif": "autoplan.sweep",
 }
+
+
+warn_if_not_tried()
 
 
 # `object` and not `Any`: with Any a type checker would accept every misspelt name.

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from spmd_types import I, P, PerMeshAxisLocalSpmdType, R, S, V
 
-# Private torch APIs (tried on 2.13.0): whether ranks are simulated, and the group behind a name.
+# Private torch APIs (see private.py): whether ranks are simulated, and the group behind a name.
 from torch.distributed._local_tensor import enabled_local_tensor_mode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoplan.runtime import recompute
 from autoplan.runtime.mesh import AxisMesh, current_mesh
+from autoplan.runtime.private import mend_simulated_groups
 
 __all__ = [
     "CollectiveRecord",
@@ -68,7 +69,8 @@ __all__ = [
 
 Type = PerMeshAxisLocalSpmdType
 
-# spmd_types 0.3.1 calls functional collectives by the names that torch 2.13 deprecates; nothing for our users to do.
+mend_simulated_groups()
+# spmd_types 0.3.1 calls functional collectives by names that torch deprecates since 2.13; nothing for our users to do.
 warnings.filterwarnings(
     "ignore",
     message=r"`torch\.distributed\._functional_collectives\.(all_gather|reduce_scatter)_tensor` is deprecated",
@@ -452,7 +454,7 @@ _REPEATS = (torch.utils.checkpoint.__file__, recompute.__file__)
 
 
 def _phase() -> Literal["forward", "backward", "recompute"]:
-    # Private torch API (tried on 2.13.0): -1 unless the autograd engine is running this thread.
+    # Private torch API (see private.py): -1 unless the autograd engine is running this thread.
     if torch._C._current_graph_task_id() == -1:
         return "forward"
     # Inside the engine: a recomputed forward was called by one of two modules, a backward by the engine itself.

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from spmd_types import MeshAxis, R, V
 
-# Private torch API (tried on 2.13.0): the only way to build a tensor that differs per simulated rank.
+# Private torch API (see private.py): the only way to build a tensor that differs per simulated rank.
 from torch.distributed._local_tensor import rank_map
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

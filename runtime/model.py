@@ -250,14 +250,14 @@ class ParallelModel:
     def _build(
         self, mine: StageSpec, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> nn.Module:
-        path = self.folder / mine.source
-        if not path.exists() or path.read_text() != self.source[mine.source]:
+        path, text = self.folder / mine.source, self.source[mine.source]
+        if not path.exists() or path.read_bytes() != text.encode():
             path.parent.mkdir(parents=True, exist_ok=True)
             rank = dist.get_rank() if dist.is_initialized() else 0
             temporary = path.with_name(f".{path.name}.{rank}.tmp")
-            temporary.write_text(self.source[mine.source])
+            temporary.write_bytes(text.encode())
             temporary.replace(path)
-        module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
+        module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}", text)
         stage: nn.Module = module.Stage()
         stored = self.precision.stored if self.precision is not None else None
         materialise(

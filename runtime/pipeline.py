@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from autoplan.runtime.private import Carried, SyncedStage, by_block, run_schedule
+from autoplan.runtime.stages import Carried, SyncedStage, run_schedule, stage_class
 from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_schedule
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -106,7 +106,7 @@ class PipelineRunner:
             for part in stages:
                 _check_place(part, count)
                 self._stages.append(
-                    SyncedStage(
+                    stage_class()(
                         part.module,
                         part.index,
                         count,
@@ -171,7 +171,7 @@ def _make_schedule(
         return _loss_of(output)
 
     if issubclass(kind, PipelineScheduleMulti):
-        return by_block(kind)(list(stages), num_micro_batches, loss_fn=loss_of, scale_grads=False)
+        return kind(list(stages), num_micro_batches, loss_fn=loss_of, scale_grads=False)
     (stage,) = stages
     kind = kind if num_micro_batches >= stage.num_stages else ScheduleGPipe
     return kind(stage, num_micro_batches, loss_fn=loss_of, scale_grads=False)

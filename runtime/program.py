@@ -139,14 +139,18 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, trainable: bool) -> nn
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
 
 
-def load_module(path: Path, name: str) -> ModuleType:
-    """Import an emitted file under `name`."""
+def load_module(path: Path, name: str, text: str) -> ModuleType:
+    """Run `text`, the emitted source of the file at `path`, as the module `name`.
+
+    The file is not read: whoever else writes to it, what runs is `text`, and tracebacks, `inspect` and debuggers show
+    its lines. That it is in the file is for the caller to see to, and for whoever opens it.
+    """
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"emitted module {path} cannot be loaded")
+    if spec is None:
+        raise ValueError(f"emitted module {path} has no name that Python imports: it needs to end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # not by the loader, which takes bytecode of a file of the same size and second for that of this one
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-    linecache.checkcache(str(path))
+    # no modification time: the entry never counts as outdated
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    exec(compile(text, str(path), "exec"), module.__dict__)
     return module

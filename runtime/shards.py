@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-# Private torch API (tried on 2.13.0): a DTensor over memory that exists, without its checks and copies.
+# Private torch API (see private.py): a DTensor over memory that exists, without its checks and copies.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# Private torch API (tried on 2.13.0): a dim whose outer factors are not cut.
+# Private torch API (see private.py): a dim whose outer factors are not cut.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_iter, tree_map
 

@@ -95,8 +95,45 @@ class Deferred:
         self.arrived = gradients
 
 
+# Where a backward starts: an output, or the place in the graph of one that has been let go (None: it has no gradient).
+Root = torch.Tensor | GradientEdge | None
+
+
+def _starts(
+    outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None] | None
+) -> list[tuple[torch.Tensor | GradientEdge, torch.Tensor | None]]:
+    """The outputs that a gradient arrives at, each with it. `gradients` None: of a loss, whose gradient is one."""
+    arrived = [None] * len(outputs) if gradients is None else gradients
+    return [
+        (t, g)
+        for t, g in zip(outputs, arrived, strict=True)
+        if (isinstance(t, GradientEdge) or (t is not None and t.requires_grad)) and (g is not None or gradients is None)
+    ]
+
+
+def backward_whole(
+    outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None] | None, inputs: Sequence[object]
+) -> tuple[torch.Tensor | None, ...]:
+    """A backward in one part: returns the gradients of the inputs; those of parameters are added to `.grad`.
+
+    Args:
+        outputs: of a stage, or its loss.
+        gradients: of the outputs; None for one without. None instead of them all: ones, of a loss.
+        inputs: whatever the stage was called with; what needs no gradient gets None.
+    """
+    starts = _starts(outputs, gradients)
+    if starts:
+        torch.autograd.backward([t for t, _ in starts], [g for _, g in starts])  # type: ignore[arg-type]  # a mixture
+    found: list[torch.Tensor | None] = []
+    for x in inputs:
+        found.append(x.grad if isinstance(x, torch.Tensor) else None)
+        if isinstance(x, torch.Tensor):
+            x.grad = None
+    return tuple(found)
+
+
 def backward_input(
-    outputs: Sequence[torch.Tensor],
+    outputs: Sequence[Root],
     gradients: Sequence[torch.Tensor | None] | None,
     inputs: Sequence[object],
     params: Iterable[nn.Parameter],
@@ -107,7 +144,7 @@ def backward_input(
 
     Args:
         outputs: of a stage, or its loss. Their graph is let go: they must not be differentiated again.
-        gradients: of the outputs; None: ones.
+        gradients: of the outputs; None for one without. None instead of them all: ones, of a loss.
         inputs: whatever the stage was called with; what needs no gradient gets None.
         params: of the stage. at_once: those of them that do not wait, whatever the graph is.
         kept: what was open around the forward, if anything.
@@ -115,12 +152,12 @@ def backward_input(
     Returns:
         One gradient per input, and what `backward_weight` does.
     """
-    made = [(t, None if gradients is None else gradients[i]) for i, t in enumerate(outputs) if t.requires_grad]
+    made = _starts(outputs, gradients)
     given = [(i, t) for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     out: list[torch.Tensor | None] = [None] * len(inputs)
     leaves = {get_gradient_edge(p).node: p for p in params if p.requires_grad}
     deferred, now = _branches(
-        [get_gradient_edge(t).node for t, _ in made],
+        [t.node if isinstance(t, GradientEdge) else get_gradient_edge(t).node for t, _ in made],
         {get_gradient_edge(t).node for _, t in given},
         leaves,
         {id(p) for p in at_once},
@@ -134,9 +171,9 @@ def backward_input(
         try:
             with kept.spending() if kept is not None else nullcontext():
                 found = torch.autograd.grad(
-                    [t for t, _ in made],
+                    [t for t, _ in made],  # type: ignore[arg-type]  # torch takes a mixture
                     wanted,
-                    [torch.ones_like(t) if g is None else g for t, g in made],
+                    [g for _, g in made],
                     retain_graph=bool(deferred),
                     allow_unused=True,
                 )
@@ -147,9 +184,9 @@ def backward_input(
             out[i] = gradient
         _add(now, found[len(given) :])
     held = {id(t) for _, t in given}
-    for t, _ in made:
-        if id(t) not in held and not t._is_view():  # the graph between an output and the first branch
-            t.detach_()
+    for t in outputs:
+        if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in held and not t._is_view():
+            t.detach_()  # the graph between an output and the first branch
     return tuple(out), deferred
 
 

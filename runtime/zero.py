@@ -34,6 +34,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
+from autoplan.runtime.private import end_of_backward
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
@@ -57,7 +58,7 @@ class ZeroStage(enum.IntEnum):
 def check_schedule(zero: ZeroStage | int, schedule: str) -> None:
     """Refuse ZeRO 3 under a pipeline schedule with a split backward.
 
-    torch 2.13 computes a right loss and silently wrong gradients there: parameters are resharded between the backward
+    torch computes a right loss and silently wrong gradients there: parameters are resharded between the backward
     of the inputs and the backward of the weights.
 
     Raises:
@@ -212,20 +213,19 @@ class _ShardedSplit(_Sharded):
         self._stage.set_reshard_after_backward(is_last)
         self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
         self._stage.set_requires_all_reduce(is_last)
-        # Private torch API (tried on 2.13.0): as PipelineStage.perform_reduce_grad, which always reshards. Where
+        # Private torch API (see private.py): as PipelineStage.perform_reduce_grad, which always reshards. Where
         # nothing is reduced, 16-bit gradients are added to float32 ones.
         root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 group.post_backward()
-        root._root_post_backward_final_callback()
+        end_of_backward(root)
         self._reduced = is_last
 
 
 def hybrid_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
     """Of hybrid ZeRO: both meshes, of one axis each, as one of two."""
-    # Private torch API (tried on 2.13.0): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`); slicing
-    # by two names does not know axes that were flattened.
+    # Private torch API (see private.py): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`).
     mesh: DeviceMesh = DeviceMesh._concatenate([replicas, shards])
     return mesh
 
@@ -306,7 +306,7 @@ def apply_zero(
         )
         if isinstance(block, FSDPModule) and gathered == "drop":
             block.set_unshard_in_backward(False)
-    # The stage itself too, although it owns no parameter: torch's pipeline asks whether the stage is an FSDPModule.
+    # The stage itself too, although it owns no parameter: the root, which all blocks share streams and switches with.
     root = fully_shard(
         stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone, offload_policy=policy
     )
@@ -323,7 +323,7 @@ def placement_apart(
     mesh: DeviceMesh, apart: Sequence[nn.Parameter], apart_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Any]:
     """For ``fully_shard``: those parameters are sharded over ``apart_mesh``, all others over ``mesh``."""
-    # Private torch API (tried on 2.13.0): the mesh of a parameter of its own; torch exports only the placement.
+    # Private torch API (see private.py): the mesh of a parameter of its own; torch exports only the placement.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     def info(over: DeviceMesh) -> FSDPMeshInfo:

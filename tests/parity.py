@@ -378,7 +378,7 @@ def run_simulated(
 def load_stage(folder: Path, name: str, text: str) -> torch.nn.Module:
     path = folder / name
     path.write_text(text)
-    module: torch.nn.Module = load_module(path, f"parity_{name.removesuffix('.py')}").Stage()
+    module: torch.nn.Module = load_module(path, f"parity_{name.removesuffix('.py')}", text).Stage()
     return module
 
 

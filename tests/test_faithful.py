@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import linecache
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from autoplan.capture.export import capture
 from autoplan.capture.ops import OPS, Args, Arguments, Lowered, lower
 from autoplan.cost_models.errors import CaptureError, PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.runtime import model as runtime_model
 from autoplan.runtime.failure import RankFailure
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import check_elementwise, on_local_shards
@@ -193,12 +197,40 @@ def test_a_mean_in_16_bits_does_not_overflow() -> None:
 # -- emitted files ----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
-    """Bytecode is kept by size and second of change: both may be the same."""
+def test_the_text_that_was_sent_runs_whatever_stands_in_the_file(tmp_path: Path) -> None:
+    """Ranks on one machine share the folder, and so may two jobs: the file may change after it was compared."""
     path = tmp_path / "stage0.py"
-    for number in range(1, 6):
-        path.write_text(f"number = {number}\n")
-        assert load_module(path, "stage_of_a_test").number == number
+    path.write_text("number = 0\n")
+    for number in range(1, 4):  # the same path again: nothing of the last text is left
+        text = f"number = {number}\n\ndef fail():\n    raise ValueError(number, {number})\n"
+        module = load_module(path, "stage_of_a_test", text)
+        assert (module.number, module.__file__) == (number, str(path))
+        assert f"(number, {number})" in inspect.getsource(module.fail)
+        with pytest.raises(ValueError) as failed:
+            module.fail()
+        linecache.checkcache()  # as traceback does
+        shown = "".join(traceback.format_exception(failed.value))
+        assert f'File "{path}", line 4' in shown and f"raise ValueError(number, {number})" in shown
+
+
+def test_a_program_is_what_was_broadcast_and_lies_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another job writes its own program to the same folder right after this one has written."""
+    model = Model(lambda m, x: x)
+    _, program = plan_program(graph_of(model, given()), cluster_of(1, "bandwidth"), {}, 4, 6)
+    replaced = []
+
+    def replace_then_load(path: Path, name: str, text: str) -> Any:
+        assert path.read_text() == text  # written, for who opens it
+        path.write_text(text.replace("import *", "import missing"))
+        replaced.append(path)
+        return load_module(path, name, text)
+
+    monkeypatch.setattr(runtime_model, "load_module", replace_then_load)
+    with fake_group(1):
+        ParallelModel(program.spec, program.sources, dict(model.named_parameters()), {}, folder=tmp_path)
+    assert replaced
+    with pytest.raises(ImportError, match="missing"):  # what reading the file again would run
+        load_module(replaced[0], "stage_of_a_test", replaced[0].read_text())
 
 
 # -- what is not trained ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The package as users meet it: its names, what an import loads, and the wheel."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import autoplan
+from autoplan.versions import TRIED, not_tried
 
 ROOT = Path(__file__).resolve().parents[1]
 # Each folder at the top and the package it is imported as.
@@ -83,6 +85,48 @@ def test_the_runtime_loads_no_planner():
     loaded = modules_loaded_by(import_all_of("autoplan.runtime"))
     assert "autoplan.runtime" in loaded
     assert not loaded & {"pulp", "highspy", "autoplan.api", "autoplan.plan", "autoplan.search", "autoplan.cost_models"}
+
+
+def test_pyproject_allows_exactly_the_versions_that_were_tried():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    allowed = {re.split(r"[<>=]", line)[0]: line for line in declared} | {"Python": project["requires-python"]}
+    for name, (least, most) in TRIED.items():
+        after = ".".join(map(str, [*most[:-1], most[-1] + 1]))
+        between = f">={'.'.join(map(str, least))},<{after}"
+        assert allowed[name] == (name if name != "Python" else "") + between
+    (pinned,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    assert not_tried({"torch": pinned.partition("==")[2]}) is None
+
+
+@pytest.mark.parametrize(
+    ("versions", "line"),
+    [
+        ({"torch": "2.13.0+cpu"}, None),
+        ({"torch": "2.15.7", "Python": "3.13.11", "spmd_types": "0.3.1"}, None),
+        ({"torch": "2.12.1", "Python": "3.12.0"}, "torch 2.12.1 (tried: 2.13 to 2.15)"),
+        ({"torch": "2.16.0.dev20261101+cpu"}, "torch 2.16.0.dev20261101+cpu (tried: 2.13 to 2.15)"),
+        ({"torch": "3.0"}, "torch 3.0 (tried: 2.13 to 2.15)"),
+        (
+            {"spmd_types": "0.3.2", "Python": "3.14.0"},
+            "spmd_types 0.3.2 (tried: 0.3.1), Python 3.14.0 (tried: 3.11 to 3.13)",
+        ),
+    ],
+)
+def test_versions_outside_of_what_was_tried_are_named(versions, line):
+    assert not_tried(versions) == (line and f"autoplan was not tried with {line}")
+
+
+def test_an_import_says_in_one_line_that_a_version_was_not_tried(tmp_path):
+    """Once in a job, without loading the package, and not at all if it was tried."""
+    assert run_python("import autoplan").stderr == ""
+    (tmp_path / "torch-9.0.dist-info").mkdir()
+    (tmp_path / "torch-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.0\n")
+    code = "import sys, autoplan, autoplan.cost_models.graph; print('torch' in sys.modules)"
+    done = run_python(code, PYTHONPATH=str(tmp_path))
+    assert done.stderr == "autoplan was not tried with torch 9.0 (tried: 2.13 to 2.15)\n"
+    assert done.stdout == "False\n"
+    assert run_python(code, PYTHONPATH=str(tmp_path), RANK="1").stderr == ""
 
 
 def test_the_packages_on_disk_are_exactly_the_ones_in_pyproject():

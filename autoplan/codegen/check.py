@@ -60,8 +60,7 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
         env = {"b": batch, "s": sequence, "t": sequence}
         for stage in spec.stages:
             path = Path(folder) / stage.source
-            path.write_text(sources[stage.source])
-            module = load_module(path, f"autoplan_check_{stage.index}")
+            module = load_module(path, f"autoplan_check_{stage.index}", sources[stage.source])
             try:
                 _check_stage(module.Stage(), spec, stage, mesh, env)
             finally:
