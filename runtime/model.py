@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
-from autoplan.runtime.failure import guard
+from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload, like_shard
-from autoplan.runtime.optim import check_elementwise, on_local_shards
+from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import all_reduce_flat, local_of, materialise, reduce_deferred, shard, unshard
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
@@ -119,6 +119,7 @@ class ParallelModel:
         if optimizer is not None:
             self.optimizer = on_local_shards(optimizer, self.parameters())
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+            guard_step(self.optimizer)
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
         """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
@@ -338,7 +339,7 @@ class ParallelModel:
         Returns: the loss of the global batch, a 0-dim tensor, on every rank: the mean over all valid tokens.
         Raises: ValueError for a batch that does not fit; RankFailure if this or another rank failed.
         """
-        with guard():
+        with guard(call="step"):
             return self._step(batch)
 
     def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -501,6 +502,7 @@ class ParallelModel:
             sharded.update(self.mesh.atoms(self._expert_shards if apart else self._shards))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
+    @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
         """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
         if self.loss_scaler is not None and self.loss_scaler.skipped:
@@ -514,6 +516,7 @@ class ParallelModel:
             dist.all_reduce(total)
         return total.sqrt()
 
+    @guarded("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, as torch's does."""
         norm = self.grad_norm()
@@ -525,6 +528,7 @@ class ParallelModel:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
+    @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Full tensors by original name, on every rank (a collective): `pick` chooses parameter or gradient."""
         mine: dict[str, torch.Tensor] = {}
@@ -570,6 +574,7 @@ class ParallelModel:
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))
 
+    @guarded("state_dict")
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
 
@@ -581,10 +586,12 @@ class ParallelModel:
                 out[other] = out[name]
         return {**out, **self._extra}
 
+    @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients under the original names, on every rank (a collective)."""
         return self.full_tensors(lambda p: p.grad)
 
+    @guarded("load_state_dict")
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load full tensors by original name. KeyError names a missing one."""
         with torch.no_grad():
