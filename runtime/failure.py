@@ -286,7 +286,7 @@ def _watch(state: _State) -> None:
     host_since: float | None = None
     while not state.stop.wait(POLL_S):
         news = state.known.first(exits=False)
-        if news is not None and not told:
+        if news is not None and not told and state.failure is None:
             # Where the main thread is stuck in a device's queue and the process is ended from outside, this line is
             # all there is.
             logger.error("%s", _failure(news))
