@@ -59,7 +59,7 @@ class Place:
 
     def __str__(self) -> str:
         where = [text for text in (self.phase, self.collective) if text]
-        return ", ".join(where) or self.line
+        return ", ".join(where) or (f"at {self.line}" if self.line else "")
 
 
 def place_of(frames: Iterable[Frame]) -> Place:

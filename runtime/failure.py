@@ -24,9 +24,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -35,8 +35,9 @@ import torch.distributed as dist
 
 from autoplan.runtime import activity, private
 from autoplan.runtime.agree import AgreedError, is_agreed
-from autoplan.runtime.news import Kind, Knowledge, News
-from autoplan.runtime.peers import Address, Listener, Silence, ask, neighbours, route_to
+from autoplan.runtime.news import Kind, News
+from autoplan.runtime.peers import Address, Listener, Silence, route_to
+from autoplan.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,10 @@ TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
 GRACE_S = 5.0
 # How often a rank asks the next one whether it lives.
 POLL_S = 0.5
-# How long telling the neighbours may hold up a rank that ends.
-TELL_S = 1.0
 # Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
 SILENCE_NOTE_S = 30.0
 WAIT_NOTE_S = 10.0
 
-# Ranks on either side that are told of a failure; the others learn it when they ask.
-_REACH = 8
 # Hosts that are tried at the start; a refused connection to one that never answered says nothing.
 _HOSTS_TRIED = 64
 # Between two looks at rank 0 while it works: per rank of the job, so that rank 0 answers 500 questions per second.
@@ -87,84 +84,7 @@ class WaitEnded(dist.DistError):
     """Waiting for another rank ended without what it was to bring."""
 
 
-@dataclass
-class _State:
-    """What this process knows and does, for the default process group that was made with `store`."""
-
-    store: Any
-    rank: int
-    world: int
-    timeout_s: float
-    turn: int
-    known: Knowledge = field(default_factory=Knowledge)
-    addresses: dict[int, Address] = field(default_factory=dict)
-    listener: Listener | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    thread: int = field(default_factory=threading.get_ident)  # the one that calls
-    call: str = ""
-    since: float = 0.0  # when `call` began
-    after: str = ""  # the call before
-    counts: dict[str, int] = field(default_factory=dict)
-    broken: bool = False
-    failure: RankFailure | None = None
-    works_done: int = 0  # by rank 0 for the others
-    works_awaited: int = 0
-
-    def begin(self, call: str) -> None:
-        """Note that this thread is in a call now."""
-        self.counts[call] = self.counts.get(call, 0) + 1
-        self.thread, self.since = threading.get_ident(), time.monotonic()
-        self.call = f"{call} {self.counts[call]}"
-
-    @property
-    def others(self) -> dict[int, Address]:
-        return {r: a for r, a in self.addresses.items() if r != self.rank}
-
-    def doing(self) -> str:
-        """What this rank does now."""
-        place = activity.of_thread(self.thread)
-        if self.call:
-            return f"in {self.call} ({place})" if str(place) else f"in {self.call}"
-        return self.outside(place)
-
-    def outside(self, place: activity.Place) -> str:
-        at = f" at {place.line}" if place.line else ""
-        return f"outside autoplan's calls{at}, after {self.after or 'the start'}"
-
-    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to another rank's question."""
-        self.known.learn(question)
-        return {
-            "doing": self.doing(),
-            "waits": self.broken or bool(activity.of_thread(self.thread).collective),
-            "works_done": self.works_done,
-            **self.known.to_plain(),
-        }
-
-    def ask(self, ranks: Mapping[int, Address], timeout_s: float) -> dict[int, dict[str, Any] | Silence]:
-        """Ask ranks; a refused connection counts only if a rank of that host has ever answered."""
-        found = ask(ranks, self.known.to_plain(), timeout_s)
-        for rank, answer in found.items():
-            if not isinstance(answer, Silence):
-                self.known.reached.add(ranks[rank].host)
-                self.known.learn(answer)
-                self.known.see(rank, answer["doing"])
-            elif ranks[rank].host not in self.known.reached:
-                found[rank] = Silence.NO_ANSWER
-        return found
-
-    def tell(self) -> None:
-        """Tell the neighbours what this rank knows. Those that are known to be gone or silent are left out."""
-        near = {
-            r: self.addresses[r]
-            for r in neighbours(self.rank, self.world, _REACH)
-            if r in self.addresses and not self.known.explains(r)
-        }
-        if near:
-            ask(near, self.known.to_plain(), TELL_S)
-
-
-_state: _State | None = None
+_state: Ranks | None = None
 _call: ContextVar[str] = ContextVar("autoplan_call", default="")
 
 
@@ -215,7 +135,7 @@ def watch(timeout_s: float | None = None) -> None:
     turn = 0 if _state is None else _state.turn + 1
     if _state is not None:
         _end_watch(_state)
-    state = _State(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), turn)
+    state = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), turn)
     if _call.get():
         state.begin(_call.get())
     if state.world > 1:
@@ -243,7 +163,7 @@ class _Hook:
             self.before(kind, exc, trace)
 
 
-def _exchange_addresses(state: _State) -> None:
+def _exchange_addresses(state: Ranks) -> None:
     """Learn where the other ranks answer, through the store, which is not needed afterwards."""
     endpoint = private.store_endpoint(state.store)
     try:
@@ -270,7 +190,7 @@ def _exchange_addresses(state: _State) -> None:
     state.ask({r: state.addresses[r] for r in sorted(hosts.values())[:_HOSTS_TRIED]}, GRACE_S)
 
 
-def _missing(state: _State, keys: list[str], error: RuntimeError) -> RankFailure:
+def _missing(state: Ranks, keys: list[str], error: RuntimeError) -> RankFailure:
     with contextlib.suppress(RuntimeError):
         absent = [rank for rank, key in enumerate(keys) if not state.store.check([key])]
         late = f"did not begin to watch for failures within {state.timeout_s:g} s"
@@ -280,39 +200,34 @@ def _missing(state: _State, keys: list[str], error: RuntimeError) -> RankFailure
     return RankFailure(0, f"the key-value store, which rank 0 usually hosts, is gone or silent: {_describe(error)}")
 
 
-def _watch(state: _State) -> None:
+def _watch(state: Ranks) -> None:
     """The thread of every rank: notice that the next rank is gone, and write what is known where nobody may ask."""
     told, warned, since = False, False, time.monotonic()
     host_since: float | None = None
     while not state.stop.wait(POLL_S):
         news = state.known.first(exits=False)
-        if news is not None and not told and state.failure is None:
+        if news is not None and not told and state.ended is None:
             # Where the main thread is stuck in a device's queue and the process is ended from outside, this line is
             # all there is.
             logger.error("%s", _failure(news))
             told = True
-        following = next(
-            (r % state.world for r in range(state.rank + 1, state.rank + state.world) if not _over(state, r)), None
-        )
+        ring = (r % state.world for r in range(state.rank + 1, state.rank + state.world))
+        following = next((r for r in ring if not state.known.explains(r)), None)
         if following is not None:
             answer = state.ask({following: state.addresses[following]}, GRACE_S)[following]
-            if answer is Silence.GONE and not _over(state, following):
-                _note_gone(state, [following])
+            if answer is Silence.GONE and not state.known.explains(following):
+                state.note_gone([following])
                 state.tell()
             elif answer is not Silence.NO_ANSWER:
                 since, warned = time.monotonic(), False
             elif time.monotonic() - since > SILENCE_NOTE_S and not warned:
                 warned = True
                 quiet_s = time.monotonic() - since
-                logger.warning("rank %d has not answered for %.0f s%s", following, quiet_s, _last(state, following))
+                logger.warning("rank %d has not answered for %.0f s%s", following, quiet_s, state.last(following))
         host_since = _watch_host(state, host_since)
 
 
-def _over(state: _State, rank: int) -> bool:
-    return state.known.explains(rank % state.world)
-
-
-def _watch_host(state: _State, since: float | None) -> float | None:
+def _watch_host(state: Ranks, since: float | None) -> float | None:
     """Free a main thread from a call to the store of a stopped rank 0, which would never return.
 
     Only where the call into autoplan has lasted longer than the timeout, and rank 0 was silent for half of that.
@@ -329,19 +244,19 @@ def _watch_host(state: _State, since: float | None) -> float | None:
     return since
 
 
-def _exit(state: _State, thread: threading.Thread) -> None:
+def _exit(state: Ranks, thread: threading.Thread) -> None:
     if state is not _state:
         return  # another process group came after it
     if state.rank not in state.known.left:
         ends = f"it exited (sys.exit, or its script ended) after {state.after or 'the start'}"
         state.known.add(News((state.rank,), Kind.EXITED, ends))
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(OSError):
         state.tell()
     _end_watch(state)
     thread.join(3 * GRACE_S)
 
 
-def _end_watch(state: _State) -> None:
+def _end_watch(state: Ranks) -> None:
     state.stop.set()
     if state.listener is not None:
         state.listener.close()
@@ -358,12 +273,12 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _uncaught(state: _State, exc: BaseException) -> None:
+def _uncaught(state: Ranks, exc: BaseException) -> None:
     """An exception ends the script: tell the others, or say whose failure it comes from."""
-    if state.failure is not None or isinstance(exc, RankFailure):
+    if state.ended is not None or isinstance(exc, RankFailure):
         return
     failure = _failure_of(exc, None)
-    state.failure = failure
+    state.ended = (failure.rank, failure.reason)
     state.known.leave([state.rank])
     state.tell()
     if failure.rank != state.rank:
@@ -376,11 +291,9 @@ def report_failure(exc: BaseException) -> None:
         _note_raised(_state, exc)
 
 
-def _note_raised(state: _State, exc: BaseException) -> RankFailure:
+def _note_raised(state: Ranks, exc: BaseException) -> RankFailure:
     place = activity.of_traceback(exc.__traceback__)
-    where = f"in {state.call}" if state.call else state.outside(place)
-    phase = f" ({place.phase})" if state.call and place.phase else ""
-    reason = f"{_describe(exc)} [{where}{phase}]"
+    reason = f"{_describe(exc)} [{state.where(place)}]"
     state.known.add(News((state.rank,), Kind.RAISED, reason))
     with contextlib.suppress(OSError):
         state.tell()
@@ -394,7 +307,7 @@ def failure_reason(grace_s: float | None = None) -> RankFailure | None:
     """
     if _state is None or _state.world == 1:
         return None
-    return _failure(_find_out(_state, GRACE_S if grace_s is None else grace_s))
+    return _failure(_state.find_out(GRACE_S if grace_s is None else grace_s))
 
 
 def _failure(news: News) -> RankFailure:
@@ -402,78 +315,6 @@ def _failure(news: News) -> RankFailure:
         return RankFailure(news.ranks[0], news.reason)
     who = f"ranks {', '.join(map(str, news.ranks))} failed: " if news.ranks else ""
     return RankFailure(None, who + news.reason)
-
-
-def _find_out(state: _State, grace_s: float) -> News:
-    """Who is to blame for a broken collective."""
-    state.broken = True
-    begin = time.monotonic()
-    late: list[int] | None = None
-    while True:
-        news = state.known.first(exits=False)
-        if news is not None:
-            return news
-        # itself too: its own answer means that it has read what the others told it before they went
-        left = begin + grace_s - time.monotonic()
-        answers = state.ask(state.addresses, max(0.3, min(left, 2.0)))
-        news = state.known.first(exits=False)
-        if news is not None:
-            return news
-        del answers[state.rank]
-        gone = [r for r, a in answers.items() if a is Silence.GONE and not state.known.explains(r)]
-        if gone:
-            return _note_gone(state, gone)
-        news = state.known.first(exits=True)
-        if news is not None:
-            return news
-        silent = [r for r, a in answers.items() if a is Silence.NO_ANSWER and r not in state.known.left]
-        if silent:
-            if left < 0:
-                return _note_silent(state, silent, grace_s)
-            continue
-        lives = {r: a for r, a in answers.items() if not isinstance(a, Silence) and r not in state.known.left}
-        elsewhere = [r for r, a in lives.items() if not a["waits"]]
-        if elsewhere == late:  # twice: not on the way from one collective to the next
-            return _note_late(state, elsewhere, lives)
-        late = elsewhere
-        time.sleep(0.5)
-
-
-def _note_gone(state: _State, ranks: list[int]) -> News:
-    whose = "its process is" if len(ranks) == 1 else "their processes are"
-    news = News(
-        tuple(ranks),
-        Kind.GONE,
-        f"{whose} gone without a word: killed, out of memory, crashed or os._exit{_last(state, *ranks)}",
-    )
-    state.known.add(news)
-    return news
-
-
-def _note_silent(state: _State, ranks: list[int], silent_s: float) -> News:
-    whose = ("does", "its process is stopped, or its machine") if len(ranks) == 1 else ("do", "stopped, or the machine")
-    news = News(
-        tuple(ranks),
-        Kind.SILENT,
-        f"{whose[0]} not answer for {silent_s:.0f} s: {whose[1]} hangs{_last(state, *ranks)}",
-    )
-    state.known.add(news)
-    return news
-
-
-def _note_late(state: _State, ranks: list[int], lives: Mapping[int, Mapping[str, Any]]) -> News:
-    if not ranks:
-        each = "; ".join(f"rank {r} {a['doing']}" for r, a in lives.items())
-        return News((), Kind.UNKNOWN, f"a collective broke though every rank lives and waits: {each}")
-    each = "; ".join(str(lives[r]["doing"]) for r in ranks)
-    news = News(tuple(ranks), Kind.LATE, f"lives, but did not come to the collective in which others wait: {each}")
-    state.known.add(news)
-    return news
-
-
-def _last(state: _State, *ranks: int) -> str:
-    seen = {r: found for r in ranks if (found := state.known.last_seen(r)) is not None and found[1]}
-    return "".join(f"; last heard {seconds:.1f} s before, {doing}" for seconds, doing in seen.values())
 
 
 @contextlib.contextmanager
@@ -538,21 +379,22 @@ def _calling(call: str | None) -> Iterator[None]:
     finally:
         _call.reset(token)
         if _state is not None:
-            _state.after, _state.call = _state.call, ""
+            _state.end()
 
 
 def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
     state = _state
     if state is None or state.world == 1:
         return RankFailure(rank if state is None or rank is not None else state.rank, _describe(exc))
-    if state.failure is not None and not dist.is_initialized():
-        return state.failure  # what it does after a failure fails for that reason
+    if state.ended is not None and not dist.is_initialized():
+        return RankFailure(*state.ended)  # what it does after a failure fails for that reason
     if not is_broken_collective(exc):
         return _note_raised(state, exc)
     place = activity.of_traceback(exc.__traceback__)
-    other = _failure(_find_out(state, GRACE_S))
-    where = f"in {state.call} ({place})" if state.call else state.outside(place)
-    return RankFailure(other.rank, f"{other.reason} [seen by rank {state.rank} {where} as {_describe(exc)}]")
+    other = _failure(state.find_out(GRACE_S))
+    return RankFailure(
+        other.rank, f"{other.reason} [seen by rank {state.rank} {state.where(place)} as {_describe(exc)}]"
+    )
 
 
 def is_broken_collective(exc: BaseException | None) -> bool:
@@ -570,7 +412,7 @@ def _leave(failure: RankFailure) -> None:
     """Write the reason, tell the others, and close this rank's connections."""
     state = _state
     if state is not None and state.world > 1:
-        state.failure = failure
+        state.ended = (failure.rank, failure.reason)
         if failure.rank != state.rank:
             logger.error("%s", failure)  # now: who started the ranks may end them before the exception is shown
         state.known.leave([state.rank])
@@ -601,11 +443,13 @@ def work_of_first(what: str) -> Iterator[None]:
     else:
         state.works_awaited += 1
         if state.addresses[0].host in state.known.reached:  # else: it cannot be asked, and the collective waits
+            state.waits = True
             _await_first(state, what)
+            state.waits = False
         yield
 
 
-def _await_first(state: _State, what: str) -> None:
+def _await_first(state: Ranks, what: str) -> None:
     begin = heard = time.monotonic()
     note_s, pause_s = WAIT_NOTE_S, _LOOK_S[0]
     while True:

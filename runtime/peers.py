@@ -149,10 +149,13 @@ class _Call:
         except OSError as exc:
             return Silence.GONE if exc.errno in _GONE else Silence.NO_ANSWER
         self.received += piece
-        if self.received.endswith(b"\n"):
+        if not self.received.endswith(b"\n"):
+            return None if piece else Silence.GONE
+        try:
             answer: dict[str, Any] = json.loads(self.received)
-            return answer
-        return None if piece else Silence.GONE
+        except ValueError:
+            return Silence.GONE  # another program has the port now
+        return answer
 
 
 def _ask_some(
