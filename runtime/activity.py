@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-# Modules whose innermost frames wait for other ranks. The functions of the first are the collectives by name.
+# Modules whose innermost frames wait for other ranks: the functions of the first are the collectives by name; those of
+# the second wait for what a pipeline sends.
 _COLLECTIVES = "torch.distributed.distributed_c10d"
-_WAITING = (_COLLECTIVES, "torch.distributed._functional_collectives", "torch.distributed.pipelining.schedules")
+_PIPELINE = "torch.distributed.pipelining.schedules"
 # Function -> phase; the innermost on the stack counts.
 _PHASES = {
     "_engine_run_backward": "backward",
@@ -66,16 +68,24 @@ def place_of(frames: Iterable[Frame]) -> Place:
     """The place that a stack says, innermost frame first."""
     stack = list(frames)
     phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
-    waiting = [f for f in stack[:4] if f.module in _WAITING or f.op.startswith("_c10d_functional")]
-    named = [f for f in waiting if f.module == _COLLECTIVES and not f.function.startswith("_")]
-    collective = ""
-    if named:
-        collective = named[-1].function if named[-1].function != "wrapper" else named[0].function
-    elif waiting:
-        collective = waiting[0].op or waiting[0].function
-    own = next((f for f in stack if not f.module.startswith(("torch", "autoplan."))), None)
+    named = [f.function for f in stack[:4] if f.module == _COLLECTIVES and not f.function.startswith("_")]
+    ops = [f.op for f in stack[:4] if f.op.startswith("_c10d_functional")]
+    collective = next((name for name in reversed(named) if name != "wrapper"), "")
+    if not named and ops:
+        collective = ops[0].removeprefix("_c10d_functional.").removesuffix(".default")
+    elif not named and stack and stack[0].module == _PIPELINE:
+        collective = "send or receive of the pipeline"
+    own = next((f for f in stack if not (f.module.startswith(("torch", "autoplan.")) or _is_library(f.file))), None)
     line = f"{Path(own.file).name}:{own.line} ({own.function})" if own is not None else ""
-    return Place(phase, collective.removeprefix("_c10d_functional.").removesuffix(".default"), line)
+    return Place(phase, collective, line)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of Python's standard library."""
+    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and "site-packages" not in file)
+
+
+_LIBRARY = str(Path(threading.__file__).parent)
 
 
 def of_thread(ident: int) -> Place:
