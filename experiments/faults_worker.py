@@ -10,6 +10,7 @@ that nobody catches goes through sys.excepthook, and the interpreter ends in the
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import shutil
@@ -199,6 +200,7 @@ def _arm(pm: autoplan.ParallelModel, where: str, act: Callable[[], None]) -> Non
 
 def launch() -> None:
     """Run the cells that come in, one after the other."""
+    gc.freeze()  # what is imported stays shared with the ranks
     for line in sys.stdin:
         cell = Cell(**json.loads(line))
         folder = tempfile.mkdtemp()  # no context manager: the forked ranks end through it
@@ -214,7 +216,7 @@ def _run(cell: Cell, folder: Path) -> dict[str, Any]:
     children = [_fork(rank, cell, folder, port) for rank in range(WORLD)]
     statuses, ended = [""] * WORLD, [0.0] * WORLD
     # twice the timeout, what is waited for answers, and the start of the ranks on a busy machine
-    deadline = begin + 2 * cell.timeout_s + 40
+    deadline = begin + 2 * cell.timeout_s + 30
     while time.monotonic() < deadline:
         for rank, pid in enumerate(children):
             if not statuses[rank]:

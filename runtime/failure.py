@@ -60,6 +60,9 @@ _LOOK_S = (0.005, 0.1)
 # Parts of the messages of plain RuntimeErrors by which gloo says that the other side is gone or silent.
 _GLOO_MARKS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
+# Where gloo's messages begin to guess.
+_GLOO_ADVICE = ". This is typically caused by"
+
 _ADDRESS = "autoplan/address"
 
 P = ParamSpec("P")
@@ -392,9 +395,8 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
         return _note_raised(state, exc)
     place = activity.of_traceback(exc.__traceback__)
     other = _failure(state.find_out(GRACE_S))
-    return RankFailure(
-        other.rank, f"{other.reason} [seen by rank {state.rank} {state.where(place)} as {_describe(exc)}]"
-    )
+    what = _describe(exc).partition(_GLOO_ADVICE)[0]
+    return RankFailure(other.rank, f"{other.reason} [seen by rank {state.rank} {state.where(place)} as {what}]")
 
 
 def is_broken_collective(exc: BaseException | None) -> bool:
