@@ -1,11 +1,12 @@
 """Do the ranks that are left name the one that broke? Ranks are killed, stopped, raise and exit at all points of a job.
 
     python experiments/faults.py [--how kill] [--where forward] [--rank 1] [--tree DIR] [--torchrun] [--json FILE]
-    python experiments/faults.py --write docs/faults.md [--before JSON]
+    python experiments/faults.py --read FILE ... [--before FILE ...] --write docs/faults.md
 
 Four processes over gloo train a small program (tp 2, pp 2). One of them breaks, and each of the three others counts as
 right if what it writes names that rank and no other, gives the cause, and it ends by itself with an exit code that is
-not 0. `--tree`: the autoplan of another checkout, for comparison. `--json`: what every rank wrote, too.
+not 0. `--tree`: the autoplan of another checkout, for comparison. `--json`: one line per run with what every rank wrote,
+as soon as it is there; `--read` takes several such files instead of running anything.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -81,6 +83,12 @@ def cells(hows: tuple[str, ...], wheres: tuple[str, ...], ranks: tuple[int, ...]
     ]
 
 
+def _read(paths: list[Path]) -> list[Verdict]:
+    """Verdicts on results that `--json` wrote, in the order of the table."""
+    found = [judge(json.loads(line)) for path in paths for line in path.read_text().splitlines()]
+    return sorted(found, key=lambda v: (list(_CAUSES).index(v.cell.how), WHERES.index(v.cell.where), v.cell.rank))
+
+
 def _environment(tree: Path) -> dict[str, str]:
     mine = {"AUTOPLAN_PROFILE": "assumed", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
     if sys.platform == "linux":
@@ -88,8 +96,11 @@ def _environment(tree: Path) -> dict[str, str]:
     return {**os.environ, **mine}
 
 
-def run_cells(wanted: list[Cell], tree: Path, at_once: int) -> list[dict[str, Any]]:
-    """Run every cell, `at_once` beside each other; what became of the ranks, in the order of `wanted`."""
+def run_cells(
+    wanted: list[Cell], tree: Path, at_once: int, done: Callable[[dict[str, Any]], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Run every cell, `at_once` beside each other, and hand each result to `done`; the results in the order of
+    `wanted`."""
     todo: Queue[Cell] = Queue()
     for cell in wanted:
         todo.put(cell)
@@ -108,6 +119,7 @@ def run_cells(wanted: list[Cell], tree: Path, at_once: int) -> list[dict[str, An
                     return
                 print(cell.to_json(), file=launcher.stdin, flush=True)
                 results[cell] = json.loads(launcher.stdout.readline())
+                done(results[cell])
 
     workers = [threading.Thread(target=work) for _ in range(min(at_once, len(wanted)))]
     for worker in workers:
@@ -197,20 +209,32 @@ def main(
     at_once: Annotated[int, typer.Option(help="Runs beside each other.")] = 2,
     tree: Annotated[Path | None, typer.Option(help="Another checkout whose autoplan runs.")] = None,
     torchrun: Annotated[bool, typer.Option(help="Start the ranks with torchrun.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write what every rank wrote.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Append what every rank wrote.")] = None,
+    read: Annotated[list[Path] | None, typer.Option(help="Results of --json, instead of running.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the table as Markdown.")] = None,
-    before: Annotated[Path | None, typer.Option(help="--json of another checkout, for --write.")] = None,
+    before: Annotated[list[Path] | None, typer.Option(help="--json of another checkout, for --write.")] = None,
 ) -> None:
     """Break ranks of a small job in every way at every point, and count what the others say."""
     wanted = cells(tuple(how or HOWS), tuple(where or WHERES), tuple(rank or range(WORLD)), timeout_s)
     tree = tree or Path(__file__).resolve().parents[1]
-    results = [run_torchrun(cell, tree) for cell in wanted] if torchrun else run_cells(wanted, tree, at_once)
-    if json_file is not None:
-        json_file.write_text(json.dumps(results))
-    verdicts = [judge(result) for result in results]
+
+    def keep(result: dict[str, Any]) -> None:
+        if json_file is not None:
+            with json_file.open("a") as file:
+                print(json.dumps(result), file=file)
+
+    if read:
+        verdicts = _read(read)
+    elif torchrun:
+        results = [run_torchrun(cell, tree) for cell in wanted]
+        for result in results:
+            keep(result)
+        verdicts = [judge(result) for result in results]
+    else:
+        verdicts = [judge(result) for result in run_cells(wanted, tree, at_once, keep)]
     console = make_console()
     table = Table(title="survivors that were right")
-    for name in ("", *dict.fromkeys(c.where for c in wanted)):
+    for name in ("", *dict.fromkeys(v.cell.where for v in verdicts)):
         table.add_column(name)
     for name, row in table_of(verdicts).items():
         table.add_row(name, *row.values())
@@ -220,8 +244,7 @@ def main(
         if v.right < v.survivors:
             console.print(f"{v.cell.how} in {v.cell.where} on rank {v.cell.rank}: {v.right} of {v.survivors} right")
     if write is not None:
-        then = None if before is None else [judge(result) for result in json.loads(before.read_text())]
-        write.write_text(_document(verdicts, then))
+        write.write_text(_document(verdicts, _read(before) if before else None))
 
 
 if __name__ == "__main__":
