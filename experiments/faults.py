@@ -5,8 +5,8 @@
 
 Four processes over gloo train a small program (tp 2, pp 2). One of them breaks, and each of the three others counts as
 right if what it writes names that rank and no other, gives the cause, and it ends by itself with an exit code that is
-not 0. `--tree`: the autoplan of another checkout, for comparison. `--json`: one line per run with what every rank wrote,
-as soon as it is there; `--read` takes several such files instead of running anything.
+not 0. `--tree`: the autoplan of another checkout, for comparison. `--json`: one line per run with what every rank
+wrote, as soon as it is there; `--read` takes several such files instead of running anything.
 """
 
 from __future__ import annotations
