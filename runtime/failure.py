@@ -43,8 +43,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
-# How long a rank whose collective broke waits for answers of the others.
-GRACE_S = 5.0
+# How long a rank whose collective broke waits for answers of the others, which may be starved on a busy machine.
+GRACE_S = 10.0
+# How long one question waits for its answer.
+ANSWER_S = 2.0
 # How often a rank asks the next one whether it lives.
 POLL_S = 0.5
 # Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
@@ -217,7 +219,7 @@ def _watch(state: Ranks) -> None:
         ring = (r % state.world for r in range(state.rank + 1, state.rank + state.world))
         following = next((r for r in ring if not state.known.explains(r)), None)
         if following is not None:
-            answer = state.ask({following: state.addresses[following]}, GRACE_S)[following]
+            answer = state.ask({following: state.addresses[following]}, ANSWER_S)[following]
             if answer is Silence.GONE and not state.known.explains(following):
                 state.note_gone([following])
                 state.tell()
@@ -239,7 +241,7 @@ def _watch_host(state: Ranks, since: float | None) -> float | None:
     now = time.monotonic()
     if state.rank == 0 or not state.call or now - state.since < state.timeout_s / 2:
         return None
-    if state.ask({0: state.addresses[0]}, 1.0)[0] is not Silence.NO_ANSWER:
+    if state.ask({0: state.addresses[0]}, ANSWER_S)[0] is not Silence.NO_ANSWER:
         return None
     since = since or now
     if now - since > state.timeout_s / 2 and now - state.since > state.timeout_s + GRACE_S:
@@ -256,7 +258,7 @@ def _exit(state: Ranks, thread: threading.Thread) -> None:
     with contextlib.suppress(OSError):
         state.tell()
     _end_watch(state)
-    thread.join(3 * GRACE_S)
+    thread.join(3 * ANSWER_S)
 
 
 def _end_watch(state: Ranks) -> None:
@@ -455,7 +457,7 @@ def _await_first(state: Ranks, what: str) -> None:
     begin = heard = time.monotonic()
     note_s, pause_s = WAIT_NOTE_S, _LOOK_S[0]
     while True:
-        answer = state.ask({0: state.addresses[0]}, GRACE_S)[0]
+        answer = state.ask({0: state.addresses[0]}, ANSWER_S)[0]
         now = time.monotonic()
         if not isinstance(answer, Silence):
             heard = now

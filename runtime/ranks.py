@@ -111,13 +111,14 @@ class Ranks:
         self.waits = True
         begin = time.monotonic()
         late: list[int] | None = None
+        heard: dict[int, dict[str, Any]] = {}
         while True:
             news = self.known.first(exits=False)
             if news is not None:
                 return news
             # itself too: its own answer means that it has read what the others told it before they went
-            left = begin + grace_s - time.monotonic()
-            answers = self.ask(self.addresses, max(0.3, min(left, 2.0)))
+            left_s = begin + grace_s - time.monotonic()
+            answers = self.ask(self.addresses, max(0.3, min(left_s, 2.0)))
             news = self.known.first(exits=False)
             if news is not None:
                 return news
@@ -128,12 +129,14 @@ class Ranks:
             news = self.known.first(exits=True)
             if news is not None:
                 return news
-            silent = [r for r, a in answers.items() if a is Silence.NO_ANSWER and r not in self.known.left]
+            heard.update((r, a) for r, a in answers.items() if not isinstance(a, Silence))
+            # one answer is enough: on a busy machine the next may take long
+            silent = [r for r in answers if r not in heard and r not in self.known.left]
             if silent:
-                if left < 0:
+                if left_s < 0:
                     return self._note_silent(silent, grace_s)
                 continue
-            lives = {r: a for r, a in answers.items() if not isinstance(a, Silence) and r not in self.known.left}
+            lives = {r: a for r, a in heard.items() if r not in self.known.left}
             elsewhere = [r for r, a in lives.items() if not a["waits"]]
             if elsewhere == late:  # twice: not on the way from one collective to the next
                 return self._note_late(elsewhere, lives)
