@@ -9,6 +9,7 @@ that nobody catches goes through sys.excepthook, and the interpreter ends in the
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import json
@@ -241,8 +242,12 @@ def _words(status: int) -> str:
 
 
 def _fork(rank: int, cell: Cell, folder: Path, port: int) -> int:
-    pid = os.fork()
+    launcher, pid = os.getpid(), os.fork()
     if pid == 0:
+        if sys.platform == "linux":  # the kernel ends this process with the launcher, also where it is stopped
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            if os.getppid() != launcher:
+                os._exit(1)
         out = os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT)
         null = os.open(os.devnull, os.O_RDONLY)
         for ours, theirs in ((null, 0), (out, 1), (out, 2)):
