@@ -213,12 +213,16 @@ def _run(cell: Cell, folder: Path) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    for rank in range(WORLD):
+        (folder / f"rank{rank}").touch()
     begin = time.monotonic()
     children = [_fork(rank, cell, folder, port) for rank in range(WORLD)]
     statuses, ended = [""] * WORLD, [0.0] * WORLD
-    # twice the timeout, what is waited for answers, and the start of the ranks on a busy machine
-    deadline = begin + 2 * cell.timeout_s + 30
+    deadline, struck = begin + 180, False
     while time.monotonic() < deadline:
+        if not struck and "struck by" in (folder / f"rank{cell.rank}").read_text(errors="replace"):
+            # twice the timeout, and what is waited for answers
+            struck, deadline = True, time.monotonic() + 2 * cell.timeout_s + 30
         for rank, pid in enumerate(children):
             if not statuses[rank]:
                 found, status = os.waitpid(pid, os.WNOHANG)

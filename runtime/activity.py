@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 # Modules whose innermost frames wait for other ranks: the functions of the first are the collectives by name; those of
 # the second wait for what a pipeline sends.
 _COLLECTIVES = "torch.distributed.distributed_c10d"
+_FUNCTIONAL = "_c10d_functional::"
 _PIPELINE = "torch.distributed.pipelining.schedules"
 # Function -> phase; the innermost on the stack counts.
 _PHASES = {
@@ -45,8 +46,10 @@ class Frame:
     def of(cls, frame: FrameType, line: int | None = None) -> Frame:
         """The frame as plain values."""
         module, op = str(frame.f_globals.get("__name__", "")), ""
-        if module == "torch._ops":
-            op = str(frame.f_locals.get("self", ""))
+        if module == "torch._ops" and frame.f_code.co_name == "__call__":
+            # of an overload or a packet; without calling anything of theirs, which another thread may be making
+            known = getattr(frame.f_locals.get("self"), "__dict__", {})
+            op = str(known.get("_qualified_op_name") or known.get("_name") or "")
         return cls(module, frame.f_code.co_name, line or frame.f_lineno, frame.f_code.co_filename, op)
 
 
@@ -69,10 +72,10 @@ def place_of(frames: Iterable[Frame]) -> Place:
     stack = list(frames)
     phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
     named = [f.function for f in stack[:4] if f.module == _COLLECTIVES and not f.function.startswith("_")]
-    ops = [f.op for f in stack[:4] if f.op.startswith("_c10d_functional")]
+    ops = [f.op for f in stack[:4] if f.op.startswith(_FUNCTIONAL)]
     collective = next((name for name in reversed(named) if name != "wrapper"), "")
     if not named and ops:
-        collective = ops[0].removeprefix("_c10d_functional.").removesuffix(".default")
+        collective = ops[0].removeprefix(_FUNCTIONAL).removesuffix(".default")
     elif not named and stack and stack[0].module == _PIPELINE:
         collective = "send or receive of the pipeline"
     own = next((f for f in stack if not (f.module.startswith(("torch", "autoplan.")) or _is_library(f.file))), None)

@@ -5,8 +5,9 @@ rank 0 usually hosts the store, and a call to the store of a stopped process nev
 JSON over a new TCP connection, the answer another. Three outcomes tell the state of a process:
 
 - it answers: it lives, whatever its main thread waits for (the answer comes from a thread);
-- the connection is refused or closed: there is no such process any more, which the kernel of its machine says;
-- nothing comes: the process is stopped, its machine hangs, or a C call holds Python's lock for that long.
+- the connection is refused: there is no such process any more, which the kernel of its machine says;
+- nothing comes, or the connection ends without an answer: the process is stopped, its machine hangs, a C call holds
+  Python's lock for that long, or it is just ending; asked again, the last one refuses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import enum
 import errno
 import json
+import logging
 import os
 import selectors
 import socket
@@ -28,7 +30,7 @@ from typing import Any
 _AT_ONCE = 256
 # How long a connection may take to bring its question; the others wait meanwhile.
 _QUESTION_S = 1.0
-_GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
+logger = logging.getLogger(__name__)
 
 
 class Silence(enum.Enum):
@@ -83,7 +85,10 @@ class Listener:
                 connection, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            self._one(connection)
+            try:
+                self._one(connection)
+            except Exception:
+                logger.exception("this rank could not answer another one, which may take it for silent")
 
     def _one(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
@@ -138,7 +143,7 @@ class _Call:
         """Send or receive what is possible without waiting; the outcome, or None if it is still open."""
         error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            return Silence.GONE if error in _GONE else Silence.NO_ANSWER
+            return Silence.GONE if error == errno.ECONNREFUSED else Silence.NO_ANSWER
         try:
             if self.question:
                 self.question = self.question[self.socket.send(self.question) :]
@@ -146,15 +151,15 @@ class _Call:
             piece = self.socket.recv(65536)
         except BlockingIOError:
             return None
-        except OSError as exc:
-            return Silence.GONE if exc.errno in _GONE else Silence.NO_ANSWER
+        except OSError:
+            return Silence.NO_ANSWER
         self.received += piece
         if not self.received.endswith(b"\n"):
-            return None if piece else Silence.GONE
+            return None if piece else Silence.NO_ANSWER
         try:
             answer: dict[str, Any] = json.loads(self.received)
         except ValueError:
-            return Silence.GONE  # another program has the port now
+            return Silence.NO_ANSWER  # another program has the port now
         return answer
 
 
@@ -171,7 +176,7 @@ def _ask_some(
                 sock.setblocking(False)
                 refused = sock.connect_ex((address.host, address.port))
                 if refused not in (0, errno.EINPROGRESS):
-                    found[rank] = Silence.GONE if refused in _GONE else Silence.NO_ANSWER
+                    found[rank] = Silence.GONE if refused == errno.ECONNREFUSED else Silence.NO_ANSWER
                     sock.close()
                     continue
                 selector.register(sock, selectors.EVENT_WRITE, _Call(rank, sock, line))

@@ -135,6 +135,7 @@ class Ranks:
             if silent:
                 if left_s < 0:
                     return self._note_silent(silent, grace_s)
+                time.sleep(0.02)
                 continue
             lives = {r: a for r, a in heard.items() if r not in self.known.left}
             elsewhere = [r for r, a in lives.items() if not a["waits"]]

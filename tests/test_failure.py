@@ -197,8 +197,11 @@ def test_a_process_that_is_gone_is_told_from_one_that_is_silent():
         assert ask(addresses, {"x": 1}, 0.5) == {1: {"heard": None}, 2: Silence.NO_ANSWER, 3: Silence.GONE}
     assert heard == [{"x": 1}]
     stranger = Address("127.0.0.1", listener.address.port, "another token")
-    assert ask({1: stranger}, {"x": 2}, 0.5) == {1: Silence.GONE} and len(heard) == 1
+    assert ask({1: stranger}, {"x": 2}, 0.5) == {1: Silence.NO_ANSWER} and len(heard) == 1
     listener.close()
+    broken = Listener("127.0.0.1", lambda question: 1 / 0)  # a fault of the asked one is no end of its process
+    assert [ask({1: broken.address}, {}, 0.5) for _ in range(2)] == [{1: Silence.NO_ANSWER}] * 2
+    broken.close()
     assert ask({1: listener.address}, {}, 0.5) == {1: Silence.GONE}
 
 
