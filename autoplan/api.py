@@ -27,9 +27,9 @@ from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
-from autoplan.runtime.agree import fingerprint
+from autoplan.runtime.agree import agreed, fingerprint
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
-from autoplan.runtime.failure import init_process_group, watch
+from autoplan.runtime.failure import guarded, init_process_group, watch, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.space import check_pins, space
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@guarded("parallelize", passing=(AutoplanError,))
 def parallelize(
     model: nn.Module,
     cluster: Cluster | str = "local",
@@ -128,7 +129,7 @@ def parallelize(
     if world > 1:
         _check_same_model(model, device)
     dtype = None if compute is None else getattr(torch, compute)
-    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype))
+    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype), "capture")
     shape = next(iter(example_inputs.values())).shape
     seq_len, target_len = example_lengths(model, example_inputs)
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
@@ -143,7 +144,7 @@ def parallelize(
             _type_check(program)
         return plan, program
 
-    plan, program = _agree(chain)
+    plan, program = _agree(chain, "planning")
     parameters, buffers = _tensors(model)
     if world > 1:
         _same_values(parameters, buffers, device)
@@ -284,7 +285,7 @@ def _machine_profile(
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
         return (None if have is None else have.to_json()), missing
 
-    have_json, tasks = _agree(wanted)
+    have_json, tasks = _agree(wanted, "listing what to measure")
     have = None if have_json is None else Profile.from_json(have_json)
     if have is not None and not tasks:
         return have
@@ -317,31 +318,32 @@ def _start(cluster: Cluster, timeout_s: float | None) -> torch.device:
     return device
 
 
-def _agree(work: Callable[[], T]) -> T:
-    """Rank 0 does the work; everybody gets its result, or the same error."""
+def _agree(work: Callable[[], T], what: str) -> T:
+    """Rank 0 does the work; everybody gets its result, or the same error. `what`: for those that wait."""
     box: list[Any] = [None]
     failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            box[0] = work()
-        except AutoplanError as exc:
-            failure = box[0] = exc
-        except Exception as exc:  # not a user's error, but the others must not wait for a plan that never comes
-            failure, box[0] = exc, AutoplanError(f"rank 0 could not plan: {type(exc).__name__}: {exc}")
+    with work_of_first(what):
+        if dist.get_rank() == 0:
+            try:
+                box[0] = work()
+            except AutoplanError as exc:
+                failure = box[0] = exc
+            except Exception as exc:  # not a user's error, but the others must not wait for a plan that never comes
+                failure, box[0] = exc, AutoplanError(f"rank 0 could not plan: {type(exc).__name__}: {exc}")
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
     if failure is not None:
-        raise failure
+        raise agreed(failure)
     if isinstance(box[0], AutoplanError):
         raise box[0]
     result: T = box[0]
     return result
 
 
-def _on_first(work: Callable[[], T]) -> T | None:
+def _on_first(work: Callable[[], T], what: str) -> T | None:
     """Rank 0 does the work and keeps the result, the others get None; an error is everybody's."""
     kept: list[T] = []
-    _agree(lambda: kept.append(work()))
+    _agree(lambda: kept.append(work()), what)
     return kept[0] if kept else None
 
 

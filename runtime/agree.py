@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+E = TypeVar("E", bound=BaseException)
 
 _MOST_TEXTS = 4  # different problems that one message lists
 
@@ -82,6 +84,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+def agreed(error: E) -> E:
+    """Mark an exception of any class as one that every rank raises alike, so that `guard` lets it pass; returns it."""
+    error.__dict__[_MARK] = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank raises this exception alike."""
+    return isinstance(error, AgreedError) or _MARK in error.__dict__
+
+
+_MARK = "autoplan_agreed"
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------

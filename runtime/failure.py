@@ -1,55 +1,81 @@
 """When one rank fails, every rank ends, within a stated time and with the reason of the rank that failed.
 
 What ends the others: gloo's connections close when the process of the failing rank ends, often when it leaves
-``guard``. With NCCL, or when a rank hangs or lives on, it is the timeout of collectives: 10 minutes, ``timeout_s=``, or
-the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all groups to come, since those of a DeviceMesh do not
-inherit it: build meshes after ``init_process_group``.
+``guard``. With NCCL, or when a rank is stopped, hangs or lives on, it is the timeout of collectives: 10 minutes,
+``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all groups to come, since those of a
+DeviceMesh do not inherit it: build meshes after ``init_process_group``.
 
-Where they get the reason: the failing rank writes it to the key-value store of the process group. A rank whose
-collective breaks looks there before it raises. A rank killed from outside writes nothing; it is the one that has not
-reported when all others have. Rank 0 usually hosts the store, so each rank also has a thread that copies the reason
-from it, and rank 0 leaves only after the others have a copy.
+Where they get the reason: every rank answers questions over a socket of its own (autoplan.runtime.peers). A rank that
+raises, or whose script ends, tells its neighbours before its connections close. A rank whose collective breaks looks at
+what it was told, then asks every other rank: a refused connection is a process that is gone, no answer within GRACE_S
+one that is stopped, and a rank that answers but does something else did not come to the collective. Silence alone ends
+nothing before the timeout: a debugger, a loaded machine or a long C call make a healthy rank silent.
+
+Between calls each rank asks the next one every POLL_S whether it lives, and passes on if it is gone. Work of rank 0 for
+which the others wait (planning) counts against no timeout: see ``work_of_first``.
 """
 
 import atexit
 import contextlib
-import json
+import functools
 import logging
 import os
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from autoplan.runtime import private
-from autoplan.runtime.agree import AgreedError
+from autoplan.runtime import activity, private
+from autoplan.runtime.agree import AgreedError, is_agreed
+from autoplan.runtime.news import Kind, News
+from autoplan.runtime.peers import Address, Listener, Silence, route_to
+from autoplan.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
-# How long a rank whose collective broke waits for the reports of the others.
-GRACE_S = 5.0
-# How often a rank looks for the failure of another.
+# How long a rank whose collective broke waits for answers of the others, which may be starved on a busy machine.
+GRACE_S = 10.0
+# How long one question waits for its answer.
+ANSWER_S = 2.0
+# How often a rank asks the next one whether it lives.
 POLL_S = 0.5
+# Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
+SILENCE_NOTE_S = 30.0
+WAIT_NOTE_S = 10.0
 
-_FIRST = "autoplan/failure/first"
-_REPORT = "autoplan/failure/rank/"
-_COPIED = "autoplan/failure/copied/"
+# Hosts that are tried at the start; a refused connection to one that never answered says nothing.
+_HOSTS_TRIED = 64
+# Between two looks at rank 0 while it works: per rank of the job, so that rank 0 answers 500 questions per second.
+_LOOK_S_PER_RANK = 0.002
+_LOOK_S = (0.005, 0.1)
 
 # Parts of the messages of plain RuntimeErrors by which gloo says that the other side is gone or silent.
 _GLOO_MARKS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+
+# Where gloo's messages begin to guess.
+_GLOO_ADVICE = ". This is typically caused by"
+
+_ADDRESS = "autoplan/address"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RankFailure(RuntimeError):
     """A rank failed, this one or another.
 
     Attributes:
-        rank: the rank where it began, None if unknown.
+        rank: the rank where it began, None if unknown or if there were several.
         reason: what happened there, type and message of its exception if it left one.
     """
 
@@ -59,20 +85,12 @@ class RankFailure(RuntimeError):
         self.reason = reason
 
 
-@dataclass
-class _State:
-    """This process's own connection to the store, since a blocking call on a shared one would hold up the other."""
-
-    store: Any
-    # The server dies with its last reference, which the process group would drop when it is aborted.
-    server: Any
-    rank: int
-    world: int
-    first: RankFailure | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
+class WaitEnded(dist.DistError):
+    """Waiting for another rank ended without what it was to bring."""
 
 
-_state: _State | None = None
+_state: Ranks | None = None
+_call: ContextVar[str] = ContextVar("autoplan_call", default="")
 
 
 def timeout_of(timeout_s: float | None = None) -> timedelta:
@@ -105,124 +123,282 @@ def init_process_group(backend: str | None = None, *, timeout_s: float | None = 
 
 
 def watch(timeout_s: float | None = None) -> None:
-    """Watch for failures of other ranks and set the timeout, in an existing default process group.
+    """Watch for failures of other ranks and set the timeout, in an existing default process group; on every rank.
 
     ``init_process_group`` does it. Groups that exist already keep their timeouts.
+
+    Raises:
+        RankFailure: a rank did not come within the timeout.
     """
     global _state
-    private.set_timeout(timeout_of(timeout_s))
-    server: Any = private.default_store()  # Any: torch's stub of Store lacks clone
-    store = server.clone()
-    # Not the timeout of the process group: a store that is gone must not hold up the report that it is.
-    store.set_timeout(timedelta(seconds=2 * GRACE_S))
-    _state = _State(store, server, dist.get_rank(), dist.get_world_size())
-    thread = threading.Thread(target=_watch, args=(_state, server.clone()), name="autoplan-failures", daemon=True)
-    thread.start()
-    atexit.register(_end_watch, _state, thread)
+    timeout = timeout_of(timeout_s)
+    private.set_timeout(timeout)
+    store = private.default_store()
+    if _state is not None and _state.store is store:
+        _state.timeout_s = timeout.total_seconds()
+        return
+    turn = 0 if _state is None else _state.turn + 1
+    if _state is not None:
+        _end_watch(_state)
+    state = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), turn)
+    if _call.get():
+        state.begin(_call.get())
+    if state.world > 1:
+        _exchange_addresses(state)
+    _state = state
+    if state.world > 1:
+        thread = threading.Thread(target=_watch, args=(state,), name="autoplan-failures", daemon=True)
+        thread.start()
+        atexit.register(_exit, state, thread)
+        if not isinstance(sys.excepthook, _Hook):
+            sys.excepthook = _Hook(sys.excepthook)
 
 
-def _end_watch(state: _State, thread: threading.Thread) -> None:
-    """Python ends daemon threads by unwinding them, which inside a call to the store aborts the whole process."""
-    state.stop.set()
-    thread.join(3 * GRACE_S)
+@dataclass(frozen=True)
+class _Hook:
+    """sys.excepthook: an exception that ends this rank's script is told to the others, then goes to `before`."""
 
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-def _watch(state: _State, store: Any) -> None:
-    while _state is state and not state.stop.is_set():
+    def __call__(self, kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         try:
-            if store.check([_FIRST]):
-                state.first = _decode(store.get(_FIRST))
-                store.set(f"{_COPIED}{state.rank}", "")
-                # Where the main thread is stuck in a device's queue and the process is ended from outside, this line
-                # is all there is.
-                logger.error("%s", state.first)
-                return
-        except RuntimeError:
-            return  # the store is gone; the broken collective says so too
-        state.stop.wait(POLL_S)
+            if _state is not None:
+                _uncaught(_state, exc)
+        finally:
+            self.before(kind, exc, trace)
+
+
+def _exchange_addresses(state: Ranks) -> None:
+    """Learn where the other ranks answer, through the store, which is not needed afterwards."""
+    endpoint = private.store_endpoint(state.store)
+    try:
+        host = route_to(*endpoint) if endpoint else socket.gethostbyname(socket.gethostname())
+    except OSError:
+        host = "127.0.0.1"
+    state.listener = Listener(host, state.answer, backlog=min(state.world, 1024))
+    keys = [f"{_ADDRESS}/{state.turn}/{rank}" for rank in range(state.world)]
+    # a call to the store of a stopped process would never return
+    timer = threading.Timer(state.timeout_s + GRACE_S, private.break_store, (state.store,))
+    timer.daemon = True
+    timer.start()
+    try:
+        state.store.set(keys[state.rank], state.listener.address.to_json())
+        state.store.wait(keys, timedelta(seconds=state.timeout_s))
+        texts = state.store.multi_get(keys) if state.store.has_extended_api() else map(state.store.get, keys)
+        state.addresses = {r: Address.from_json(text) for r, text in enumerate(texts)}
+    except RuntimeError as error:
+        state.listener.close()
+        raise _missing(state, keys, error) from error
+    finally:
+        timer.cancel()
+    hosts = {a.host: rank for rank, a in reversed(state.others.items())}  # the first rank of each
+    state.ask({r: state.addresses[r] for r in sorted(hosts.values())[:_HOSTS_TRIED]}, GRACE_S)
+
+
+def _missing(state: Ranks, keys: list[str], error: RuntimeError) -> RankFailure:
+    with contextlib.suppress(RuntimeError):
+        absent = [rank for rank, key in enumerate(keys) if not state.store.check([key])]
+        late = f"did not begin to watch for failures within {state.timeout_s:g} s"
+        if len(absent) == 1:
+            return RankFailure(absent[0], late)
+        return RankFailure(None, f"ranks {', '.join(map(str, absent))} {late}")
+    return RankFailure(0, f"the key-value store, which rank 0 usually hosts, is gone or silent: {_describe(error)}")
+
+
+def _watch(state: Ranks) -> None:
+    """The thread of every rank: notice that the next rank is gone, and write what is known where nobody may ask."""
+    told, warned, since = False, False, time.monotonic()
+    host_since: float | None = None
+    while not state.stop.wait(POLL_S):
+        news = state.known.first(exits=False)
+        if news is not None and not told and state.ended is None:
+            # Where the main thread is stuck in a device's queue and the process is ended from outside, this line is
+            # all there is.
+            logger.error("%s", _failure(news))
+            told = True
+        ring = (r % state.world for r in range(state.rank + 1, state.rank + state.world))
+        following = next((r for r in ring if not state.known.explains(r)), None)
+        if following is not None:
+            answer = state.ask({following: state.addresses[following]}, ANSWER_S)[following]
+            if answer is Silence.GONE and not state.known.explains(following):
+                state.note_gone([following])
+                state.tell()
+            elif answer is not Silence.NO_ANSWER:
+                since, warned = time.monotonic(), False
+            elif time.monotonic() - since > SILENCE_NOTE_S and not warned:
+                warned = True
+                quiet_s = time.monotonic() - since
+                logger.warning("rank %d has not answered for %.0f s%s", following, quiet_s, state.last(following))
+        host_since = _watch_host(state, host_since)
+
+
+def _watch_host(state: Ranks, since: float | None) -> float | None:
+    """Free a main thread from a call to the store of a stopped rank 0, which would never return.
+
+    Only where the call into autoplan has lasted longer than the timeout, and rank 0 was silent for half of that.
+    Returns since when rank 0 has been silent.
+    """
+    now = time.monotonic()
+    if state.rank == 0 or not state.call or now - state.since < state.timeout_s / 2:
+        return None
+    if state.ask({0: state.addresses[0]}, ANSWER_S)[0] is not Silence.NO_ANSWER:
+        return None
+    since = since or now
+    if now - since > state.timeout_s / 2 and now - state.since > state.timeout_s + GRACE_S:
+        private.break_store(state.store)
+    return since
+
+
+def _exit(state: Ranks, thread: threading.Thread) -> None:
+    if state is not _state:
+        return  # another process group came after it
+    if state.rank not in state.known.left:
+        ends = f"it exited (sys.exit, or its script ended) after {state.after or 'the start'}"
+        state.known.add(News((state.rank,), Kind.EXITED, ends))
+    with contextlib.suppress(OSError):
+        state.tell()
+    _end_watch(state)
+    thread.join(3 * ANSWER_S)
+
+
+def _end_watch(state: Ranks) -> None:
+    state.stop.set()
+    if state.listener is not None:
+        state.listener.close()
+
+
+def _after_fork() -> None:
+    """In a child: its parent's port must close with the parent, and the child does not speak for it."""
+    global _state
+    if _state is not None and _state.listener is not None:
+        _state.listener.drop()
+    _state = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _uncaught(state: Ranks, exc: BaseException) -> None:
+    """An exception ends the script: tell the others, or say whose failure it comes from."""
+    if state.ended is not None or isinstance(exc, RankFailure):
+        return
+    failure = _failure_of(exc, None)
+    state.ended = (failure.rank, failure.reason)
+    state.known.leave([state.rank])
+    state.tell()
+    if failure.rank != state.rank:
+        logger.error("%s", failure)
 
 
 def report_failure(exc: BaseException) -> None:
-    """Leave ``exc`` as the reason for the other ranks to find. Never raises; the first report of all ranks counts."""
-    with contextlib.suppress(RuntimeError):
-        state = _require_state()
-        _report(state, RankFailure(state.rank, _describe(exc)))
+    """Tell the other ranks that ``exc`` ends this one. Never raises; the first report of all ranks counts."""
+    if _state is not None:
+        _note_raised(_state, exc)
+
+
+def _note_raised(state: Ranks, exc: BaseException) -> RankFailure:
+    place = activity.of_traceback(exc.__traceback__)
+    reason = f"{_describe(exc)} [{state.where(place)}]"
+    state.known.add(News((state.rank,), Kind.RAISED, reason))
+    with contextlib.suppress(OSError):
+        state.tell()
+    return RankFailure(state.rank, reason)
 
 
 def failure_reason(grace_s: float | None = None) -> RankFailure | None:
-    """What another rank reported, or a conclusion from who did not report within ``grace_s`` seconds (GRACE_S).
+    """What another rank reported, or what follows from who answers within ``grace_s`` seconds (GRACE_S).
 
-    Call it when a collective broke. Returns None without ``init_process_group`` or ``watch``.
+    Call it when a collective broke. Returns None without ``init_process_group`` or ``watch``, and in a single process.
     """
-    if _state is None:
+    if _state is None or _state.world == 1:
         return None
-    state = _state
-    grace_s = GRACE_S if grace_s is None else grace_s
-    mine = f"{_REPORT}{state.rank}"
-    try:
-        state.store.set(mine, "")
-        deadline = time.monotonic() + grace_s
-        while True:
-            if state.first is not None:
-                return state.first
-            if state.store.check([_FIRST]):
-                return _decode(state.store.get(_FIRST))
-            silent = [rank for rank in range(state.world) if not state.store.check([f"{_REPORT}{rank}"])]
-            if not silent or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        if not silent:
-            return RankFailure(None, "a collective broke on every rank; none reported a cause of its own")
-        ranks = ", ".join(map(str, silent))
-        conclusion = f"killed, or hangs: no report within {grace_s:g} s"
-        if len(silent) == 1:
-            return _report(state, RankFailure(silent[0], conclusion))
-        return _report(state, RankFailure(None, f"ranks {ranks} {conclusion}"))
-    except RuntimeError as error:
-        if state.first is not None:
-            return state.first
-        return RankFailure(None, f"the rank that hosts the key-value store (usually 0) is gone: {_describe(error)}")
+    return _failure(_state.find_out(GRACE_S if grace_s is None else grace_s))
+
+
+def _failure(news: News) -> RankFailure:
+    if len(news.ranks) == 1:
+        return RankFailure(news.ranks[0], news.reason)
+    who = f"ranks {', '.join(map(str, news.ranks))} failed: " if news.ranks else ""
+    return RankFailure(None, who + news.reason)
 
 
 @contextlib.contextmanager
-def guard(rank: int | None = None) -> Iterator[None]:
+def guard(
+    rank: int | None = None, call: str | None = None, passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Turn any exception inside into a RankFailure that names the rank where it began, and let the others know.
 
     Afterwards no collective works in this process: its connections are closed, so that the others fail at once.
 
     Args:
         rank: this process's rank; default: that of the process group.
+        call: what the rank does inside, for the messages of all ranks; they are counted ("step 12").
+        passing: errors of arguments, which pass as they are, as every error does then where there are no other ranks.
 
     Raises:
-        RankFailure: for every Exception inside, which is its cause. An AgreedError, which all ranks raise alike,
-            passes through, and collectives go on working. Other BaseExceptions (KeyboardInterrupt,
-            SystemExit) are reported to the other ranks and pass through.
+        RankFailure: for every Exception inside, which is its cause. An AgreedError or an error marked by ``agreed``,
+            which all ranks raise alike, passes through, and collectives go on working. Other BaseExceptions
+            (KeyboardInterrupt, SystemExit) are reported to the other ranks and pass through.
     """
+    with _calling(call):
+        try:
+            yield
+        except (RankFailure, AgreedError):
+            raise
+        except BaseException as exc:
+            alone = not dist.is_initialized() or dist.get_world_size() == 1
+            if is_agreed(exc) or isinstance(exc, passing) or (passing and alone and isinstance(exc, Exception)):
+                raise
+            failure = _failure_of(exc, rank)
+            _leave(failure)
+            if isinstance(exc, Exception):
+                raise failure from exc
+            raise
+
+
+def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run every call of a function under ``guard(call=call, passing=passing)``."""
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with guard(call=call, passing=passing):
+                return fn(*args, **kwargs)
+
+        return inside
+
+    return decorate
+
+
+@contextlib.contextmanager
+def _calling(call: str | None) -> Iterator[None]:
+    """Note what this rank does, for whoever asks. An inner call is part of the outer one."""
+    if call is None or _call.get():
+        yield
+        return
+    token = _call.set(call)
+    if _state is not None:
+        _state.begin(call)
     try:
         yield
-    except (RankFailure, AgreedError):
-        raise
-    except BaseException as exc:
-        failure = _failure_of(exc, rank)
-        _leave(failure)
-        if isinstance(exc, Exception):
-            raise failure from exc
-        raise
+    finally:
+        _call.reset(token)
+        if _state is not None:
+            _state.end()
 
 
 def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
-    if rank is None and _state is not None:
-        rank = _state.rank
-    own = RankFailure(rank, _describe(exc))
+    state = _state
+    if state is None or state.world == 1:
+        return RankFailure(rank if state is None or rank is not None else state.rank, _describe(exc))
+    if state.ended is not None and not dist.is_initialized():
+        return RankFailure(*state.ended)  # what it does after a failure fails for that reason
     if not is_broken_collective(exc):
-        if _state is not None:
-            with contextlib.suppress(RuntimeError):
-                _report(_state, own)
-        return own
-    other = failure_reason()
-    if other is None:
-        return own
-    return RankFailure(other.rank, f"{other.reason} [seen by rank {rank} as {_describe(exc)}]")
+        return _note_raised(state, exc)
+    place = activity.of_traceback(exc.__traceback__)
+    other = _failure(state.find_out(GRACE_S))
+    what = _describe(exc).partition(_GLOO_ADVICE)[0]
+    return RankFailure(other.rank, f"{other.reason} [seen by rank {state.rank} {state.where(place)} as {what}]")
 
 
 def is_broken_collective(exc: BaseException | None) -> bool:
@@ -237,32 +413,65 @@ def is_broken_collective(exc: BaseException | None) -> bool:
 
 
 def _leave(failure: RankFailure) -> None:
-    """Close this rank's connections and, on the rank that hosts the store, stay until the others have the reason."""
+    """Write the reason, tell the others, and close this rank's connections."""
     state = _state
+    if state is not None and state.world > 1:
+        state.ended = (failure.rank, failure.reason)
+        if failure.rank != state.rank:
+            logger.error("%s", failure)  # now: who started the ranks may end them before the exception is shown
+        state.known.leave([state.rank])
+        with contextlib.suppress(OSError):
+            state.tell()
     with contextlib.suppress(Exception):
         private.abort_process_groups()
-    if state is None:
-        return
-    # torchrun hosts the store in its agent, which outlives the ranks.
-    if state.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        deadline = time.monotonic() + GRACE_S
-        others = [f"{_COPIED}{rank}" for rank in range(1, state.world) if rank != failure.rank]
-        with contextlib.suppress(RuntimeError):
-            while not all(state.store.check([key]) for key in others) and time.monotonic() < deadline:
-                time.sleep(0.05)
 
 
-def _report(state: _State, failure: RankFailure) -> RankFailure:
-    """Post ``failure`` unless another rank was first; the one that was first."""
-    value = json.dumps({"rank": failure.rank, "reason": failure.reason})
-    first = state.store.compare_set(_FIRST, "", value)
-    state.store.set(f"{_REPORT}{state.rank}", "")
-    return _decode(first)
+@contextlib.contextmanager
+def work_of_first(what: str) -> Iterator[None]:
+    """Work of rank 0 (inside) that takes as long as it takes: the others wait at the entry until it is done.
+
+    Enter it on every rank, before the collective that hands out the result. Waiting is no collective, so that it counts
+    against no timeout: the others ask rank 0, and write a line after WAIT_NOTE_S, then after twice as long each time.
+
+    Raises:
+        DistError: (which ``guard`` explains) rank 0 is gone or has not answered within the timeout, or a rank failed.
+    """
+    state = _state
+    if state is None or state.world == 1 or 0 not in state.addresses:
+        yield
+    elif state.rank == 0:
+        try:
+            yield
+        finally:
+            state.works_done += 1
+    else:
+        state.works_awaited += 1
+        if state.addresses[0].host in state.known.reached:  # else: it cannot be asked, and the collective waits
+            state.waits = True
+            _await_first(state, what)
+            state.waits = False
+        yield
 
 
-def _decode(value: bytes) -> RankFailure:
-    found = json.loads(value)
-    return RankFailure(found["rank"], found["reason"])
+def _await_first(state: Ranks, what: str) -> None:
+    begin = heard = time.monotonic()
+    note_s, pause_s = WAIT_NOTE_S, _LOOK_S[0]
+    while True:
+        answer = state.ask({0: state.addresses[0]}, ANSWER_S)[0]
+        now = time.monotonic()
+        if not isinstance(answer, Silence):
+            heard = now
+            if answer["works_done"] >= state.works_awaited:
+                return
+        failed = state.known.first(exits=True) is not None
+        if failed or answer is Silence.GONE or now - heard > state.timeout_s:
+            raise WaitEnded(f"waited {now - begin:.0f} s for rank 0: {what}")
+        if now - begin > note_s:
+            note_s *= 2
+            silent = f"; it has not answered for {now - heard:.0f} s" if now - heard > 1 else ""
+            logger.warning("rank %d waits for rank 0: %s, %.0f s%s", state.rank, what, now - begin, silent)
+        state.stop.wait(pause_s)
+        pause_s = min(2 * pause_s, max(_LOOK_S[1], _LOOK_S_PER_RANK * state.world))
 
 
 def _describe(exc: BaseException) -> str:
@@ -270,9 +479,3 @@ def _describe(exc: BaseException) -> str:
     while isinstance(exc, RuntimeError) and exc.__cause__ is not None:
         exc = exc.__cause__
     return f"{type(exc).__name__}: {' '.join(str(exc).split())}"
-
-
-def _require_state() -> _State:
-    if _state is None:
-        raise RuntimeError("failures are not watched: call autoplan.runtime.failure.init_process_group or watch")
-    return _state

@@ -18,10 +18,10 @@ from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
-from autoplan.runtime.failure import guard
+from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload, like_shard
-from autoplan.runtime.optim import check_elementwise, on_local_shards
+from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
     all_reduce_flat,
     buffer_owner,
@@ -137,6 +137,7 @@ class ParallelModel:
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+            guard_step(self.optimizer)
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         """An optimizer over the local parts, all copies of tied parameters included."""
@@ -396,7 +397,7 @@ class ParallelModel:
                 can go on with another batch.
             RankFailure: this or another rank failed.
         """
-        with guard():
+        with guard(call="step"):
             return self._step(batch)
 
     def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -514,6 +515,7 @@ class ParallelModel:
             sharded.update(self.mesh.atoms(self._expert_shards if apart else self._shards))
         return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
 
+    @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
         """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
         if self.loss_scaler is not None and self.loss_scaler.skipped:
@@ -527,6 +529,7 @@ class ParallelModel:
             dist.all_reduce(total)
         return total.sqrt()
 
+    @guarded("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, as torch's does."""
         norm = self.grad_norm()
@@ -539,6 +542,7 @@ class ParallelModel:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
+    @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Full tensors by original name, on every rank (a collective): `pick` chooses parameter or gradient."""
         mine: dict[str, torch.Tensor] = {}
@@ -584,6 +588,7 @@ class ParallelModel:
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))
 
+    @guarded("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
 
@@ -595,10 +600,12 @@ class ParallelModel:
                 out[other] = out[name]
         return {**out, **self._extra}
 
+    @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients under the original names, on every rank (a collective)."""
         return self.full_tensors(lambda p: p.grad)
 
+    @guarded("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load full tensors by original name, as `nn.Module.load_state_dict` does (a collective).
 

@@ -4,11 +4,15 @@ without DTensor's dispatch, which costs the host several times what a small upda
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from autoplan.runtime.agree import AgreedValueError
+from autoplan.runtime.failure import guarded
 
 ELEMENTWISE = frozenset("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())
 
@@ -19,12 +23,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Non
     A class of your own that is element-wise says so with a class attribute `autoplan_elementwise = True`.
 
     Raises:
-        ValueError: names the class and what works.
+        AgreedValueError: (on every rank alike) names the class and what works.
     """
     name = type(optimizer).__name__
     known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
     if sharded and not known and not getattr(optimizer, "autoplan_elementwise", False):
-        raise ValueError(
+        raise AgreedValueError(
             f"optimizer {name} is not known to be element-wise and tensors are sharded; use one of "
             f"{', '.join(sorted(ELEMENTWISE))}, or set the class attribute autoplan_elementwise = True if each "
             "element's update depends on that element only"
@@ -79,6 +83,13 @@ def on_local_shards(
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return optimizer
+
+
+def guard_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run `optimizer.step` under `guard`: what fails in it on this rank is told to the others."""
+    # bound, as schedulers of the learning rate expect it
+    step = guarded("optimizer.step")(getattr(optimizer.step, "__func__", type(optimizer).step))
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def _local_parameter(whole: DTensor) -> nn.Parameter:

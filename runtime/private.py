@@ -20,7 +20,8 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py) | counted collectives are told apart by forward, backward and recompute | |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from values of their own | |
 | nn.Module._parameters (in precision.py, model.py, params.py, capture/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
-| distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | |
+| distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
+| TCPStore's client connection (/proc/self/fd) | its calls wait for a stopped host for ever; shut down, they raise | |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
@@ -28,12 +29,17 @@ A torch upgrade reads this table first; `make versions TORCH=...` runs the tests
 (experiments/versions.py).
 """  # noqa: E501
 
+import contextlib
+import os
+import socket
+import stat
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.pipelining.stage import _RecvInfo
 
 # True if torch allocates receive buffers at the receive and lets go of them when they are used.
@@ -69,6 +75,31 @@ def default_store() -> Store:
     store = dist.distributed_c10d._get_default_store()
     assert isinstance(store, Store)
     return store
+
+
+def store_endpoint(store: Store) -> tuple[str, int] | None:
+    """Host and port of the TCPStore behind the default process group's store; None if it is another kind."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def break_store(store: Store) -> None:
+    """Shut down this process's connections to the store's host, so that a call that waits for it raises DistError.
+
+    Torch's client waits for a stopped process without any timeout, and has no call that ends it.
+    """
+    endpoint = store_endpoint(store)
+    folder = Path("/proc/self/fd")
+    if endpoint is None or not folder.is_dir():
+        return
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(folder / name).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.getpeername()[1] == endpoint[1]:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -1,6 +1,9 @@
 """Jobs that fail, for test_failure.py. Apart from it so that a worker does not import pytest."""
 
+import ctypes
+import logging
 import os
+import signal
 import threading
 import time
 
@@ -8,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.runtime import failure
-from autoplan.runtime.failure import RankFailure, guard
+from autoplan.runtime.failure import RankFailure, guard, work_of_first
 
 # As failure.GRACE_S, shorter.
 GRACE_S = 1.5
@@ -30,13 +33,15 @@ def fail_in_step(rank: int, world: int, bad: int, how: str, timeout_s: float) ->
     torch.distributed.all_reduce(torch.ones(1))
     start = time.monotonic()
     try:
-        with guard(rank):
+        with guard(rank, "step"):
             if rank == bad:
                 time.sleep(0.2)
                 if how == "raise":
                     raise ZeroDivisionError("a batch\nwithout tokens")
                 if how == "die":
                     os._exit(9)
+                if how == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 time.sleep(8)
                 os._exit(1)
             dist.all_reduce(torch.ones(1))
@@ -44,6 +49,65 @@ def fail_in_step(rank: int, world: int, bad: int, how: str, timeout_s: float) ->
         end_soon()
         return time.monotonic() - start, error.rank, str(error)
     return time.monotonic() - start, None, "no error"
+
+
+def unguarded(rank: int, world: int, bad: int) -> str:
+    """What gloo says by itself when a rank is killed."""
+    dist.all_reduce(torch.ones(1))
+    if rank == bad:
+        os._exit(9)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def quiet_but_healthy(rank: int, world: int, silence_s: float) -> tuple[float, list[str]]:
+    """The result of a sum for which rank 1 comes late, and every failure that any rank heard of. First it sleeps, then
+    it holds Python's lock, so that nothing in it answers."""
+    failure.GRACE_S, failure.POLL_S, failure.SILENCE_NOTE_S = 0.2, 0.05, 0.5
+    failure.watch(30.0)
+    total = torch.ones(1)
+    with guard(call="step"):
+        if rank == 1:
+            time.sleep(silence_s)
+            ctypes.PyDLL(None).usleep(int(silence_s * 1e6))
+        dist.all_reduce(total)
+        time.sleep(0.2)
+        dist.all_reduce(total)
+    assert failure._state is not None
+    return total.item(), [str(news) for news in failure._state.known.to_plain()["news"]]
+
+
+def long_work_of_first(rank: int, world: int, waiting: bool, timeout_s: float) -> tuple[str, list[str]]:
+    """Rank 0 works for twice the timeout; with `waiting` the others wait as told, else in the collective. The outcome
+    and the lines that were logged."""
+    prepare(timeout_s)
+    failure.WAIT_NOTE_S = timeout_s / 2
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    failure.logger.addHandler(handler)
+    box = [None]
+
+    def work() -> None:
+        if rank == 0:
+            time.sleep(2 * timeout_s)
+            box[0] = "planned"
+
+    try:
+        with guard(call="parallelize"):
+            if waiting:
+                with work_of_first("planning"):
+                    work()
+            else:
+                work()
+            dist.broadcast_object_list(box, 0)
+    except RankFailure as error:
+        end_soon()
+        return str(error), lines
+    return str(box[0]), lines
 
 
 def fail_in_pipeline(rank: int, world: int, bad: int, timeout_s: float) -> tuple[float, str]:

@@ -1,0 +1,214 @@
+"""Ranks ask each other, over sockets of their own, whether they live, what they do and what they know of failures.
+
+Apart from the collectives and from the key-value store, because both end or hang together with the rank in question:
+rank 0 usually hosts the store, and a call to the store of a stopped process never returns. A question is one line of
+JSON over a new TCP connection, the answer another. Three outcomes tell the state of a process:
+
+- it answers: it lives, whatever its main thread waits for (the answer comes from a thread);
+- the connection is refused: there is no such process any more, which the kernel of its machine says;
+- nothing comes, or the connection ends without an answer: the process is stopped, its machine hangs, a C call holds
+  Python's lock for that long, or it is just ending; asked again, the last one refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Connections opened at the same time by one question to many.
+_AT_ONCE = 256
+# How long a connection may take to bring its question; the others wait meanwhile.
+_QUESTION_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+class Silence(enum.Enum):
+    """Why a rank gave no answer."""
+
+    GONE = "gone"
+    NO_ANSWER = "no answer"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank answers. `token`: a secret of the job, so that strangers on the network are not listened to."""
+
+    host: str
+    port: int
+    token: str
+
+    def to_json(self) -> str:
+        """The address as text, for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Address:
+        """The address that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+class Listener:
+    """Answers the questions of other ranks from a thread of its own until `close`, one after the other.
+
+    Whoever asks itself has therefore taken note of everything that was told to it before.
+
+    Args:
+        host: IP address of this machine on which to listen.
+        answer: question -> answer, both plain mappings; must not block.
+        backlog: connections that may wait to be accepted.
+    """
+
+    def __init__(self, host: str, answer: Callable[[dict[str, Any]], Mapping[str, Any]], backlog: int = 128) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.bind((host, 0))
+        self._socket.listen(backlog)
+        self.address = Address(host, self._socket.getsockname()[1], os.urandom(16).hex())
+        self._answer = answer
+        self._thread = threading.Thread(target=self._serve, name="autoplan-answers", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            try:
+                self._one(connection)
+            except Exception:
+                logger.exception("this rank could not answer another one, which may take it for silent")
+
+    def _one(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):
+            connection.settimeout(_QUESTION_S)
+            question = json.loads(_read_line(connection))
+            if question.pop("token", None) == self.address.token:
+                connection.sendall(json.dumps(self._answer(question)).encode() + b"\n")
+
+    def close(self) -> None:
+        """Stop answering; from now on the others are refused."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._thread.join()
+        self._socket.close()
+
+    def drop(self) -> None:
+        """Close this process's copy of the socket after a fork: the child must not keep a dead parent's port open."""
+        self._socket.close()
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"\n"):
+        piece = connection.recv(65536)
+        if not piece:
+            raise ConnectionResetError("closed before the end of the line")
+        received += piece
+    return received
+
+
+def ask(
+    addresses: Mapping[int, Address], question: Mapping[str, Any], timeout_s: float
+) -> dict[int, dict[str, Any] | Silence]:
+    """Ask ranks at the same time; what each answered, within about `timeout_s` seconds. Starts no thread."""
+    found: dict[int, dict[str, Any] | Silence] = {}
+    ranks = list(addresses)
+    for first in range(0, len(ranks), _AT_ONCE):
+        found.update(_ask_some({r: addresses[r] for r in ranks[first : first + _AT_ONCE]}, question, timeout_s))
+    return found
+
+
+@dataclass
+class _Call:
+    """One question on its way."""
+
+    rank: int
+    socket: socket.socket
+    question: bytes
+    received: bytes = b""
+
+    def advance(self) -> dict[str, Any] | Silence | None:
+        """Send or receive what is possible without waiting; the outcome, or None if it is still open."""
+        error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return Silence.GONE if error == errno.ECONNREFUSED else Silence.NO_ANSWER
+        try:
+            if self.question:
+                self.question = self.question[self.socket.send(self.question) :]
+                return None
+            piece = self.socket.recv(65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return Silence.NO_ANSWER
+        self.received += piece
+        if not self.received.endswith(b"\n"):
+            return None if piece else Silence.NO_ANSWER
+        try:
+            answer: dict[str, Any] = json.loads(self.received)
+        except ValueError:
+            return Silence.NO_ANSWER  # another program has the port now
+        return answer
+
+
+def _ask_some(
+    addresses: Mapping[int, Address], question: Mapping[str, Any], timeout_s: float
+) -> dict[int, dict[str, Any] | Silence]:
+    found: dict[int, dict[str, Any] | Silence] = dict.fromkeys(addresses, Silence.NO_ANSWER)
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        try:
+            for rank, address in addresses.items():
+                line = json.dumps({**question, "token": address.token}).encode() + b"\n"
+                sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                refused = sock.connect_ex((address.host, address.port))
+                if refused not in (0, errno.EINPROGRESS):
+                    found[rank] = Silence.GONE if refused == errno.ECONNREFUSED else Silence.NO_ANSWER
+                    sock.close()
+                    continue
+                selector.register(sock, selectors.EVENT_WRITE, _Call(rank, sock, line))
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    call: _Call = key.data
+                    outcome = call.advance()
+                    if outcome is not None:
+                        found[call.rank] = outcome
+                        selector.unregister(call.socket)
+                        call.socket.close()
+                    elif not call.question:
+                        selector.modify(call.socket, selectors.EVENT_READ, call)
+        finally:
+            for key in list(selector.get_map().values()):
+                key.data.socket.close()
+    return found
+
+
+def route_to(host: str, port: int) -> str:
+    """The IP address of this machine from which packets to `host` leave; nothing is sent.
+
+    Raises:
+        OSError: `host` is not known or there is no route to it.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def neighbours(rank: int, world: int, reach: int) -> Iterable[int]:
+    """Up to `reach` ranks on either side of `rank` on the ring of all ranks, the nearest first, without itself."""
+    near = (place % world for step in range(1, reach + 1) for place in (rank + step, rank - step))
+    return [r for r in dict.fromkeys(near) if r != rank]

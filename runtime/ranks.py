@@ -1,0 +1,182 @@
+"""This rank's view of the others: it asks them, answers them, and finds out who is to blame for a broken collective."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoplan.runtime import activity
+from autoplan.runtime.news import Kind, Knowledge, News
+from autoplan.runtime.peers import Address, Listener, Silence, ask, neighbours
+
+# How long telling the neighbours may hold up a rank that ends.
+TELL_S = 1.0
+# Ranks on either side that are told of a failure; the others learn it when they ask.
+_REACH = 8
+
+
+@dataclass
+class Ranks:
+    """What this rank knows of all ranks of the default process group, which was made with `store`, and does itself.
+
+    Attributes:
+        turn: how many groups this process watched before.
+        thread: the one that calls autoplan. call: what it is in, "" outside; since: when that began; after: the call
+            before.
+        ended: rank and reason of the failure that ended the collectives of this process.
+        waits: for another rank, in a collective that broke or outside of any.
+        works_done, works_awaited: by rank 0 for the others, and how many this rank has waited for.
+    """
+
+    store: Any
+    rank: int
+    world: int
+    timeout_s: float
+    turn: int
+    known: Knowledge = field(default_factory=Knowledge)
+    addresses: dict[int, Address] = field(default_factory=dict)
+    listener: Listener | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    thread: int = field(default_factory=threading.get_ident)
+    call: str = ""
+    since: float = 0.0
+    after: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    waits: bool = False
+    ended: tuple[int | None, str] | None = None
+    works_done: int = 0
+    works_awaited: int = 0
+
+    def begin(self, call: str) -> None:
+        """Note that this thread is in a call now."""
+        self.counts[call] = self.counts.get(call, 0) + 1
+        self.thread, self.since = threading.get_ident(), time.monotonic()
+        self.call = f"{call} {self.counts[call]}"
+
+    def end(self) -> None:
+        """Note that the call is over."""
+        self.after, self.call = self.call, ""
+
+    @property
+    def others(self) -> dict[int, Address]:
+        """Where the other ranks answer."""
+        return {r: a for r, a in self.addresses.items() if r != self.rank}
+
+    def doing(self) -> str:
+        """What this rank does now."""
+        return self.where(activity.of_thread(self.thread))
+
+    def where(self, place: activity.Place) -> str:
+        """The call this rank is in and the place there, or where it is instead."""
+        if self.call:
+            return f"in {self.call} ({place})" if str(place) else f"in {self.call}"
+        at = f" at {place.line}" if place.line else ""
+        return f"outside autoplan's calls{at}, after {self.after or 'the start'}"
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to another rank's question."""
+        self.known.learn(question)
+        return {
+            "doing": self.doing(),
+            "waits": self.waits or bool(activity.of_thread(self.thread).collective),
+            "works_done": self.works_done,
+            **self.known.to_plain(),
+        }
+
+    def ask(self, ranks: Mapping[int, Address], timeout_s: float) -> dict[int, dict[str, Any] | Silence]:
+        """Ask ranks; a refused connection counts only if a rank of that host has ever answered."""
+        found = ask(ranks, self.known.to_plain(), timeout_s)
+        for rank, answer in found.items():
+            if not isinstance(answer, Silence):
+                self.known.reached.add(ranks[rank].host)
+                self.known.learn(answer)
+                self.known.see(rank, answer["doing"])
+            elif ranks[rank].host not in self.known.reached:
+                found[rank] = Silence.NO_ANSWER
+        return found
+
+    def tell(self) -> None:
+        """Tell the neighbours what this rank knows."""
+        near = neighbours(self.rank, self.world, _REACH)
+        ask({r: self.addresses[r] for r in near if r not in self.known.left}, self.known.to_plain(), TELL_S)
+
+    def find_out(self, grace_s: float) -> News:
+        """Who is to blame for a broken collective: what was reported, else what follows from the answers of the others.
+
+        Certain evidence (a report, a process that is gone) ends it at once, silence after `grace_s` seconds.
+        """
+        self.waits = True
+        begin = time.monotonic()
+        late: list[int] | None = None
+        heard: dict[int, dict[str, Any]] = {}
+        while True:
+            news = self.known.first(exits=False)
+            if news is not None:
+                return news
+            # itself too: its own answer means that it has read what the others told it before they went
+            left_s = begin + grace_s - time.monotonic()
+            answers = self.ask(self.addresses, max(0.3, min(left_s, 2.0)))
+            news = self.known.first(exits=False)
+            if news is not None:
+                return news
+            del answers[self.rank]
+            gone = [r for r, a in answers.items() if a is Silence.GONE and not self.known.explains(r)]
+            if gone:
+                return self.note_gone(gone)
+            news = self.known.first(exits=True)
+            if news is not None:
+                return news
+            heard.update((r, a) for r, a in answers.items() if not isinstance(a, Silence))
+            # one answer is enough: on a busy machine the next may take long
+            silent = [r for r in answers if r not in heard and r not in self.known.left]
+            if silent:
+                if left_s < 0:
+                    return self._note_silent(silent, grace_s)
+                time.sleep(0.02)
+                continue
+            lives = {r: a for r, a in heard.items() if r not in self.known.left}
+            elsewhere = [r for r, a in lives.items() if not a["waits"]]
+            if elsewhere == late:  # twice: not on the way from one collective to the next
+                return self._note_late(elsewhere, lives)
+            late = elsewhere
+            time.sleep(0.5)
+
+    def note_gone(self, ranks: list[int]) -> News:
+        """Take note that there are no such processes any more."""
+        whose = "its process is" if len(ranks) == 1 else "their processes are"
+        news = News(
+            tuple(ranks),
+            Kind.GONE,
+            f"{whose} gone without a word: killed, out of memory, crashed or os._exit{self.last(*ranks)}",
+        )
+        self.known.add(news)
+        return news
+
+    def _note_silent(self, ranks: list[int], silent_s: float) -> News:
+        whose = (
+            ("does", "its process is stopped, or its machine") if len(ranks) == 1 else ("do", "stopped, or the machine")
+        )
+        news = News(
+            tuple(ranks),
+            Kind.SILENT,
+            f"{whose[0]} not answer for {silent_s:.0f} s: {whose[1]} hangs{self.last(*ranks)}",
+        )
+        self.known.add(news)
+        return news
+
+    def _note_late(self, ranks: list[int], lives: Mapping[int, Mapping[str, Any]]) -> News:
+        if not ranks:
+            each = "; ".join(f"rank {r} {a['doing']}" for r, a in lives.items())
+            return News((), Kind.UNKNOWN, f"a collective broke though every rank lives and waits: {each}")
+        each = "; ".join(str(lives[r]["doing"]) for r in ranks)
+        news = News(tuple(ranks), Kind.LATE, f"lives, but did not come to the collective in which others wait: {each}")
+        self.known.add(news)
+        return news
+
+    def last(self, *ranks: int) -> str:
+        """When these ranks were last heard, and what they did then, as the end of a sentence."""
+        seen = {r: found for r in ranks if (found := self.known.last_seen(r)) is not None and found[1]}
+        return "".join(f"; last heard {seconds:.1f} s before, {doing}" for seconds, doing in seen.values())
