@@ -33,6 +33,7 @@ from autoplan.capture.inplace import (
     place,
     window,
 )
+from autoplan.capture.masks import Ledger
 from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
 from autoplan.capture.sizes import bounds_of, export_symbolic
 from autoplan.cost_models.errors import CaptureError
@@ -136,21 +137,38 @@ def _capture(
 ) -> ModelGraph | None:
     names = tuple(example_inputs)
     wrapper = LossModule(model, names, loss_fn)
-    tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
-    with ExitStack() as stack:
-        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
-        stack.enter_context(capture_experts(model))
-        if is_hf_model(model):
-            stack.enter_context(capture_attention(model, names))
-            stack.enter_context(capture_hf_experts(model))
-            stack.enter_context(own_hooks(model))
-        program, symbols = export_symbolic(wrapper, example_inputs, tracer)
+    ledger = Ledger()
+    while True:
+        tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
+        try:
+            program, symbols = _exported(wrapper, example_inputs, tracer, ledger)
+        except CaptureError:
+            if not ledger.again():
+                raise
+            continue
+        if not ledger.again():
+            break
     bounds = bounds_of(program, symbols, type(model).__name__)
     if tracer.unproved and merge:
         return None
     trace = _Translator(program, wrapper, symbols, names).run()
     graph = assemble(trace, type(model).__name__, *_parameters(model))
     return graph if graph is None else replace(graph, bounds=bounds)
+
+
+def _exported(
+    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger
+) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    """One trace; `ledger` says which masks of a Hugging Face model are tensors in it."""
+    model = wrapper.model
+    with ExitStack() as stack:
+        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
+        stack.enter_context(capture_experts(model))
+        if is_hf_model(model):
+            stack.enter_context(capture_attention(model, ledger))
+            stack.enter_context(capture_hf_experts(model))
+            stack.enter_context(own_hooks(model))
+        return export_symbolic(wrapper, example_inputs, tracer)
 
 
 def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
