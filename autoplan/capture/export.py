@@ -8,7 +8,7 @@ factors -> check.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -33,6 +33,7 @@ from autoplan.capture.inplace import (
     place,
     window,
 )
+from autoplan.capture.inputs import LossFn, LossModule, check_arguments
 from autoplan.capture.masks import Ledger
 from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
 from autoplan.capture.sizes import bounds_of, export_symbolic
@@ -40,52 +41,6 @@ from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
 from autoplan.cost_models.symbols import Expr
 from autoplan.rules.factors import infer_factors
-
-LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
-
-
-class LossModule(nn.Module):
-    """Model and loss as one module: tensors in (in the order of `names`), scalar loss out."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
-        super().__init__()
-        self.model = model
-        self._names, self._loss_fn = names, loss_fn
-        self._model_names = model_input_names(model, names)
-        self._extra: dict[str, Any] = {"use_cache": False} if is_hf_model(model) else {}
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The scalar loss of one micro-batch."""
-        batch = dict(zip(self._names, tensors, strict=True))
-        out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
-        if self._loss_fn is not None:
-            return self._loss_fn(out, batch)
-        loss = getattr(out, "loss", None)
-        loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
-        loss = out if loss is None and isinstance(out, torch.Tensor) and out.dim() == 0 else loss
-        if loss is None:
-            raise CaptureError(
-                f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in "
-                "example_inputs"
-            )
-        return loss
-
-
-def model_input_names(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the batch's tensors the model's forward takes; the rest go to the loss only."""
-    import inspect
-
-    accepted = inspect.signature(model.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
-        return names
-    chosen = tuple(n for n in names if n in accepted)
-    if not chosen:
-        raise CaptureError(
-            f"none of the inputs {', '.join(names)} is an argument of "
-            f"{type(model).__name__}.forward({', '.join(accepted)})"
-        )
-    return chosen
-
 
 @dataclass
 class Trace:
@@ -121,6 +76,8 @@ def capture(
         `loss_denominator`.
     Raises: CaptureError naming the op and the source line that cannot be captured.
     """
+    check_arguments(model, example_inputs, loss_fn)
+    _refuse_autocast()
     check_masks(model, example_inputs)
     if is_hf_model(model):
         refuse_separate_experts(model)
@@ -137,16 +94,19 @@ def _capture(
 ) -> ModelGraph | None:
     names = tuple(example_inputs)
     wrapper = LossModule(model, names, loss_fn)
-    ledger = Ledger()
+    ledger, failure = Ledger(), None
     while True:
         tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
         try:
             program, symbols = _exported(wrapper, example_inputs, tracer, ledger)
-        except CaptureError:
-            if not ledger.again():
-                raise
-            continue
-        if not ledger.again():
+        except CaptureError as exc:
+            if ledger.again():
+                continue
+            if failure is None and wrapper.gives_more():  # it may have missed an input that it looks up by name
+                failure = exc
+                continue
+            raise failure or exc from exc
+        if not ledger.again() and not wrapper.gives_more():
             break
     bounds = bounds_of(program, symbols, type(model).__name__)
     if tracer.unproved and merge:
@@ -154,6 +114,16 @@ def _capture(
     trace = _Translator(program, wrapper, symbols, names).run()
     graph = assemble(trace, type(model).__name__, *_parameters(model))
     return graph if graph is None else replace(graph, bounds=bounds)
+
+
+def _refuse_autocast() -> None:
+    """CaptureError inside a torch.autocast region of the caller: what it casts is not in the graph."""
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise CaptureError(
+                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and pass "
+                "precision='bf16' or 'fp16' to autoplan.parallelize"
+            )
 
 
 def _exported(
@@ -202,6 +172,17 @@ def source_of(node: fx.Node) -> str:
     if found and found[-1][0] == __file__:
         return "the loss function"  # torch records no frame inside it, only our call of it
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+def _source_within(module: fx.GraphModule, region: Any) -> str:
+    """'file:line' of the first line of the user's code that a region runs."""
+    sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
+    for node in sub.graph.nodes:
+        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in frames if "/torch/" not in file]
+        if own:
+            return own[-1]
+    return ""
 
 
 def _scope_of(node: fx.Node) -> str:
@@ -291,7 +272,12 @@ class _Translator:
     def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
         target = str(node.target)
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            self._inline(module, node)
+            args: tuple[Any, ...] = node.args
+            before, self.no_grad = self.no_grad, not args[0]
+            self._inline(module, node, args[1], args[2:])
+            self.no_grad = before
+        elif node.target is torch.ops.higher_order.wrap_with_autocast:
+            self._autocast(module, node)
         elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
@@ -347,19 +333,27 @@ class _Translator:
             return any(isinstance(v, torch.Tensor) for v in value)
         return isinstance(value, torch.Tensor)
 
-    def _inline(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """A torch.no_grad region: its nodes in place, without gradients."""
-        args: tuple[Any, ...] = node.args
-        enabled, sub = args[0], cast(fx.GraphModule, module.get_submodule(str(args[1].target)))
-        before, self.no_grad = self.no_grad, self.no_grad or not enabled
+    def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
+        """A torch.autocast region: one that is off changes nothing, as nothing else casts (`_refuse_autocast`)."""
+        kind, dtype, enabled, _, region, *inputs = node.args
+        if enabled:
+            where = _source_within(module, region) or node.name
+            raise CaptureError(
+                f"{where}: the model computes in a region of torch.autocast({kind!r}, {dtype}), which casts by the op; "
+                "cast there by .to(dtype), or leave it to precision='bf16' or 'fp16' of autoplan.parallelize"
+            )
+        self._inline(module, node, region, inputs)
+
+    def _inline(self, module: fx.GraphModule, node: fx.Node, region: Any, inputs: Sequence[Any]) -> None:
+        """The nodes of a region, in place."""
+        sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
         inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
-        for placeholder, actual in zip(inner, args[2:], strict=True):
+        for placeholder, actual in zip(inner, inputs, strict=True):
             self.env[placeholder] = self.env.get(actual)
             placeholder.meta.setdefault("val", actual.meta.get("val"))
         self._graph(sub, sub.graph)
         out: Any = next(n for n in sub.graph.nodes if n.op == "output").args[0]
         self.env[node] = [self.env[o] for o in out] if isinstance(out, (tuple, list)) else self.env[out]
-        self.no_grad = before
 
     def _marker(self, target: str, node: fx.Node) -> None:
         args: tuple[Any, ...] = node.args
@@ -387,6 +381,8 @@ class _Translator:
 
     def _op(self, target: str, node: fx.Node) -> None:
         where = source_of(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"{where or node.name}: a region of {target} cannot be captured; write it without")
         if target not in OPS:
             changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
             done = isinstance(changed, Assembly) and changed.complete

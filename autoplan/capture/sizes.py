@@ -14,7 +14,7 @@ from autoplan.capture.lengths import length_symbols, target_inputs
 from autoplan.cost_models.errors import CaptureError
 
 if TYPE_CHECKING:
-    from autoplan.capture.export import LossModule
+    from autoplan.capture.inputs import LossModule
 
 
 def _dims(
