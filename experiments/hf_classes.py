@@ -18,6 +18,7 @@ Exits with an error if a class is wrong or crashed.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import multiprocessing
 import os
@@ -66,7 +67,9 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), LAYERS),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_encoder_layers"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS),
-    "decoder_attention_heads": HEADS,
+    **dict.fromkeys(("decoder_attention_heads", "mamba_n_heads", "linear_num_value_heads"), HEADS),
+    **dict.fromkeys(("mamba_d_head", "mamba_d_state", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    "linear_num_key_heads": HEADS // 2,
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), HEADS // 2),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "attention_head_dim", "global_head_dim"), HIDDEN // HEADS),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), HIDDEN // HEADS),
@@ -99,15 +102,21 @@ class Row:
     seconds: float = 0.0
 
 
-def small_values(config: Any, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Values of a config's attributes that make the model small; those of its sub-configs under their names."""
+def small_values(config: Any, without: frozenset[str]) -> dict[str, Any]:
+    """Values of a config's attributes that make the model small; those of its sub-configs under their names.
+
+    Left out are the names in `without`; 'None' in it: sizes that are None by default are set, too.
+    """
     out: dict[str, Any] = {}
     given = {k: v for k, v in config.to_dict().items() if k not in without}
     aliases = {k: v for k, v in getattr(config, "attribute_map", {}).items() if k not in given}
     layers = next((given[n] for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if n in given), None)
     for name, value in given.items():
-        if isinstance(getattr(config, name, None), transformers.PreTrainedConfig):
-            out[name] = small_values(getattr(config, name))
+        if name in getattr(config, "sub_configs", {}):
+            sub = getattr(config, name)
+            out[name] = small_values(sub, without) if isinstance(sub, transformers.PreTrainedConfig) else value
+        elif name in _SIZES and value is None and "None" in without:
+            out[name] = _SIZES[name]
         elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
             out[name] = min(value, _SIZES[name]) if value else value
         elif isinstance(value, float) and ("drop" in name or name.endswith(("pdrop", "jitter_noise"))):
@@ -124,30 +133,29 @@ def small_values(config: Any, without: frozenset[str] = frozenset()) -> dict[str
     return out
 
 
-def small_config(config_class: type) -> Any:
-    """The first small config of a few that the class accepts. Raises what the last one raised."""
+# Names of _SIZES that are left out, one set after the other, until the module runs.
+_KV = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+_HEAD = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+VARIANTS = ((), _KV, _HEAD, (*_KV, *_HEAD), ("sliding_window",), ("None",))
+
+
+def small_config(config_class: type, without: frozenset[str]) -> Any:
+    """A config with small sizes, but those called as `without`; with as many key-value heads as heads, if it has any."""
     default = config_class()
-    tries = [frozenset(), frozenset(("head_dim",)), frozenset(("num_key_value_heads", "num_kv_heads"))]
-    failure: Exception | None = None
-    for without in tries:
-        try:
-            config = config_class(**small_values(default, without))
-            config.use_cache = False
-            return config
-        except Exception as exc:  # whatever a config validates
-            failure = exc
-    assert failure is not None
-    raise failure
-
-
-def build(model_class: type, config_class: type, attention: str | None) -> torch.nn.Module:
-    """The module with values that make attention matter: fan-in scaled weights, biases that are not zero."""
-    config = small_config(getattr(model_class, "config_class", None) or config_class)
+    values = small_values(default, without)
+    values |= {name: HEADS for name in _KV if name in without and isinstance(getattr(default, name, None), int)}
+    config = config_class(**values)
     for name in ("pad_token_id", "decoder_start_token_id"):
         if getattr(config, name, None) is None:
             setattr(config, name, 0)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the others know no float64
+    return config
+
+
+def build(model_class: Any, config_class: Any, attention: str | None, without: frozenset[str]) -> torch.nn.Module:
+    """The module with values that make attention matter: fan-in scaled weights, biases that are not zero."""
+    config = small_config(getattr(model_class, "config_class", None) or config_class, without)
     if hasattr(config, "is_decoder") and model_class.__name__.endswith(("CausalLM", "LMHeadModel")):
         config.is_decoder = True
     if attention is not None:
@@ -157,7 +165,7 @@ def build(model_class: type, config_class: type, attention: str | None) -> torch
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters: no small config found")
     torch.manual_seed(0)
-    model = model_class(config)
+    model: torch.nn.Module = model_class(config)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1 and p.is_floating_point():
@@ -168,7 +176,7 @@ def build(model_class: type, config_class: type, attention: str | None) -> torch
     return model.train()
 
 
-def batch_of(model: torch.nn.Module, mapping: str) -> dict[str, torch.Tensor]:
+def batch_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Tokens that are no special ones, and labels (a source and a target for encoder-decoders)."""
     generator = torch.Generator().manual_seed(1)
     config = model.config.get_text_config()
@@ -177,21 +185,43 @@ def batch_of(model: torch.nn.Module, mapping: str) -> dict[str, torch.Tensor]:
     allowed = torch.tensor([i for i in range(min(size, VOCAB)) if i not in special])
     ids = allowed[torch.randint(len(allowed), (BATCH, SEQ), generator=generator)]
     labels = allowed[torch.randint(len(allowed), (BATCH, SEQ), generator=generator)]
-    return {"input_ids": ids, "labels": labels[:, :TARGET].contiguous() if mapping == "seq2seq" else labels}
+    two = getattr(model.config, "is_encoder_decoder", False)
+    return {"input_ids": ids, "labels": labels[:, :TARGET].contiguous() if two else labels}
 
 
 def eager(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the module itself."""
     model.zero_grad()
-    loss = model(**batch, use_cache=False).loss if _takes_use_cache(model) else model(**batch).loss
+    takes = inspect.signature(model.forward).parameters
+    loss = model(**batch, **({"use_cache": False} if "use_cache" in takes else {})).loss
     loss.backward()
     return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _takes_use_cache(model: torch.nn.Module) -> bool:
-    import inspect
+@dataclass(frozen=True)
+class Reference:
+    """A module that runs, and what it computes."""
 
-    return "use_cache" in inspect.signature(model.forward).parameters
+    model: torch.nn.Module
+    batch: Mapping[str, torch.Tensor]
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    dtype: torch.dtype
+
+
+def reference(model_class: Any, config_class: Any, attention: str | None) -> Reference:
+    """The first variant that builds and runs, in float64 if it can. Raises what the first variant raised."""
+    failure: Exception | None = None
+    for without in map(frozenset, VARIANTS):
+        for dtype in TOLERANCES:
+            try:
+                model = build(model_class, config_class, attention, without).to(dtype)
+                batch = batch_of(model)
+                return Reference(model, batch, *eager(model, batch), dtype)
+            except Exception as exc:  # whatever transformers says
+                failure = failure or exc
+    assert failure is not None
+    raise failure
 
 
 def program(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -211,33 +241,29 @@ def program(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[
     return loss, {n: g.clone() for n, g in pm.gradients().items()}
 
 
-def examine(mapping: str, model_class: type, config_class: type, attention: str | None) -> tuple[str, str, Any, Any]:
+def examine(model_class: type, config_class: type, attention: str | None) -> tuple[str, str, Any, Any]:
     """(outcome, why, loss, worst gradient error) of one class."""
     try:
-        model = build(model_class, config_class, attention)
-        batch = batch_of(model, mapping)
-        dtype = torch.float64
-        try:
-            want_loss, want = eager(model.double(), batch)
-        except Exception:  # a kernel that knows no float64
-            dtype = torch.float32
-            want_loss, want = eager(model.float(), batch)
-        again, _ = eager(model, batch)
+        of = reference(model_class, config_class, attention)
+        again, _ = eager(of.model, of.batch)
     except Exception as exc:  # whatever transformers says
         return "not run", _short(exc), None, None
-    loss_tolerance, gradient_tolerance = TOLERANCES[dtype]
+    want_loss, want = of.loss, of.gradients
     if again != want_loss:
         return "not run", f"its loss is random: {want_loss:.6f}, then {again:.6f}", None, None
-    model.zero_grad()
+    of.model.zero_grad()
+    frozen = [p.requires_grad_(False) for n, p in of.model.named_parameters() if n not in want]
+    note = f"{len(frozen)} parameters that get no gradient are frozen" if frozen else ""
     try:
-        loss, got = program(model, batch)
+        loss, got = program(of.model, of.batch)
     except AutoplanError as exc:
         return "refused", _short(exc), want_loss, None
     except Exception as exc:
         where = [f for f in traceback.extract_tb(exc.__traceback__) if "/autoplan/" in f.filename][-1:]
         at = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in where)
         return "crashed", _short(exc) + at, want_loss, None
-    if abs(loss - want_loss) > loss_tolerance * abs(want_loss):
+    loss_tolerance, gradient_tolerance = TOLERANCES[of.dtype]
+    if not abs(loss - want_loss) <= loss_tolerance * abs(want_loss):
         return "wrong", f"loss {loss:.6f} instead of {want_loss:.6f}", want_loss, None
     worst, name = 0.0, ""
     for key, grad in want.items():
@@ -247,9 +273,9 @@ def examine(mapping: str, model_class: type, config_class: type, attention: str 
             continue
         error = float((got[key].double() - grad.double()).abs().max() / (grad.double().abs().max() + 1e-12))
         worst, name = max((worst, name), (error, key))
-    if worst > gradient_tolerance:
+    if not worst <= gradient_tolerance:
         return "wrong", f"gradient of {name} off by {worst:.1e}", want_loss, worst
-    return "equal", "", want_loss, worst
+    return "equal", note, want_loss, worst
 
 
 def _short(exc: BaseException) -> str:
@@ -258,11 +284,11 @@ def _short(exc: BaseException) -> str:
     return text if len(text) <= 220 else text[:217] + "..."
 
 
-def _child(pipe: Connection, mapping: str, model_name: str, config_name: str, attention: str | None) -> None:
+def _child(pipe: Connection, model_name: str, config_name: str, attention: str | None) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.simplefilter("ignore")
     try:
-        found = examine(mapping, getattr(transformers, model_name), getattr(transformers, config_name), attention)
+        found = examine(getattr(transformers, model_name), getattr(transformers, config_name), attention)
     except BaseException as exc:
         found = ("crashed", _short(exc), None, None)
     pipe.send(found)
@@ -280,7 +306,7 @@ def run_all(
         while waiting and len(running) < workers:
             task = waiting.pop()
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(there, *task, attention), daemon=True)
+            process = context.Process(target=_child, args=(there, *task[1:], attention), daemon=True)
             process.start()
             there.close()
             running[here] = (task, process, time.monotonic())

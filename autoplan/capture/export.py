@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoplan.capture import inputs
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts, refuse_separate_experts
@@ -169,9 +170,19 @@ def _dtype(dtype: torch.dtype) -> str:
 def source_of(node: fx.Node) -> str:
     """'file:line' of the user's code that made the node (base name only)."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if found and found[-1][0] == __file__:
+    if found and found[-1][0] == inputs.__file__:
         return "the loss function"  # torch records no frame inside it, only our call of it
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+def _restore_users(module: fx.GraphModule) -> None:
+    """Copy the graph where torch.export left a node out of the users of its arguments (Phi-4 multimodal, torch 2.13):
+    erasing such a node fails."""
+    if all(node in argument.users for node in module.graph.nodes for argument in node.all_input_nodes):
+        return
+    whole = fx.Graph()
+    whole.output(whole.graph_copy(module.graph, {}))
+    module.graph = whole
 
 
 def _source_within(module: fx.GraphModule, region: Any) -> str:
@@ -211,6 +222,7 @@ class _Translator:
     def run(self) -> Trace:
         """Translate the whole graph."""
         module = self.program.graph_module
+        _restore_users(module)
         module.graph.eliminate_dead_code()  # first: what the loss does not need also need not be supported
         self._placeholders()
         self._graph(module, module.graph)
@@ -382,7 +394,8 @@ class _Translator:
     def _op(self, target: str, node: fx.Node) -> None:
         where = source_of(node)
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"{where or node.name}: a region of {target} cannot be captured; write it without")
+            name = getattr(node.target, "__name__", target)
+            raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
             changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
             done = isinstance(changed, Assembly) and changed.complete

@@ -3,8 +3,9 @@
 A model asks `transformers.masking_utils` for a mask and gives it to its layers. A layer that hands it on to the
 registered attention function needs no s x s elements: that function reads from it that attention is causal, its window
 and its documents. So what is handed out is a `PendingMask`. Any other use of one (adding it to scores, slicing it) ends
-the trace, and the model is traced again with that mask as the tensor that transformers makes. A mask that is asked for
-is thus taken by the attention function, or used as a tensor, or used by nobody in the module either.
+the trace, and the model is traced again with that mask as what transformers makes: a tensor, or None where 'sdpa' is
+given none. A mask that is asked for is thus taken by the attention function, or used as a tensor, or used by nobody in
+the module either.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autoplan.cost_models.errors import CaptureError
 
 
 class MaskUsed(CaptureError):
-    """A mask that is not a tensor in this trace was used as one; the model is to be traced again with a tensor."""
+    """A mask was used as a tensor that is none in this trace; the model is to be traced again."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,20 @@ class Asked:
         config: id of the config of the model that asked.
         causal: a query sees no later key.
         window: a query sees the last `window` keys only, itself included.
-        q_length, kv_length: the sizes, as torch writes them.
-        replaced: scaled-dot-product attention of transformers is given no mask for it, but goes by the module's
-            `is_causal`.
+        counted: padding or documents hide some tokens from others.
+        replaced: with 'sdpa', transformers gives None for it, and attention goes by the module's `is_causal`.
     """
 
     config: int
     causal: bool
     window: int | None
-    q_length: str
-    kv_length: str
+    counted: bool
     replaced: bool
 
 
 @dataclass(eq=False)
 class Ledger:
-    """Which masks are tensors, over all traces of one capture."""
+    """Which masks are given as transformers makes them, over all traces of one capture."""
 
     tensors: set[Asked] = field(default_factory=set)
     used: set[Asked] = field(default_factory=set)
@@ -66,8 +65,10 @@ class PendingMask:
     Whether it is None cannot be asked wrongly: it is not, as the mask that the module gets is not.
     """
 
-    def __init__(self, asked: Asked, documents: torch.Tensor | None, ledger: Ledger) -> None:
-        self._asked, self._documents, self._ledger = asked, documents, ledger
+    def __init__(
+        self, asked: Asked, documents: torch.Tensor | None, lengths: tuple[Any, Any], ledger: Ledger
+    ) -> None:
+        self._asked, self._documents, self._lengths, self._ledger = asked, documents, lengths, ledger
 
     @classmethod
     def __torch_function__(
@@ -105,8 +106,8 @@ PendingMask.__hash__ = object.__hash__  # type: ignore[method-assign]
 # Layers are delimited by the tensors that enter them: the documents of a mask are one.
 pytree.register_pytree_node(
     PendingMask,
-    lambda mask: ([mask._documents], (mask._asked, mask._ledger)),
-    lambda children, context: PendingMask(context[0], next(iter(children)), context[1]),
+    lambda mask: ([mask._documents, mask._lengths], (mask._asked, mask._ledger)),
+    lambda children, context: PendingMask(context[0], *children, context[1]),
 )
 
 
@@ -115,11 +116,10 @@ def taken(mask: PendingMask, query: torch.Tensor, key: torch.Tensor) -> tuple[As
 
     Raises: CaptureError if the mask is of other lengths than the attention.
     """
-    asked = mask._asked
-    q, kv = str(query.shape[2]), str(key.shape[2])
-    if kv != asked.kv_length or (asked.causal and q != asked.q_length):
+    asked, (q, kv) = mask._asked, mask._lengths
+    if key.shape[2] != kv or (asked.causal and query.shape[2] != q):
         raise CaptureError(
-            f"attention of {q} over {kv} tokens is given a mask of {asked.q_length} x {asked.kv_length}: attention over "
+            f"attention of {query.shape[2]} over {key.shape[2]} tokens is given a mask of {q} x {kv}: attention over "
             "tokens of an earlier segment is not supported"
         )
     return asked, mask._documents
@@ -260,15 +260,16 @@ def mask_function(
             id(config),
             causal,
             window,
-            str(q_length),
-            str(kv_length),
+            counted,
             implementation == "sdpa" and allow_is_causal_skip and causal and window is None and not counted,
         )
         if plain and asked not in ledger.tensors:
             documents = together
             if attention_mask is not None:
                 documents = documents_of(attention_mask, causal, window)
-            return PendingMask(asked, documents, ledger)
+            return PendingMask(asked, documents, (q_length, kv_length), ledger)
+        if plain and asked.replaced:
+            return None
         seen = make(
             batch_size=batch_size,
             q_length=q_length,
