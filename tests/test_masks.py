@@ -151,8 +151,7 @@ def test_attention_of_its_own_gets_the_mask(monkeypatch: pytest.MonkeyPatch) -> 
     assert abs(got - want) > 1e-3
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("attention", "padded"), [("sdpa", True), ("eager", False)])
 def test_layers_of_both_kinds(attention: str, padded: bool) -> None:
     assert_equal(Toy(("registered", "own"), attention=attention), given(padded))
 
@@ -228,8 +227,9 @@ def test_a_flag_against_the_mask_is_refused() -> None:
 
 def test_what_the_attention_function_does_not_know_is_refused() -> None:
     with pytest.raises(CaptureError, match="is given indices, which is not supported"):
-        capture(Toy(indices=torch.zeros(2)), given())
-    assert_equal(Toy(output_attentions=False, deterministic=True), given())
+        capture(Toy(attention="eager", indices=torch.zeros(2)), given())
+    capture(Toy(attention="eager", output_attentions=False, labels=torch.zeros(2)), given())
+    assert_equal(Toy(indices=torch.zeros(2)), given())  # which the function behind 'sdpa' ignores
 
 
 def test_capturing_leaves_transformers_as_it_was() -> None:

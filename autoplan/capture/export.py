@@ -216,7 +216,6 @@ class _Translator:
         self.trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
-        self.no_grad = False
         self.counter: dict[str, int] = {}
 
     def run(self) -> Trace:
@@ -284,10 +283,8 @@ class _Translator:
     def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
         target = str(node.target)
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            args: tuple[Any, ...] = node.args
-            before, self.no_grad = self.no_grad, not args[0]
-            self._inline(module, node, args[1], args[2:])
-            self.no_grad = before
+            enabled, region, *inputs = cast(tuple[Any, ...], node.args)
+            self._inline(module, node, region, inputs, without_gradients=not enabled)
         elif node.target is torch.ops.higher_order.wrap_with_autocast:
             self._autocast(module, node)
         elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
@@ -356,16 +353,32 @@ class _Translator:
             )
         self._inline(module, node, region, inputs)
 
-    def _inline(self, module: fx.GraphModule, node: fx.Node, region: Any, inputs: Sequence[Any]) -> None:
-        """The nodes of a region, in place."""
+    def _inline(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        region: Any,
+        inputs: Sequence[Any],
+        without_gradients: bool = False,
+    ) -> None:
+        """The nodes of a region, in place; those of a torch.no_grad region compute with detached inputs."""
         sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
         inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
         for placeholder, actual in zip(inner, inputs, strict=True):
-            self.env[placeholder] = self.env.get(actual)
+            found = self.env.get(actual)
+            if without_gradients and isinstance(found, str) and self.trace.values[found].requires_grad:
+                item = Lowered("detach", (found,), {})
+                found = self._emit(item, (found,), [actual.meta["val"]], source_of(node), _scope_of(node))[0]
+            self.env[placeholder] = found
             placeholder.meta.setdefault("val", actual.meta.get("val"))
         self._graph(sub, sub.graph)
         out: Any = next(n for n in sub.graph.nodes if n.op == "output").args[0]
-        self.env[node] = [self.env[o] for o in out] if isinstance(out, (tuple, list)) else self.env[out]
+        given = {id(p): self.env.get(actual) for p, actual in zip(inner, inputs, strict=True)}
+
+        def value(o: fx.Node) -> Any:
+            return given.get(id(o), self.env[o])  # what is handed through keeps its gradient
+
+        self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
 
     def _marker(self, target: str, node: fx.Node) -> None:
         args: tuple[Any, ...] = node.args
@@ -449,9 +462,7 @@ class _Translator:
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         for name, meta in zip(outs, metas, strict=True):
             dtype = _dtype(meta.dtype)
-            grad = (
-                any(v.requires_grad for v in inputs) and not self.no_grad and item.op != "detach" and "float" in dtype
-            )
+            grad = any(v.requires_grad for v in inputs) and item.op != "detach" and "float" in dtype
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):

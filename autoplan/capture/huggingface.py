@@ -76,10 +76,10 @@ def recorded_outputs() -> dict[str, list[Any]]:
     return {name: kept for name, kept in found.items() if isinstance(kept, list)}
 
 
-# Arguments of attention functions that change no number of scaled-dot-product or plain attention.
+# What models hand on to attention functions of their own ('eager') that changes no number there.
 _NO_NUMBERS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
-    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic".split()
+    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic labels logits_to_keep".split()
 )
 
 
@@ -101,7 +101,7 @@ def _attention(
 
     What may see what is said by the mask; without one by `is_causal`, if the implementation goes by it.
     """
-    _refuse_unknown(kwargs)
+    _refuse_unknown(kwargs, implementation)
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal, window, documents = flag and implementation == "sdpa" and attention_mask is None, None, None
     if isinstance(attention_mask, PendingMask):
@@ -145,14 +145,17 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    """CaptureError for an argument of an attention function that changes what it computes."""
+def _refuse_unknown(given: Mapping[str, Any], implementation: str) -> None:
+    """CaptureError for an argument of an attention function that changes what it computes.
+
+    That of 'sdpa' is transformers' own, which ignores the rest; that of 'eager' is in every model's file.
+    """
     if given.get("softcap") is not None:
         raise CaptureError("attention with logit soft-capping is not supported")
     if given.get("s_aux") is not None or given.get("sinks") is not None:
         raise CaptureError("attention with sinks (a learned logit per head) is not supported")
     unknown = sorted(n for n, x in given.items() if n not in _NO_NUMBERS and x is not None and x is not False)
-    if unknown:
+    if unknown and implementation == "eager":
         raise CaptureError(f"the attention function is given {', '.join(unknown)}, which is not supported")
 
 
