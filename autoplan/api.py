@@ -182,8 +182,8 @@ def _check_optimizer(optimizer: Any) -> None:
         lr = optimizer.defaults.get("lr")
         example = f"functools.partial({name}{'' if lr is None else f', lr={lr!r}'})"
     raise PinError(
-        f"optimizer is of type {kind.__name__}; it must be a function from parameters to an optimizer, since this rank's "
-        f"shards are made after planning: {example}"
+        f"optimizer is of type {kind.__name__}; it must be a function from parameters to an optimizer, since this "
+        f"rank's shards are made after planning: {example}"
     )
 
 

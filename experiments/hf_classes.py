@@ -77,11 +77,15 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"), INNER),
     **dict.fromkeys(("inner_dim", "ffn_hidden_size", "hidden_dim", "mlp_dim", "block_ff_dim"), INNER),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), HIDDEN),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4
+    ),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), HIDDEN // 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_source_positions"), 4 * SEQ),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_source_positions"), 4 * SEQ
+    ),
     **dict.fromkeys(("max_target_positions", "seq_length", "max_sequence_length"), 4 * SEQ),
     **dict.fromkeys(("sliding_window", "attention_window_size"), SEQ // 2),
     **dict.fromkeys(("image_size",), 16),
@@ -140,7 +144,7 @@ VARIANTS = ((), _KV, _HEAD, (*_KV, *_HEAD), ("sliding_window",), ("None",))
 
 
 def small_config(config_class: type, without: frozenset[str]) -> Any:
-    """A config with small sizes, but those called as `without`; with as many key-value heads as heads, if it has any."""
+    """A config with small sizes, without those named in `without`: key-value heads in it are then as many as heads."""
     default = config_class()
     values = small_values(default, without)
     values |= {name: HEADS for name in _KV if name in without and isinstance(getattr(default, name, None), int)}
@@ -235,7 +239,11 @@ def program(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[
     _, compiled = plan_program(graph, cluster, pins, BATCH, lengths[0], target_len=target)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     pm = ParallelModel(
-        compiled.spec, compiled.sources, dict(model.named_parameters()), dict(model.named_buffers()), num_micro_batches=1
+        compiled.spec,
+        compiled.sources,
+        dict(model.named_parameters()),
+        dict(model.named_buffers()),
+        num_micro_batches=1,
     )
     loss = float(pm.step(dict(batch)))
     return loss, {n: g.clone() for n, g in pm.gradients().items()}
@@ -296,9 +304,7 @@ def _child(pipe: Connection, model_name: str, config_name: str, attention: str |
     os._exit(0)
 
 
-def run_all(
-    todo: Sequence[tuple[str, str, str]], workers: int, timeout_s: float, attention: str | None
-) -> list[Row]:
+def run_all(todo: Sequence[tuple[str, str, str]], workers: int, timeout_s: float, attention: str | None) -> list[Row]:
     """A row per class, in the order given; at most `workers` processes at a time."""
     context = multiprocessing.get_context("fork")
     waiting, running, rows = list(todo)[::-1], {}, {}

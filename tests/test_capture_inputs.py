@@ -74,7 +74,7 @@ def test_no_gradient_flows_through_a_region_without_gradients() -> None:
     assert_equal(Model(partly_without), batch, mean_square, x=batch["x"])
     model = Model(frozen_use)
     model.only_here = nn.Parameter(torch.ones(DIM, DIM))
-    with pytest.raises(CaptureError, match="parameter '.*' does not influence the loss"):
+    with pytest.raises(CaptureError, match=r"parameter '.*' does not influence the loss"):
         capture(model, {"x": batch["x"].float()}, mean_square)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_faithful import run
 from parity import worst
+from test_faithful import run
 from torch import nn
 from transformers import MegatronBertConfig, MegatronBertForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
@@ -25,7 +25,6 @@ VOCAB, HIDDEN, HEADS, SEQ = 32, 16, 2, 6
 
 class ToyConfig(PreTrainedConfig):
     model_type = "toy"
-    attribute_map = {}
     hidden_size = HIDDEN
     sliding_window = 2
 

@@ -216,7 +216,9 @@ class _Builder:
         used = {x for c in self.calls for x in (*c.inputs, *c.outputs)} | set(self.trace.inputs)
         used_params = {full for c in self.calls for full in c.params.values()}
         used_buffers = {full for c in self.calls for full in c.buffers.values()}
-        trained = {full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)}
+        trained = {
+            full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
+        }
         unused = sorted(n for n, p in params.items() if n not in trained and p.trainable)
         if unused:
             raise CaptureError(

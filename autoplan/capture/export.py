@@ -43,6 +43,7 @@ from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
 from autoplan.cost_models.symbols import Expr
 from autoplan.rules.factors import infer_factors
 
+
 @dataclass
 class Trace:
     """The translated flat graph, before it is cut into blocks."""
@@ -122,8 +123,8 @@ def _refuse_autocast() -> None:
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
             raise CaptureError(
-                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and pass "
-                "precision='bf16' or 'fp16' to autoplan.parallelize"
+                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and "
+                "pass precision='bf16' or 'fp16' to autoplan.parallelize"
             )
 
 

@@ -1,8 +1,8 @@
 """Hugging Face models: classes untouched, attention captured as one op.
 
-Tracing HF attention as it is builds an explicit S x S mask. An attention function and a mask function of our own for the
-time of the capture (both: without padding the mask is plain `is_causal`, which flash attention and context parallelism
-need) keep it whole.
+Tracing HF attention as it is builds an explicit S x S mask. An attention function and a mask function of our own for
+the time of the capture (both: without padding the mask is plain `is_causal`, which flash attention and context
+parallelism need) keep it whole.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 
         masking_utils.find_packed_sequence_indices = starts
         stack.callback(setattr, masking_utils, "find_packed_sequence_indices", before)
-        others = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-        for config in others:
+        configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
+        for config in {id(c): c for c in configs}.values():
             old = getattr(config, "_attn_implementation", None)
             if old is not None and old not in _CAPTURED:
                 config._attn_implementation = "sdpa"

@@ -65,9 +65,7 @@ class PendingMask:
     Whether it is None cannot be asked wrongly: it is not, as the mask that the module gets is not.
     """
 
-    def __init__(
-        self, asked: Asked, documents: torch.Tensor | None, lengths: tuple[Any, Any], ledger: Ledger
-    ) -> None:
+    def __init__(self, asked: Asked, documents: torch.Tensor | None, lengths: tuple[Any, Any], ledger: Ledger) -> None:
         self._asked, self._documents, self._lengths, self._ledger = asked, documents, lengths, ledger
 
     @classmethod
@@ -103,11 +101,16 @@ for _name in (
     setattr(PendingMask, f"__{_name}__", _operator(f"__{_name}__"))
 PendingMask.__hash__ = object.__hash__  # type: ignore[method-assign]
 
+
+def _rebuilt(documents: Any, lengths: Any, asked: Asked, ledger: Ledger) -> PendingMask:
+    return PendingMask(asked, documents, lengths, ledger)
+
+
 # Layers are delimited by the tensors that enter them: the documents of a mask are one.
 pytree.register_pytree_node(
     PendingMask,
     lambda mask: ([mask._documents, mask._lengths], (mask._asked, mask._ledger)),
-    lambda children, context: PendingMask(context[0], *children, context[1]),
+    lambda children, context: _rebuilt(*children, *context),
 )
 
 
@@ -178,7 +181,9 @@ _ONES = frozenset("ones.default ones_like.default new_ones.default full.default 
 _RANGES = frozenset("arange.default arange.start arange.start_step".split())
 
 
-def _made_by(tensor: torch.Tensor, makers: frozenset[str], through: frozenset[str] = frozenset()) -> torch.fx.Node | None:
+def _made_by(
+    tensor: torch.Tensor, makers: frozenset[str], through: frozenset[str] = frozenset()
+) -> torch.fx.Node | None:
     """The traced op that made all of `tensor`, if it is one of `makers`; copies, casts and views are seen through.
 
     `get_proxy_mode` and `get_proxy_slot` are private to torch (tried on 2.13): there is no public way to see in a
@@ -188,10 +193,10 @@ def _made_by(tensor: torch.Tensor, makers: frozenset[str], through: frozenset[st
 
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    node = getattr(getattr(slot, "proxy", None), "node", None)
+    node: Any = getattr(getattr(slot, "proxy", None), "node", None)
     while node is not None:
         name = str(node.target).removeprefix("aten.")
-        if name in makers:
+        if name in makers and isinstance(node, torch.fx.Node):
             return node
         if name not in _KEEPS | through or len(node.all_input_nodes) == 0:
             return None
@@ -270,7 +275,7 @@ def mask_function(
             return PendingMask(asked, documents, (q_length, kv_length), ledger)
         if plain and asked.replaced:
             return None
-        seen = make(
+        seen: torch.Tensor = make(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -290,4 +295,3 @@ def mask_function(
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
     return ask
-
