@@ -28,11 +28,11 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -304,10 +304,16 @@ def _child(pipe: Connection, model_name: str, config_name: str, attention: str |
     os._exit(0)
 
 
-def run_all(todo: Sequence[tuple[str, str, str]], workers: int, timeout_s: float, attention: str | None) -> list[Row]:
-    """A row per class, in the order given; at most `workers` processes at a time."""
+def run_all(
+    todo: Sequence[tuple[str, str, str]],
+    workers: int,
+    timeout_s: float,
+    attention: str | None,
+    done: Callable[[Row], None],
+) -> None:
+    """Calls `done` with the row of every class as soon as it is known; at most `workers` processes at a time."""
     context = multiprocessing.get_context("fork")
-    waiting, running, rows = list(todo)[::-1], {}, {}
+    waiting, running = list(todo)[::-1], {}
     while waiting or running:
         while waiting and len(running) < workers:
             task = waiting.pop()
@@ -316,23 +322,20 @@ def run_all(todo: Sequence[tuple[str, str, str]], workers: int, timeout_s: float
             process.start()
             there.close()
             running[here] = (task, process, time.monotonic())
-        for pipe in wait(list(running), timeout=0.5):
+        for pipe in cast(list[Connection], wait(list(running), timeout=0.5)):
             task, process, start = running.pop(pipe)
             try:
                 found = pipe.recv()
             except EOFError:
                 found = ("crashed", "its process died", None, None)
-            rows[task] = Row(task[0], task[1], *found, seconds=time.monotonic() - start)
             process.join()
-            _progress(rows[task])
+            done(Row(task[0], task[1], *found, seconds=time.monotonic() - start))
         for pipe, (task, process, start) in list(running.items()):
             if time.monotonic() - start > timeout_s:
                 del running[pipe]
                 process.kill()
                 process.join()
-                rows[task] = Row(task[0], task[1], "crashed", f"no answer in {timeout_s:g} s", seconds=timeout_s)
-                _progress(rows[task])
-    return [rows[task] for task in todo]
+                done(Row(task[0], task[1], "crashed", f"no answer in {timeout_s:g} s", seconds=timeout_s))
 
 
 def _progress(row: Row) -> None:
@@ -383,16 +386,25 @@ def main() -> int:
     parser.add_argument("--attention", choices=("eager", "sdpa"), help="attention of the module; default: its own")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout-s", type=float, default=90.0, help="of one class")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--json", type=Path, help="where to write the rows; classes in it already are not run again")
     parser.add_argument("--write", type=Path, help="where to write the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    rows = run_all(classes(args.mappings, args.only), args.workers, args.timeout_s, args.attention)
+    chosen = classes(args.mappings, args.only)
+    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    found = {row.name: row for row in (Row(**fields) for fields in known)}
+
+    def done(row: Row) -> None:
+        found[row.name] = row
+        _progress(row)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(r) for r in found.values()], indent=1))
+
+    run_all([c for c in chosen if c[1] not in found], args.workers, args.timeout_s, args.attention, done)
+    rows = [found[c[1]] for c in chosen]
     counts = Counter(r.outcome for r in rows)
     print(f"{len(rows)} classes: " + ", ".join(f"{counts[o]} {o}" for o in OUTCOMES))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
     if args.write:
         args.write.write_text(as_markdown(rows))
     return 1 if counts["wrong"] or counts["crashed"] else 0
