@@ -16,6 +16,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autoplan.capture import huggingface
+from autoplan.capture.cache import fingerprint
 from autoplan.capture.export import capture
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph
@@ -229,6 +230,13 @@ def test_what_the_attention_function_does_not_know_is_refused() -> None:
         capture(Toy(attention="eager", indices=torch.zeros(2)), given())
     capture(Toy(attention="eager", output_attentions=False, labels=torch.zeros(2)), given())
     assert_equal(Toy(indices=torch.zeros(2)), given())  # which the function behind 'sdpa' ignores
+
+
+def test_the_attention_of_a_config_is_part_of_what_a_stored_graph_is_known_by() -> None:
+    model = megatron_bert()
+    found = fingerprint(model, given())
+    model.config._attn_implementation = "sdpa"
+    assert found is not None and fingerprint(model, given()) not in (found, None)
 
 
 def test_capturing_leaves_transformers_as_it_was() -> None:

@@ -178,7 +178,7 @@ _KEEPS = frozenset(
     "reshape.default slice.Tensor alias.default clone.default contiguous.default".split()
 )
 _ONES = frozenset("ones.default ones_like.default new_ones.default full.default full_like.default".split())
-_RANGES = frozenset("arange.default arange.start arange.start_step".split())
+_RANGES = frozenset(("arange.default", "arange.start"))
 
 
 def _made_by(
@@ -199,6 +199,8 @@ def _made_by(
         if name in makers and isinstance(node, torch.fx.Node):
             return node
         if name not in _KEEPS | through or len(node.all_input_nodes) == 0:
+            return None
+        if name == "slice.Tensor" and len(node.args) > 4 and node.args[4] != 1:
             return None
         if name in through and any(isinstance(a, torch.fx.Node) for a in node.args[1:]):
             return None
