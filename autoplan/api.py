@@ -16,8 +16,9 @@ from torch import nn
 
 from autoplan.capture.cache import cached
 from autoplan.capture.cast import computing_in
-from autoplan.capture.export import LossFn, capture
+from autoplan.capture.export import capture
 from autoplan.capture.huggingface import default_example, is_hf_model
+from autoplan.capture.inputs import LossFn, check_arguments
 from autoplan.capture.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program, write_text
 from autoplan.cost_models.cluster import Cluster
@@ -117,6 +118,8 @@ def parallelize(
         if not is_hf_model(model):
             raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
         example_inputs = default_example(model)
+    check_arguments(model, example_inputs, loss_fn)
+    _check_optimizer(optimizer)
     absent = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if absent:
         raise CaptureError(
@@ -170,6 +173,22 @@ def parallelize(
     )
     pm.plan = plan
     return pm
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """PinError unless this makes an optimizer of parameters, or is None."""
+    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)):
+        return
+    kind = type(optimizer)
+    example = "functools.partial(torch.optim.AdamW, lr=3e-4)"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = f"torch.optim.{kind.__name__}" if hasattr(torch.optim, kind.__name__) else kind.__name__
+        lr = optimizer.defaults.get("lr")
+        example = f"functools.partial({name}{'' if lr is None else f', lr={lr!r}'})"
+    raise PinError(
+        f"optimizer is of type {kind.__name__}; it must be a function from parameters to an optimizer, since this "
+        f"rank's shards are made after planning: {example}"
+    )
 
 
 def _compressible(compression: Compression, pins: Mapping[str, Any], precision: str) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def test_factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
         ("catalog_models:without_inputs", r"return \(model, example_inputs\)"),
         ("catalog_models:fails", "the factory failed with OSError: no checkpoint here"),
         ("catalog_models:number", "returned something of type int"),
-        ("catalog_models:list_of_inputs", "example_inputs must map input names"),
+        ("catalog_models:list_of_inputs", "list_of_inputs: example_inputs is of type list; it must map names"),
         ("catalog_models:unsupported", r"op aten\.fft_\w+\.default at catalog_models\.py:\d+ is not supported"),
     ],
 )

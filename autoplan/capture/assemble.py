@@ -121,6 +121,11 @@ def _drop_dead(trace: Trace) -> None:
     trace.order = keep[::-1]
 
 
+def _gets_gradient(block: Block, param: str) -> bool:
+    """False if all that a block does with a parameter is without gradients."""
+    return any(param in n.tensor_inputs and n.op != "detach" for n in block.nodes)
+
+
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
     """The tensors a merged layer really uses: those at the places that its first one uses or hands through."""
     _, first, ins, _ = trace.repeats[index]
@@ -211,7 +216,10 @@ class _Builder:
         used = {x for c in self.calls for x in (*c.inputs, *c.outputs)} | set(self.trace.inputs)
         used_params = {full for c in self.calls for full in c.params.values()}
         used_buffers = {full for c in self.calls for full in c.buffers.values()}
-        unused = sorted(n for n, p in params.items() if n not in used_params and p.trainable)
+        trained = {
+            full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
+        }
+        unused = sorted(n for n, p in params.items() if n not in trained and p.trainable)
         if unused:
             raise CaptureError(
                 f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False"

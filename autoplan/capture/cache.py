@@ -24,6 +24,7 @@ from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.graph import SCHEMA_VERSION, ModelGraph
 
 _PACKAGES = ("torch", "transformers")
+_NOT_IN_DICT = ("_attn_implementation", "_experts_implementation")  # of a config of transformers: it leaves them out
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -55,7 +56,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
     if type(value).__module__.split(".")[0] == "transformers" and hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
+        own = {name: getattr(value, name, None) for name in _NOT_IN_DICT}
+        return _plain({**value.to_dict(), **own})
     name = getattr(value, "__qualname__", None)
     if name is not None and getattr(value, "__module__", "").split(".")[0] in _PACKAGES and "<" not in name:
         return f"{value.__module__}.{name}"  # a function or class of an installed package

@@ -8,7 +8,7 @@ factors -> check.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoplan.capture import inputs
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts, refuse_separate_experts
@@ -33,57 +34,14 @@ from autoplan.capture.inplace import (
     place,
     window,
 )
+from autoplan.capture.inputs import LossFn, LossModule, check_arguments
+from autoplan.capture.masks import Ledger
 from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
 from autoplan.capture.sizes import bounds_of, export_symbolic
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph, Node, Parameter, Value
 from autoplan.cost_models.symbols import Expr
 from autoplan.rules.factors import infer_factors
-
-LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
-
-
-class LossModule(nn.Module):
-    """Model and loss as one module: tensors in (in the order of `names`), scalar loss out."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
-        super().__init__()
-        self.model = model
-        self._names, self._loss_fn = names, loss_fn
-        self._model_names = model_input_names(model, names)
-        self._extra: dict[str, Any] = {"use_cache": False} if is_hf_model(model) else {}
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The scalar loss of one micro-batch."""
-        batch = dict(zip(self._names, tensors, strict=True))
-        out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
-        if self._loss_fn is not None:
-            return self._loss_fn(out, batch)
-        loss = getattr(out, "loss", None)
-        loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
-        loss = out if loss is None and isinstance(out, torch.Tensor) and out.dim() == 0 else loss
-        if loss is None:
-            raise CaptureError(
-                f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in "
-                "example_inputs"
-            )
-        return loss
-
-
-def model_input_names(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the batch's tensors the model's forward takes; the rest go to the loss only."""
-    import inspect
-
-    accepted = inspect.signature(model.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
-        return names
-    chosen = tuple(n for n in names if n in accepted)
-    if not chosen:
-        raise CaptureError(
-            f"none of the inputs {', '.join(names)} is an argument of "
-            f"{type(model).__name__}.forward({', '.join(accepted)})"
-        )
-    return chosen
 
 
 @dataclass
@@ -120,6 +78,8 @@ def capture(
         `loss_denominator`.
     Raises: CaptureError naming the op and the source line that cannot be captured.
     """
+    check_arguments(model, example_inputs, loss_fn)
+    _refuse_autocast()
     check_masks(model, example_inputs)
     if is_hf_model(model):
         refuse_separate_experts(model)
@@ -136,21 +96,51 @@ def _capture(
 ) -> ModelGraph | None:
     names = tuple(example_inputs)
     wrapper = LossModule(model, names, loss_fn)
-    tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
-    with ExitStack() as stack:
-        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
-        stack.enter_context(capture_experts(model))
-        if is_hf_model(model):
-            stack.enter_context(capture_attention(model, names))
-            stack.enter_context(capture_hf_experts(model))
-            stack.enter_context(own_hooks(model))
-        program, symbols = export_symbolic(wrapper, example_inputs, tracer)
+    ledger, failure = Ledger(), None
+    while True:
+        tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
+        try:
+            program, symbols = _exported(wrapper, example_inputs, tracer, ledger)
+        except CaptureError as exc:
+            if ledger.again():
+                continue
+            if failure is None and wrapper.gives_more():  # it may have missed an input that it looks up by name
+                failure = exc
+                continue
+            raise failure or exc from exc
+        if not ledger.again() and not wrapper.gives_more():
+            break
     bounds = bounds_of(program, symbols, type(model).__name__)
     if tracer.unproved and merge:
         return None
     trace = _Translator(program, wrapper, symbols, names).run()
     graph = assemble(trace, type(model).__name__, *_parameters(model))
     return graph if graph is None else replace(graph, bounds=bounds)
+
+
+def _refuse_autocast() -> None:
+    """CaptureError inside a torch.autocast region of the caller: what it casts is not in the graph."""
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise CaptureError(
+                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and "
+                "pass precision='bf16' or 'fp16' to autoplan.parallelize"
+            )
+
+
+def _exported(
+    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger
+) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    """One trace; `ledger` says which masks of a Hugging Face model are tensors in it."""
+    model = wrapper.model
+    with ExitStack() as stack:
+        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
+        stack.enter_context(capture_experts(model))
+        if is_hf_model(model):
+            stack.enter_context(capture_attention(model, ledger))
+            stack.enter_context(capture_hf_experts(model))
+            stack.enter_context(own_hooks(model))
+        return export_symbolic(wrapper, example_inputs, tracer)
 
 
 def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
@@ -181,9 +171,30 @@ def _dtype(dtype: torch.dtype) -> str:
 def source_of(node: fx.Node) -> str:
     """'file:line' of the user's code that made the node (base name only)."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if found and found[-1][0] == __file__:
+    if found and found[-1][0] == inputs.__file__:
         return "the loss function"  # torch records no frame inside it, only our call of it
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+def _restore_users(module: fx.GraphModule) -> None:
+    """Copy the graph where torch.export left a node out of the users of its arguments (Phi-4 multimodal, torch 2.13):
+    erasing such a node fails."""
+    if all(node in argument.users for node in module.graph.nodes for argument in node.all_input_nodes):
+        return
+    whole = fx.Graph()
+    whole.output(whole.graph_copy(module.graph, {}))
+    module.graph = whole
+
+
+def _source_within(module: fx.GraphModule, region: Any) -> str:
+    """'file:line' of the first line of the user's code that a region runs."""
+    sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
+    for node in sub.graph.nodes:
+        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in frames if "/torch/" not in file]
+        if own:
+            return own[-1]
+    return ""
 
 
 def _scope_of(node: fx.Node) -> str:
@@ -206,12 +217,12 @@ class _Translator:
         self.trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
-        self.no_grad = False
         self.counter: dict[str, int] = {}
 
     def run(self) -> Trace:
         """Translate the whole graph."""
         module = self.program.graph_module
+        _restore_users(module)
         module.graph.eliminate_dead_code()  # first: what the loss does not need also need not be supported
         self._placeholders()
         self._graph(module, module.graph)
@@ -273,7 +284,10 @@ class _Translator:
     def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
         target = str(node.target)
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            self._inline(module, node)
+            enabled, region, *inputs = cast(tuple[Any, ...], node.args)
+            self._inline(module, node, region, inputs, without_gradients=not enabled)
+        elif node.target is torch.ops.higher_order.wrap_with_autocast:
+            self._autocast(module, node)
         elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
@@ -329,19 +343,43 @@ class _Translator:
             return any(isinstance(v, torch.Tensor) for v in value)
         return isinstance(value, torch.Tensor)
 
-    def _inline(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """A torch.no_grad region: its nodes in place, without gradients."""
-        args: tuple[Any, ...] = node.args
-        enabled, sub = args[0], cast(fx.GraphModule, module.get_submodule(str(args[1].target)))
-        before, self.no_grad = self.no_grad, self.no_grad or not enabled
+    def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
+        """A torch.autocast region: one that is off changes nothing, as nothing else casts (`_refuse_autocast`)."""
+        kind, dtype, enabled, _, region, *inputs = node.args
+        if enabled:
+            where = _source_within(module, region) or node.name
+            raise CaptureError(
+                f"{where}: the model computes in a region of torch.autocast({kind!r}, {dtype}), which casts by the op; "
+                "cast there by .to(dtype), or leave it to precision='bf16' or 'fp16' of autoplan.parallelize"
+            )
+        self._inline(module, node, region, inputs)
+
+    def _inline(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        region: Any,
+        inputs: Sequence[Any],
+        without_gradients: bool = False,
+    ) -> None:
+        """The nodes of a region, in place; those of a torch.no_grad region compute with detached inputs."""
+        sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
         inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
-        for placeholder, actual in zip(inner, args[2:], strict=True):
-            self.env[placeholder] = self.env.get(actual)
+        for placeholder, actual in zip(inner, inputs, strict=True):
+            found = self.env.get(actual)
+            if without_gradients and isinstance(found, str) and self.trace.values[found].requires_grad:
+                item = Lowered("detach", (found,), {})
+                found = self._emit(item, (found,), [actual.meta["val"]], source_of(node), _scope_of(node))[0]
+            self.env[placeholder] = found
             placeholder.meta.setdefault("val", actual.meta.get("val"))
         self._graph(sub, sub.graph)
         out: Any = next(n for n in sub.graph.nodes if n.op == "output").args[0]
-        self.env[node] = [self.env[o] for o in out] if isinstance(out, (tuple, list)) else self.env[out]
-        self.no_grad = before
+        given = {id(p): self.env.get(actual) for p, actual in zip(inner, inputs, strict=True)}
+
+        def value(o: fx.Node) -> Any:
+            return given.get(id(o), self.env[o])  # what is handed through keeps its gradient
+
+        self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
 
     def _marker(self, target: str, node: fx.Node) -> None:
         args: tuple[Any, ...] = node.args
@@ -369,6 +407,9 @@ class _Translator:
 
     def _op(self, target: str, node: fx.Node) -> None:
         where = source_of(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            name = getattr(node.target, "__name__", target)
+            raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
             changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
             done = isinstance(changed, Assembly) and changed.complete
@@ -422,9 +463,7 @@ class _Translator:
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         for name, meta in zip(outs, metas, strict=True):
             dtype = _dtype(meta.dtype)
-            grad = (
-                any(v.requires_grad for v in inputs) and not self.no_grad and item.op != "detach" and "float" in dtype
-            )
+            grad = any(v.requires_grad for v in inputs) and item.op != "detach" and "float" in dtype
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):

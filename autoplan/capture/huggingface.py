@@ -1,24 +1,26 @@
 """Hugging Face models: classes untouched, attention captured as one op.
 
-Tracing HF attention as it is builds an explicit S x S mask. Registering an attention function and a mask function for
+Tracing HF attention as it is builds an explicit S x S mask. An attention function and a mask function of our own for
 the time of the capture (both: without padding the mask is plain `is_causal`, which flash attention and context
-parallelism need) keeps it whole.
+parallelism need) keep it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.capture import masks as masks_of
 from autoplan.capture import windows  # noqa: F401  registers the op
+from autoplan.capture.masks import Ledger, PendingMask, taken
 from autoplan.cost_models.errors import CaptureError
 
-_NAME = "autoplan_capture"
 _HIDDEN = -1e30  # added to a score: its share is 0.0 in every dtype, and it is a finite number also in bfloat16
 
 
@@ -74,40 +76,61 @@ def recorded_outputs() -> dict[str, list[Any]]:
     return {name: kept for name, kept in found.items() if isinstance(kept, list)}
 
 
+# What models hand on to attention functions of their own ('eager') that changes no number there.
+_NO_NUMBERS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
+    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic labels logits_to_keep".split()
+)
+
+
 def _attention(
+    implementation: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | PendingMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    if kwargs.get("softcap") is not None:
-        raise CaptureError("attention with logit soft-capping is not supported")
-    if kwargs.get("s_aux") is not None:
-        raise CaptureError("attention with sinks (a learned logit per head) is not supported")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    documents = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-    bias = kwargs.get("position_bias")
-    if bias is not None and not _adds_zeros(module):
-        if (attention_mask is not None and documents is None) or kwargs.get("sliding_window") is not None:
+    """Attention of the implementation of this name, as one op.
+
+    What may see what is said by the mask; without one by `is_causal`, if the implementation goes by it.
+    """
+    _refuse_unknown(kwargs, implementation)
+    flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal, window, documents = flag and implementation == "sdpa" and attention_mask is None, None, None
+    if isinstance(attention_mask, PendingMask):
+        asked, documents = taken(attention_mask, query, key)
+        attention_mask, causal, window = None, asked.causal, asked.window
+        if asked.replaced and not flag:
+            raise CaptureError(
+                f"{type(module).__name__} is given a causal mask but its is_causal is False: with its attention, "
+                "'sdpa', transformers makes it causal or not by whether there is padding; set is_causal to True, or "
+                "use attn_implementation='eager'"
+            )
+        if sliding_window is not None and sliding_window != window:
+            raise CaptureError(
+                f"{type(module).__name__} has a sliding window of {sliding_window} but its mask one of {window}: "
+                "kernels of transformers differ in which of the two they use"
+            )
+    if position_bias is not None and not _adds_zeros(module):
+        if attention_mask is not None or window is not None:
             raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
         if documents is not None:
-            bias = bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
+            position_bias = position_bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
         _refuse_dropout(dropout)
-        biased = torch.ops.autoplan.biased_attention(query, key, value, bias, bool(causal), scaling)
+        biased = torch.ops.autoplan.biased_attention(query, key, value, position_bias, causal, scaling)
         return biased.transpose(1, 2).contiguous(), None
-    window = None if kwargs.get("sliding_window") is None else int(kwargs["sliding_window"])
-    if window is not None and (not causal or (attention_mask is not None and documents is None)):
-        raise CaptureError("attention over a sliding window is captured where it is causal and has no other mask")
     if documents is not None and query.shape[2] != key.shape[2]:  # over the tokens of the other sequence that count
         attention_mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
         _refuse_dropout(dropout)
-        masked = torch.ops.autoplan.masked_attention(query, key, value, documents, bool(causal), scaling, window)
+        masked = torch.ops.autoplan.masked_attention(query, key, value, documents, causal, scaling, window)
         return masked.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
@@ -115,11 +138,25 @@ def _attention(
         value,
         attn_mask=attention_mask,
         dropout_p=dropout,
-        is_causal=causal and attention_mask is None,
+        is_causal=causal,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(given: Mapping[str, Any], implementation: str) -> None:
+    """CaptureError for an argument of an attention function that changes what it computes.
+
+    That of 'sdpa' is transformers' own, which ignores the rest; that of 'eager' is in every model's file.
+    """
+    if given.get("softcap") is not None:
+        raise CaptureError("attention with logit soft-capping is not supported")
+    if given.get("s_aux") is not None or given.get("sinks") is not None:
+        raise CaptureError("attention with sinks (a learned logit per head) is not supported")
+    unknown = sorted(n for n, x in given.items() if n not in _NO_NUMBERS and x is not None and x is not False)
+    if unknown and implementation == "eager":
+        raise CaptureError(f"the attention function is given {', '.join(unknown)}, which is not supported")
 
 
 def _refuse_dropout(p: float) -> None:
@@ -133,47 +170,6 @@ def _adds_zeros(module: nn.Module) -> bool:
     """True for attention of T5's kind over the other sequence: the bias by position that it is given is zeros."""
     learned = getattr(module, "has_relative_attention_bias", True)
     return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False
-
-
-def _documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
-    """[b, s], for `autoplan.runtime.attention`: to which document every token belongs, from the mask of what counts.
-
-    Tokens that count are document 1. Padding is seen by nobody and sees document 1 (-2), as in transformers; but where
-    a causal query would see no token that counts, where transformers' kernels differ, padding sees itself (0).
-    """
-    counts = (mask != 0).to(torch.int64)
-    if not causal:
-        return 3 * counts - 2
-    so_far = counts.cumsum(-1)
-    if window is not None:
-        so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
-    return 3 * counts - 2 * (so_far > 0).to(torch.int64)
-
-
-def _mask_function(packed: list[torch.Tensor], padded: bool, target: bool) -> Callable[..., torch.Tensor | None]:
-    from transformers.masking_utils import bidirectional_mask_function
-
-    def documents(
-        *args: Any,
-        config: Any = None,
-        local_size: int | None = None,
-        attention_mask: torch.Tensor | None = None,
-        mask_function: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
-        """The mask of the layers that ask for one: none, as their attention knows that it is causal, or its window; or
-        [b, s], to which document every token belongs.
-
-        Raises: CaptureError for a mask that this would lose.
-        """
-        if local_size is not None and local_size != getattr(config, "sliding_window", None):
-            raise CaptureError(f"attention in chunks of {local_size} tokens is not supported")
-        causal = mask_function is not bidirectional_mask_function
-        if attention_mask is not None and (target if causal else padded):
-            return _documents_of(attention_mask, causal, local_size)
-        return packed[-1] if packed and causal else None
-
-    return documents
 
 
 @contextmanager
@@ -190,39 +186,62 @@ def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
             setattr(config, attribute, old)
 
 
+_CAPTURED = ("eager", "sdpa")
+
+
 @contextmanager
-def capture_attention(model: nn.Module, inputs: Collection[str] = ()) -> Iterator[None]:
-    """Use the captured form of attention inside; the model's own choice is restored.
+def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
+    """Capture attention as one op inside; afterwards everything is as it was.
+
+    The model keeps the attention implementation of its config, so that it takes the branches that it takes without us;
+    the functions behind 'eager' and 'sdpa' are replaced (`autoplan.capture.masks`). Other implementations (flash
+    attention) count as 'sdpa'.
 
     Args:
-        inputs: names of what the batch has. `attention_mask` is padding, `decoder_attention_mask` that of the target of
-            an encoder-decoder; without them a mask is one that the model makes of nothing. `position_ids`: where they
-            do not follow, another document begins.
+        ledger: which masks are tensors; one per capture, over all its traces.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    positions, padded = "position_ids" in inputs, "attention_mask" in inputs
-    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    target = "decoder_attention_mask" in inputs if two else padded
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    packed: list[torch.Tensor | None] = []
+    with ExitStack() as stack:
+        make = masks["sdpa"]
+        for name in _CAPTURED:
+            function = masks_of.mask_function(name, make, ledger, packed)
+            stack.enter_context(_overridden(ALL_ATTENTION_FUNCTIONS, name, functools.partial(_attention, name)))
+            stack.enter_context(_overridden(masks, name, function))
+        before = masking_utils.find_packed_sequence_indices
 
-    packed: list[torch.Tensor] = []
+        def starts(position_ids: torch.Tensor) -> None:
+            packed.append(masks_of.document_starts(position_ids))
 
-    def starts(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if positions:
-            # as find_packed_sequence_indices of transformers: where a position does not follow the one before
-            follows = position_ids[:, 1:] - position_ids[:, :-1] == 1
-            packed.append(F.pad((~follows).to(torch.int64), (1, 0)).cumsum(-1))
-        return None
+        masking_utils.find_packed_sequence_indices = starts
+        stack.callback(setattr, masking_utils, "find_packed_sequence_indices", before)
+        configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
+        for config in {id(c): c for c in configs}.values():
+            old = getattr(config, "_attn_implementation", None)
+            if old is not None and old not in _CAPTURED:
+                config._attn_implementation = "sdpa"
+                stack.callback(setattr, config, "_attn_implementation", old)
+        yield
 
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _mask_function(packed, padded, target))
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = starts
+
+@contextmanager
+def _overridden(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`functions[name]`, of an interface of transformers, is this function inside.
+
+    Entries set on the instance come before those of its class; deleting one brings that of the class back.
+    """
+    local = functions._local_mapping
+    before = dict(local)
+    functions[name] = function
     try:
-        with configured(model, "_attn_implementation", _NAME):
-            yield
+        yield
     finally:
-        masking_utils.find_packed_sequence_indices = before
+        del functions[name]
+        if name in before:
+            functions[name] = before[name]
 
 
 def default_example(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from autoplan.capture.lengths import length_symbols, target_inputs
 from autoplan.cost_models.errors import CaptureError
 
 if TYPE_CHECKING:
-    from autoplan.capture.export import LossModule
+    from autoplan.capture.inputs import LossModule
 
 
 def _dims(
@@ -107,7 +107,8 @@ def bounds_of(
     out = {}
     for symbol, found in program.range_constraints.items():
         name = symbols.get(str(symbol))
-        low, high = int(found.lower), int(found.upper) if found.upper.is_Integer else None
+        low, high = (int(bound) if bound.is_Integer else None for bound in (found.lower, found.upper))
+        low = low or 0
         if name is None or (low == 0 and high is None):
             continue
         if name == "b":

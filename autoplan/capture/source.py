@@ -18,8 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoplan.capture.cache import cached
-from autoplan.capture.export import LossFn, capture
+from autoplan.capture.export import capture
 from autoplan.capture.huggingface import default_example, is_hf_model
+from autoplan.capture.inputs import LossFn, check_arguments
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph
 
@@ -141,12 +142,8 @@ def _read(text: str, made: Any) -> Built:
             f"{text}: returned something of type {type(made).__name__}; return a module or (module, example_inputs[, "
             "loss_fn])"
         )
-    if example is not None and not (
-        isinstance(example, Mapping) and all(isinstance(t, torch.Tensor) for t in example.values())
-    ):
-        raise CaptureError(f"{text}: example_inputs must map input names to tensors")
-    if loss_fn is not None and not callable(loss_fn):
-        raise CaptureError(
-            f"{text}: loss_fn is of type {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar"
-        )
+    try:
+        check_arguments(model, {"any": torch.empty(0)} if example is None else example, loss_fn)
+    except CaptureError as exc:
+        raise CaptureError(f"{text}: {exc}") from exc
     return model, example, loss_fn
