@@ -19,12 +19,13 @@ from autoplan.capture.cast import computing_in
 from autoplan.capture.export import LossFn, capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.capture.lengths import example_lengths
-from autoplan.codegen.program import Program, compile_program, write_text
+from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, executed_precision
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
+from autoplan.files import write_whole
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
@@ -146,7 +147,7 @@ def parallelize(
         _same_values(parameters, buffers, device)
     if folder is not None and dist.get_rank() == 0:
         program.write(Path(folder))
-        write_text(Path(folder) / "plan.json", plan.to_json())
+        write_whole(Path(folder) / "plan.json", plan.to_json())
     if folder is not None and world > 1:
         dist.barrier()
     pm = ParallelModel(

@@ -44,7 +44,7 @@ from autoplan.planner import PlanRequest, search_plan
 from autoplan.report.arguments import OPTIONS, option_data, options_of
 from autoplan.report.numbers import read_count, read_number
 from autoplan.search.space import KNOWN_PINS
-from autoplan.sweep import Point, check_task, check_tokens, critical_batch, points, read_constants, row
+from autoplan.sweep import Point, check_points, check_task, check_tokens, critical_batch, points, read_constants, row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -152,6 +152,8 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         profile=read("profile", lambda v: _profile(v, folder))[0],
         models=read("models", lambda v: _model(v, folder)),
     )
+    lists = ("models", "clusters", "tokens", "seq_len", "global_batch_size", "precision", "mode")
+    check_points({name: len(getattr(task, name)) for name in lists}, where)
     if task.profile is not None:
         for name, cluster in task.clusters:
             if cluster.device_type != task.profile.device_type:
@@ -230,6 +232,10 @@ def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
     return value, load_model(_beside(value, folder, (".json",)))
 
 
+# What `sweep.points` varies, in the order of its product: tokens need no search of their own.
+_SEARCHED = ("cluster", "seq_len", "global_batch_size", "precision", "mode")
+
+
 def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan) -> Iterator[Cell]:
     """The rows of the table. Ctrl-C during a search ends them with the row at hand (`Point.interrupted`).
 
@@ -237,13 +243,9 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
         search: what plans one request, as `autoplan.planner.search_plan`.
     """
     labels = {id(cluster): label for label, cluster in task.clusters}
-    vary: dict[str, Sequence[Any]] = {
-        "cluster": [cluster for _, cluster in task.clusters],
-        "seq_len": task.seq_len,
-        "global_batch_size": task.global_batch_size,
-        "precision": task.precision,
-        "mode": task.mode,
-    }
+    clusters = [cluster for _, cluster in task.clusters]
+    lists = (clusters, task.seq_len, task.global_batch_size, task.precision, task.mode)
+    vary: dict[str, Sequence[Any]] = dict(zip(_SEARCHED, lists, strict=True))
     for name, graph in task.models:
         base = PlanRequest(
             graph,
@@ -272,6 +274,11 @@ def cell_row(cell: Cell, assumptions: Assumptions | None = None) -> dict[str, ob
     graph = cell.point.request.graph if cell.point.request is not None else None
     out["critical_batch_tokens"] = critical_batch(graph, cell.tokens) if graph is not None else None
     return out
+
+
+def cell_columns() -> list[str]:
+    """Return the names of the columns of every `cell_row`."""
+    return list(cell_row(Cell("", "", 0.0, Point(dict.fromkeys(_SEARCHED), None, None, ""))))
 
 
 def capacity(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoplan.files import write_whole
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard
@@ -221,10 +222,7 @@ class ParallelModel:
         path = self.folder / mine.source
         if not path.exists() or path.read_text() != self.source[mine.source]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            temporary = path.with_name(f".{path.name}.{rank}.tmp")
-            temporary.write_text(self.source[mine.source])
-            temporary.replace(path)
+            write_whole(path, self.source[mine.source])
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}")
         stage: nn.Module = module.Stage()
         stored = self.precision.stored if self.precision is not None else None

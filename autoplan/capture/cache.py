@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 
 from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.graph import SCHEMA_VERSION, ModelGraph
+from autoplan.files import write_whole
 
 _PACKAGES = ("torch", "transformers")
 _PLAIN = (bool, int, float, str, type(None))
@@ -118,7 +118,5 @@ def cached(
     graph = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()})
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-        handle.write(text)
-    Path(handle.name).replace(path)
+    write_whole(path, text)
     return graph

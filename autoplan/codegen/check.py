@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.files import write_whole
 from autoplan.runtime.convert import I, P, R, V, typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.params import buffer_owner, local_shape
@@ -60,7 +61,7 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
         env = {"b": batch, "s": sequence, "t": sequence}
         for stage in spec.stages:
             path = Path(folder) / stage.source
-            path.write_text(sources[stage.source])
+            write_whole(path, sources[stage.source])
             module = load_module(path, f"autoplan_check_{stage.index}")
             try:
                 _check_stage(module.Stage(), spec, stage, mesh, env)

@@ -16,7 +16,7 @@ from autoplan.cost_models.run import Assumptions
 from autoplan.points import PlanRequest
 from autoplan.report.numbers import read_count, read_series
 from autoplan.search.pins import check_choice
-from autoplan.sweep import TEXTS, VARIED, WHOLE
+from autoplan.sweep import RANGES, TEXTS, VARIED, WHOLE
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
@@ -81,12 +81,9 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
         if name in TEXTS:
             out[name] = [part.strip() for part in _COMMA.split(values) if part.strip()]
-        elif name == "zero_stage":  # may be 0
-            out[name] = [
-                0 if part.strip() == "0" else read_count(part, "vary zero_stage") for part in values.split(",")
-            ]
         else:
-            out[name] = list(read_series(values, f"vary {name}", whole=name in WHOLE, binary_k=name in WHOLE))
+            whole = name in WHOLE
+            out[name] = list(read_series(values, f"vary {name}", whole=whole, binary=whole, within=RANGES.get(name)))
     return out
 
 
