@@ -28,7 +28,9 @@ from autoplan.report.flags import (
     PinTexts,
     PrecisionName,
     ProfileName,
+    Runnable,
     SeqLen,
+    StateSlack,
     TargetLen,
     TimeLimit,
     Tokens,
@@ -147,7 +149,7 @@ def plan(
     tokens: Tokens = None,
     assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
-    runnable: Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")] = False,
+    runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
     """The fastest plan that fits, with its certificate."""
@@ -217,7 +219,13 @@ def estimate(
         str, typer.Option(help="What is on the host: some of activations, optimizer, parameters joined by +.")
     ] = "none",
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="none, selective, full, offload, groups of regions (attention+norms), layers per stage (3,0,0,0), or "
+            "by layer from 0: 0-3=full,4-31=mlp."
+        ),
+    ] = "none",
     virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
     schedule: Annotated[
         str | None,
@@ -227,6 +235,7 @@ def estimate(
         ),
     ] = None,
     stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
+    state_slack: StateSlack = 1.02,
     timeline: Annotated[
         Path | None, typer.Option(help="Write the step to this file, as a Chrome trace (ui.perfetto.dev).")
     ] = None,
@@ -238,6 +247,7 @@ def estimate(
     target_len: TargetLen = None,
     tokens: Tokens = None,
     assume: Assumed = None,
+    runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
@@ -246,6 +256,7 @@ def estimate(
     from autoplan.report.degrees import config_of
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request
+    from autoplan.search.pins import layer_calls
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
@@ -261,12 +272,14 @@ def estimate(
         profile=profile,
         options=options,
         constants=constants,
+        runnable=runnable,
         target_len=target_len,
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
     given |= {"zero_replicas": zero_replicas, "offload": offload}
-    given |= {"recompute": read_recompute(recompute), "context_method": read_methods(context_method)}
+    given |= {"recompute": read_recompute(recompute, layer_calls(request.graph))}
+    given |= {"state_slack": state_slack, "context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = config_of(request.cluster.num_devices, request.global_batch_size, given)
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)

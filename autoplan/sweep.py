@@ -309,7 +309,7 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
     out["step_time_s"] = step.mid if step is not None else None
     out["step_time_low_s"] = step.low if step is not None else None
     out["step_time_high_s"] = step.high if step is not None else None
-    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu"):
+    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal"):
         out[name] = getattr(estimate, name) if estimate is not None else None
     peak = estimate.peak_memory_bytes.mid if estimate is not None else None
     out["peak_memory_bytes"] = peak
@@ -399,7 +399,8 @@ def whatif(
 
     Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
-        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
+        tokens_per_s_per_device, mfu (attention counted in full), mfu_causal (as a causal mask leaves it),
+        peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
         goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
         checkpoint_interval_s,] plan, evidence [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
         its search_status, or as its status if it has no plan.

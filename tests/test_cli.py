@@ -32,8 +32,8 @@ from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.planner import PlanRequest, estimate_config, search_plan
 from autoplan.report import numbers
 from autoplan.report.arguments import OPTIONS, option_data, option_texts, option_words, options_of, read_pins, read_vary
+from autoplan.report.commands import estimate_command
 from autoplan.report.label import plan_label
-from autoplan.report.text import estimate_command
 from autoplan.sweep import VARIED, points, whatif
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_the_next_command_prices_the_same_plan() -> None:
     """A round trip: what `plan` prints as the next command gives the plan's own step time."""
     request = PlanRequest(load_model("gpt2"), Cluster.parse(TASK[2]), 1024, 16, {"pp": 2, "recompute": "full"})
     best = search_plan(request).plans[0]
-    words = estimate_command("gpt2", TASK[2], request, best.config).split()
+    words = estimate_command("gpt2", TASK[2], request, best.config)
     data = json.loads(run(*words[1:], "--json").stdout)
     assert data["estimate"]["step_time_s"]["mid"] == pytest.approx(best.estimate.step_time_s.mid)
     assert data["plan"]["stages"] == list(best.config.stages or ())

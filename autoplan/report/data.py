@@ -17,7 +17,8 @@ Schema 1:
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
               "context_method": null | str | {block: str}},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
-     "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
+     "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "fits",
+                  # mfu counts attention in full (as PaLM, NeMo), mfu_causal half of it (as Megatron Bridge)
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
                               "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
@@ -180,6 +181,7 @@ def estimate(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, A
         "tokens_per_s": e.tokens_per_s,
         "tokens_per_s_per_device": e.tokens_per_s_per_device,
         "mfu": e.mfu,
+        "mfu_causal": e.mfu_causal,
         "fits": e.fits,
         "memory_capacity_bytes": e.memory_capacity_bytes,
         "memory_bytes": [{term: quantity(q) for term, q in s.memory.items()} for s in e.stages],

@@ -117,6 +117,10 @@ Assumed = Annotated[
     typer.Option("--assume", help="Of the whole run: mtbf_device_days=2000, pue=1.1; may be repeated."),
 ]
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too, each when it is there.")]
+Runnable = Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")]
+StateSlack = Annotated[
+    float, typer.Option(help="Layouts may store this many times the least state, where that makes them faster.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
 
