@@ -202,8 +202,13 @@ def plan_program(
     """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
 
     `compiled`: blocks will run through torch.compile. `precision`: the graph was captured in the dtype that it computes
-    in.
+    in. Raises: CaptureError for a graph that leaves something of its model out, to be priced only.
     """
+    if graph.left_out:
+        raise CaptureError(
+            f"{graph.name}: this graph leaves out {' and '.join(graph.left_out)}: it is priced, not executed; capture "
+            "the model without it"
+        )
     request = PlanRequest(
         graph,
         cluster,

@@ -62,9 +62,9 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no content that can be hashed")
 
 
-def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> str | None:
+def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], how: str = "") -> str | None:
     """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's
-    own)."""
+    own). `how`: what its making depends on beside them."""
     internal = set(nn.Module().__dict__)
     modules = []
     for name, module in model.named_modules():
@@ -89,7 +89,7 @@ def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
     versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
-    key = [SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs)]
+    key = [SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs), how]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
@@ -98,12 +98,13 @@ def cached(
     example_inputs: Mapping[str, torch.Tensor],
     make: Callable[[], ModelGraph],
     folder: Path | None = None,
+    how: str = "",
 ) -> ModelGraph:
-    """The stored graph of this model and these inputs, else `make()`, stored.
+    """The stored graph of this model and these inputs, else `make()`, stored. `how`: as of `fingerprint`.
 
     A damaged file is made anew, never used.
     """
-    key = fingerprint(model, example_inputs)
+    key = fingerprint(model, example_inputs, how)
     if key is None:
         return make()
     path = (folder or cache_folder()) / f"{key}.json"

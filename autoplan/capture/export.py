@@ -33,6 +33,7 @@ from autoplan.capture.inplace import (
     place,
     window,
 )
+from autoplan.capture.loops import refuse_loops
 from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
 from autoplan.capture.sizes import bounds_of, export_symbolic
 from autoplan.cost_models.errors import CaptureError
@@ -123,6 +124,7 @@ def capture(
     check_masks(model, example_inputs)
     if is_hf_model(model):
         refuse_separate_experts(model)
+        refuse_loops(model, example_inputs)
     graph = _capture(model, example_inputs, loss_fn, merge=True)
     if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
         graph = _capture(model, example_inputs, loss_fn, merge=False)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoplan.capture import windows  # noqa: F401  registers the op
+from autoplan.capture.left_out import check_attention_dropout
 from autoplan.cost_models.errors import CaptureError
 
 _NAME = "autoplan_capture"
@@ -97,7 +98,7 @@ def _attention(
             raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
         if documents is not None:
             bias = bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
-        _refuse_dropout(dropout)
+        check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
         biased = torch.ops.autoplan.biased_attention(query, key, value, bias, bool(causal), scaling)
         return biased.transpose(1, 2).contiguous(), None
     window = None if kwargs.get("sliding_window") is None else int(kwargs["sliding_window"])
@@ -106,7 +107,7 @@ def _attention(
     if documents is not None and query.shape[2] != key.shape[2]:  # over the tokens of the other sequence that count
         attention_mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
-        _refuse_dropout(dropout)
+        check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
         masked = torch.ops.autoplan.masked_attention(query, key, value, documents, bool(causal), scaling, window)
         return masked.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
@@ -120,13 +121,6 @@ def _attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
-
-
-def _refuse_dropout(p: float) -> None:
-    if p:
-        raise CaptureError(
-            f"dropout_p={p} inside attention cannot be reproduced across plans; set the model's dropout to 0"
-        )
 
 
 def _adds_zeros(module: nn.Module) -> bool:

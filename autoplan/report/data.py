@@ -4,7 +4,7 @@
 Schema 1:
 
     {"schema": 1, "status": "ok", "command": "plan" | "estimate",
-     "model": {"name", "num_params", "num_layers"},
+     "model": {"name", "num_params", "num_layers", "left_out": [str]},  # left_out: what no price has
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
@@ -43,7 +43,7 @@ Schema 1:
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweep.whatif
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "options": {"attention", ...},
-     "profile", "constants": null | file, "assumptions": as of run,
+     "profile", "constants": null | file, "assumptions": as of run, "left_out": {model: [str]},
      "rows": [...]}  # columns: autoplan.fleet.capacity
 """
 
@@ -239,6 +239,7 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
             "name": r.graph.name,
             "num_params": r.graph.num_params,
             "num_layers": len(layer_calls(r.graph)),
+            "left_out": list(r.graph.left_out),
         },
         "cluster": cluster(r.cluster),
         "request": {

@@ -392,10 +392,17 @@ def _warnings(
         )
     run = run_of(e, request, tokens, assumed)
     found += run.notes if run is not None else ()
+    found += left_out_notes([request])
     warning = batch_warning(request, tokens)
     found += [warning] if warning is not None else []
     for text in found:
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def left_out_notes(requests: Sequence[PlanRequest]) -> list[str]:
+    """What models do and no price here has: `BertForMaskedLM: dropout p=0.1 inside attention is not in the price`."""
+    found = [f"{r.graph.name}: {what} is not in the price" for r in requests for what in r.graph.left_out]
+    return list(dict.fromkeys(found))
 
 
 def assumptions_text(assumed: Assumptions | None) -> str:
@@ -550,3 +557,5 @@ def whatif_text(
             out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
         )
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], tokens, assumed)
+    for text in left_out_notes([request]):
+        paragraph(out, f"Note: {text}", 6, "yellow")
