@@ -124,7 +124,7 @@ def capture(
     check_masks(model, example_inputs)
     if is_hf_model(model):
         refuse_separate_experts(model)
-        refuse_loops(model, example_inputs)
+        refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)
     graph = _capture(model, example_inputs, loss_fn, merge=True)
     if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
         graph = _capture(model, example_inputs, loss_fn, merge=False)

@@ -58,24 +58,26 @@ class _Counted(TorchDispatchMode):
                 raise _Found("computes a convolution along the sequence")
             if self.counts[kind] > self.limits.get(kind, math.inf):
                 raise _Found(
-                    f"goes along the sequence step by step (more than {_GROWTH:g} times the operations of {_SHORT} tokens)"
+                    "goes along the sequence step by step (its operations grow more than "
+                    f"{_GROWTH:g} times from {_SHORT} tokens on)"
                 )
         return func(*args, **(kwargs or {}))
 
 
-def refuse_loops(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
+def refuse_loops(model: nn.Module, run: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
     """Raise CaptureError that names the layer of a Hugging Face model that goes along the sequence step by step.
 
-    A model that does not run on fake tensors is left to the errors of the capture.
+    `run` calls the model with the inputs in their order, as it is captured (`export.LossModule`). A model that does not
+    run on fake tensors is left to the errors of the capture.
     """
     longest = min(t.shape[1] for t in example_inputs.values() if t.ndim > 1)
     layers = _layers(model)
     if not layers or longest < 2 * _SHORT:
         return
-    counts = _count(model, example_inputs, layers, _SHORT, {})
+    counts = _count(model, run, example_inputs, layers, _SHORT, {})
     if counts is not None:
         limits = {kind: max(_GROWTH * n, n + _LEAST) for kind, n in counts.items()}
-        _count(model, example_inputs, layers, min(_LONG, longest), limits)
+        _count(model, run, example_inputs, layers, min(_LONG, longest), limits)
 
 
 def _layers(model: nn.Module) -> dict[str, _Kind]:
@@ -94,6 +96,7 @@ def _layers(model: nn.Module) -> dict[str, _Kind]:
 
 def _count(
     model: nn.Module,
+    run: nn.Module,
     example_inputs: Mapping[str, torch.Tensor],
     layers: Mapping[str, _Kind],
     length: int,
@@ -127,13 +130,13 @@ def _count(
             for handle in (layer.register_forward_pre_hook(enter(name)), layer.register_forward_hook(leave(name))):
                 stack.callback(handle.remove)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        inputs = {
-            name: torch.zeros((*t.shape[:1], length, *t.shape[2:]) if t.ndim > 1 else t.shape, dtype=t.dtype)
-            for name, t in example_inputs.items()
-        }
+        inputs = [
+            torch.zeros((*t.shape[:1], length, *t.shape[2:]) if t.ndim > 1 else t.shape, dtype=t.dtype)
+            for t in example_inputs.values()
+        ]
         try:
             with torch.no_grad(), mode:
-                model(**inputs)
+                run(*inputs)
         except _AllSeen:
             return mode.counts
         except _Found as found:
