@@ -66,6 +66,9 @@ class _Commands(TyperGroup):
             raise _stop(str(error), EXIT_NOTHING_FITS) from error
         except AutoplanError as error:
             raise _stop(str(error), EXIT_BAD_INPUT) from error
+        except OSError as error:  # a file or folder of the user's: a cache on a full disk, an input that vanished
+            where = f"{error.filename}: " if error.filename else ""
+            raise _stop(f"{where}{error.strerror or error}", EXIT_BAD_INPUT) from error
         except KeyboardInterrupt:
             raise _stop("interrupted", EXIT_INTERRUPTED) from None
 

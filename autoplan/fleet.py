@@ -6,9 +6,9 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
 
     models: [llama-3.1-8b, llama-3.1-70b]       # needed; as the others up to mode: one, or a list
     clusters: 8x8xh100-sxm5-80gb                # needed; as on the command line
-    tokens: 1T                                  # needed
-    seq_len: 8k                                 # needed
-    global_batch_size: [256, 512]               # needed; sequences
+    tokens: 1T                                  # needed; in powers of 1000
+    seq_len: 8k                                 # needed; in powers of 1024
+    global_batch_size: [256, 512]               # needed; sequences, in powers of 1024
     precision: bf16
     mode: eager
     pins: {tp: 8}                               # of all rows
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
+_LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
 _OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s")
 
 
@@ -121,6 +122,8 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
             out.append(_read(at, one, item))
         return tuple(out)
 
+    lists = {name: given[name] for name in _LISTED if isinstance(given.get(name), list | tuple)}
+    check_points({name: len(values) for name, values in lists.items()}, where)  # before any model is read
     pins = given.get("pins", {})
     if not isinstance(pins, Mapping):
         raise PinError(f"{where}: pins={pins!r} must be a mapping, for example {{tp: 8}}")
@@ -152,8 +155,6 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         profile=read("profile", lambda v: _profile(v, folder))[0],
         models=read("models", lambda v: _model(v, folder)),
     )
-    lists = ("models", "clusters", "tokens", "seq_len", "global_batch_size", "precision", "mode")
-    check_points({name: len(getattr(task, name)) for name in lists}, where)
     if task.profile is not None:
         for name, cluster in task.clusters:
             if cluster.device_type != task.profile.device_type:

@@ -1,10 +1,14 @@
 """Numbers of the command line: what suffixes mean, and what no sweep may ask for."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
-from command_line import TASK, one_line_error, run
+from command_line import PLAIN, TASK, one_line_error, run
+from typer.testing import CliRunner
 
+from autoplan.cli import app
 from autoplan.cost_models.errors import PinError
 from autoplan.report.arguments import read_vary
 from autoplan.sweep import check_varied
@@ -49,3 +53,28 @@ def test_too_many_points_are_refused_before_they_are_enumerated() -> None:
         check_varied({"nodes": range(1, 10**6), "global_batch_size": range(1, 10**6)})
     with pytest.raises(PinError, match="1000000000000 must be a whole number"):
         check_varied({"nodes": [1, 10**12]})
+
+
+def test_a_capacity_table_has_the_same_limits(tmp_path: Path) -> None:
+    def refused(lists: str) -> str:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"  # `run` remembers what it ran
+        path.write_text("models: no/such/config.json\nclusters: 1x4xh100-sxm5-80gb\ntokens: 1T\n" + lists)
+        return one_line_error(run("capacity", str(path)), 2)
+
+    many = f"seq_len: {list(range(1, 201))}\nglobal_batch_size: {list(range(1, 101))}\n"
+    assert "seq_len 200 x global_batch_size 100 = 20,000 points, and one sweep has at most 10,000" in refused(many)
+    line = refused("seq_len: [1k, 1000000000000]\nglobal_batch_size: 8\n")
+    assert "seq_len[1]: seq_len=1000000000000 must be a whole number from 1 to 1,000,000,000" in line
+    fine = refused("seq_len: [1k, 1M]\nglobal_batch_size: 8\n")  # negative: these get as far as the model
+    assert "there is no file" in fine
+
+
+def test_what_the_system_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full where nobody thought of it is no traceback."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/graph.json")
+
+    monkeypatch.setattr("autoplan.report.request.load_model", full)
+    result = CliRunner().invoke(app, ["plan", *TASK], env=PLAIN)
+    assert one_line_error(result, 2) == "error: /cache/graph.json: No space left on device"
