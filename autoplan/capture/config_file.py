@@ -104,39 +104,36 @@ def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
 
 def _named_class(config: Mapping[str, Any], settings: Any, where: str) -> Any:
     """The first class of `architectures`; None if there is no such key."""
+    import transformers
+
     named = config.get("architectures")
     if not named:
         return None
     name = named[0] if isinstance(named, list) else named
-    known = _trainable_classes(settings)
-    if name in known:
-        return known[name]
-    import transformers
-
-    by_lower = {n.lower(): n for n in known}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, 1, 0.0)
-    nearest = f'; nearest: "architectures": ["{by_lower[close[0]]}"]' if close else ""
-    other = getattr(transformers, str(name), None) if isinstance(name, str) else None
-    if other is None:
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if found is None:
         why = "is not a class of the installed transformers"
-    elif not issubclass(getattr(other, "config_class", None) or type(None), type(settings)):
+    elif getattr(found, "config_class", None) is not type(settings):
         why = f"is not a class of model_type {settings.model_type!r}"
-    else:
+    elif not _has_loss(found):
         why = "has no loss to train with"
+    else:
+        return found
+    known = {n.lower(): n for n in _classes_with_loss(settings)}
+    close = difflib.get_close_matches(str(name).lower(), known, 1, 0.0)
+    nearest = f'; nearest: "architectures": ["{known[close[0]]}"]' if close else ""
     raise CaptureError(f"{where}: architectures: {name!r} {why}{nearest}")
 
 
-def _trainable_classes(settings: Any) -> dict[str, Any]:
-    """The classes of transformers for a config, by name, whose forward takes labels."""
-    from transformers import PreTrainedModel
+def _classes_with_loss(settings: Any) -> list[str]:
+    """Names of the classes of transformers that are made from a config like this one and return a loss."""
+    try:
+        module = importlib.import_module(type(settings).__module__.replace("configuration_", "modeling_"))
+    except ImportError:  # its classes are somewhere else: there is nothing to suggest
+        return []
+    found = vars(module).items()
+    return [name for name, c in found if getattr(c, "config_class", None) is type(settings) and _has_loss(c)]
 
-    path = type(settings).__module__.replace("configuration_", "modeling_")
-    found = vars(importlib.import_module(path))
-    return {
-        name: cls
-        for name, cls in found.items()
-        if inspect.isclass(cls)
-        and issubclass(cls, PreTrainedModel)
-        and cls.config_class is type(settings)
-        and "labels" in inspect.signature(cls.forward).parameters
-    }
+
+def _has_loss(cls: Any) -> bool:
+    return inspect.isclass(cls) and "labels" in inspect.signature(cls.forward).parameters
