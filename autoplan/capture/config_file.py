@@ -136,4 +136,5 @@ def _classes_with_loss(settings: Any) -> list[str]:
 
 
 def _has_loss(cls: Any) -> bool:
-    return inspect.isclass(cls) and "labels" in inspect.signature(cls.forward).parameters
+    forward = getattr(cls, "forward", None)
+    return forward is not None and "labels" in inspect.signature(forward).parameters

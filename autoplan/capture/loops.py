@@ -39,11 +39,11 @@ class _Found(Exception):
     """A layer does what cannot be captured: `args[0]` says what."""
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations of the layer that runs; `limits` by kind end it where a layer has more."""
 
     def __init__(self, limits: Mapping[_Kind, float]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limits, self.counts = limits, dict[_Kind, int]()
         self.running: tuple[str, _Kind] | None = None
         self.where = ""
