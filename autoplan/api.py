@@ -20,12 +20,13 @@ from autoplan.capture.export import capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.capture.inputs import LossFn, check_arguments
 from autoplan.capture.lengths import example_lengths
-from autoplan.codegen.program import Program, compile_program, write_text
+from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, executed_precision
 from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import Profile
+from autoplan.files import write_whole
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
 from autoplan.runtime.agree import agreed, fingerprint
@@ -153,7 +154,7 @@ def parallelize(
         _same_values(parameters, buffers, device)
     if folder is not None and dist.get_rank() == 0:
         program.write(Path(folder))
-        write_text(Path(folder) / "plan.json", plan.to_json())
+        write_whole(Path(folder) / "plan.json", plan.to_json())
     if folder is not None and world > 1:
         dist.barrier()
     pm = ParallelModel(
@@ -224,8 +225,13 @@ def plan_program(
     """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
 
     `compiled`: blocks will run through torch.compile. `precision`: the graph was captured in the dtype that it computes
-    in.
+    in. Raises: CaptureError for a graph that leaves something of its model out, to be priced only.
     """
+    if graph.left_out:
+        raise CaptureError(
+            f"{graph.name}: this graph leaves out {' and '.join(graph.left_out)}: it is priced, not executed; capture "
+            "the model without it"
+        )
     request = PlanRequest(
         graph,
         cluster,

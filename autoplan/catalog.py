@@ -17,9 +17,7 @@ import difflib
 import gzip
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -28,6 +26,7 @@ from typing import Any
 
 from autoplan.cost_models.errors import AutoplanError, CaptureError, GraphError
 from autoplan.cost_models.graph import Block, ModelGraph, Node
+from autoplan.files import write_whole
 
 _SUFFIX = ".json.gz"
 
@@ -195,11 +194,7 @@ def _write(name: str, folder: Path) -> Path:
     data = gzip.compress(json.dumps(stored, sort_keys=True).encode(), 9, mtime=0)  # no time: equal graphs, equal bytes
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{_SUFFIX}"
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    Path(temporary).chmod(0o644)
-    Path(temporary).replace(path)
+    write_whole(path, data)
     return path
 
 

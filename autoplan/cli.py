@@ -1,11 +1,13 @@
 """The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | hw`.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is in the way, and the cheapest change),
-130 interrupted. Catalog models need no torch; `--json` is versioned (autoplan.report.data).
+4 standard output cannot be written, 130 interrupted, 141 nobody reads it any more (`| head -1`). Catalog models need no
+torch; `--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,12 +28,15 @@ from autoplan.report.flags import (
     PinTexts,
     PrecisionName,
     ProfileName,
+    Runnable,
     SeqLen,
+    StateSlack,
     TargetLen,
     TimeLimit,
     Tokens,
     with_run_options,
 )
+from autoplan.report.output import say_error, written_output
 from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
@@ -46,7 +51,11 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Errors that the user caused become one line and an exit code."""
+    """Errors that the user caused become one line and an exit code; so does output that is lost."""
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        with written_output():
+            return super().main(*args, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         from autoplan.cost_models.errors import AutoplanError, InfeasibleError
@@ -57,12 +66,15 @@ class _Commands(TyperGroup):
             raise _stop(str(error), EXIT_NOTHING_FITS) from error
         except AutoplanError as error:
             raise _stop(str(error), EXIT_BAD_INPUT) from error
+        except OSError as error:  # a file or folder of the user's: a cache on a full disk, an input that vanished
+            where = f"{error.filename}: " if error.filename else ""
+            raise _stop(f"{where}{error.strerror or error}", EXIT_BAD_INPUT) from error
         except KeyboardInterrupt:
             raise _stop("interrupted", EXIT_INTERRUPTED) from None
 
 
 def _stop(message: str, code: int) -> typer.Exit:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    say_error(message)
     return typer.Exit(code)
 
 
@@ -140,7 +152,7 @@ def plan(
     tokens: Tokens = None,
     assume: Assumed = None,
     time_limit: TimeLimit = 60.0,
-    runnable: Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")] = False,
+    runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
     """The fastest plan that fits, with its certificate."""
@@ -210,7 +222,13 @@ def estimate(
         str, typer.Option(help="What is on the host: some of activations, optimizer, parameters joined by +.")
     ] = "none",
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="none, selective, full, offload, groups of regions (attention+norms), layers per stage (3,0,0,0), or "
+            "by layer from 0: 0-3=full,4-31=mlp."
+        ),
+    ] = "none",
     virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
     schedule: Annotated[
         str | None,
@@ -220,6 +238,7 @@ def estimate(
         ),
     ] = None,
     stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
+    state_slack: StateSlack = 1.02,
     timeline: Annotated[
         Path | None, typer.Option(help="Write the step to this file, as a Chrome trace (ui.perfetto.dev).")
     ] = None,
@@ -231,6 +250,7 @@ def estimate(
     target_len: TargetLen = None,
     tokens: Tokens = None,
     assume: Assumed = None,
+    runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
@@ -239,6 +259,7 @@ def estimate(
     from autoplan.report.degrees import config_of
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request
+    from autoplan.search.pins import layer_calls
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
@@ -254,12 +275,14 @@ def estimate(
         profile=profile,
         options=options,
         constants=constants,
+        runnable=runnable,
         target_len=target_len,
     )
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
     given |= {"zero_replicas": zero_replicas, "offload": offload}
-    given |= {"recompute": read_recompute(recompute), "context_method": read_methods(context_method)}
+    given |= {"recompute": read_recompute(recompute, layer_calls(request.graph))}
+    given |= {"state_slack": state_slack, "context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = config_of(request.cluster.num_devices, request.global_batch_size, given)
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)
@@ -340,9 +363,9 @@ def whatif(
     tp, pp, dp, zero_stage, micro_batch_size, num_micro_batches, recompute, offload.
     """
     from autoplan.report.arguments import read_vary
-    from autoplan.report.files import check_writable, write_csv
+    from autoplan.report.files import check_writable, csv_rows
     from autoplan.report.request import read_request
-    from autoplan.sweep import check_varied, points, row
+    from autoplan.sweep import check_varied, columns, points, row
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
@@ -365,19 +388,19 @@ def whatif(
         target_len=target_len,
     )
     found: list[Point] = []
+    rows: list[dict[str, object]] = []
     interrupted = False  # between two searches; in one of them, the last point says so
-    with waiting("planning", as_json) as status:
-        count = _product(values)
+    with csv_rows(csv, columns(values, total)) as file, waiting("planning", as_json) as status:
+        count = math.prod(map(len, values.values()))
         try:
             for point in points(request, values):
                 found.append(point)
+                rows.append(row(point, total, assumed))
+                file.add(rows[-1])
                 status.update(f"planning: {len(found)} of {count} points")
         except KeyboardInterrupt:
             interrupted = True
     interrupted = interrupted or (bool(found) and found[-1].interrupted)
-    rows = [row(point, total, assumed) for point in found]
-    if csv is not None:
-        write_csv(csv, rows)
     outcome = _outcome(found, interrupted)
     if as_json:
         from autoplan.report.data import whatif_report
@@ -424,8 +447,8 @@ def capacity(
     fused_loss, overlap_zero, overlap_gather, zero_by_tensor, document_len, profile, constants, assumptions
     (mtbf_device_days, pue, ...) and time_limit_s.
     """
-    from autoplan.fleet import Cell, cell_row, cells, read_task
-    from autoplan.report.files import check_writable, write_csv
+    from autoplan.fleet import Cell, cell_columns, cell_row, cells, read_task
+    from autoplan.report.files import check_writable, csv_rows
     from autoplan.report.request import import_from_here
 
     import_from_here()
@@ -433,19 +456,19 @@ def capacity(
         check_writable(csv)
     found: list[Cell] = []
     interrupted = False
-    with waiting("planning", as_json) as status:
+    with waiting("reading", as_json):
         task = read_task(file)
-        count = task.num_searches * len(task.tokens)
+    count = task.num_searches * len(task.tokens)
+    with csv_rows(csv, cell_columns()) as table, waiting("planning", as_json) as status:
         try:
             for cell in cells(task):
                 found.append(cell)
+                table.add(cell_row(cell, task.assumptions))
                 status.update(f"planning: {len(found)} of {count} rows")
         except KeyboardInterrupt:
             interrupted = True
     found_points = [cell.point for cell in found]
     interrupted = interrupted or (bool(found) and found[-1].point.interrupted)
-    if csv is not None:
-        write_csv(csv, [cell_row(cell, task.assumptions) for cell in found])
     outcome = _outcome(found_points, interrupted)
     from autoplan.report.capacity import capacity_report, capacity_text
 
@@ -456,13 +479,6 @@ def capacity(
 
         capacity_text(console(), str(file), task, found)
     _end_sweep(outcome, found_points, count)
-
-
-def _product(values: dict[str, list[Any]]) -> int:
-    count = 1
-    for options in values.values():
-        count *= len(options)
-    return count
 
 
 @app.command()

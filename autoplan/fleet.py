@@ -6,9 +6,9 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
 
     models: [llama-3.1-8b, llama-3.1-70b]       # needed; as the others up to mode: one, or a list
     clusters: 8x8xh100-sxm5-80gb                # needed; as on the command line
-    tokens: 1T                                  # needed
-    seq_len: 8k                                 # needed
-    global_batch_size: [256, 512]               # needed; sequences
+    tokens: 1T                                  # needed; in powers of 1000
+    seq_len: 8k                                 # needed; in powers of 1024
+    global_batch_size: [256, 512]               # needed; sequences, in powers of 1024
     precision: bf16
     mode: eager
     pins: {tp: 8}                               # of all rows
@@ -44,12 +44,13 @@ from autoplan.planner import PlanRequest, search_plan
 from autoplan.report.arguments import OPTIONS, option_data, options_of
 from autoplan.report.numbers import read_count, read_number
 from autoplan.search.space import KNOWN_PINS
-from autoplan.sweep import Point, check_task, check_tokens, critical_batch, points, read_constants, row
+from autoplan.sweep import Point, check_points, check_task, check_tokens, critical_batch, points, read_constants, row
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
+_LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
 _OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s")
 
 
@@ -121,6 +122,8 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
             out.append(_read(at, one, item))
         return tuple(out)
 
+    lists = {name: given[name] for name in _LISTED if isinstance(given.get(name), list | tuple)}
+    check_points({name: len(values) for name, values in lists.items()}, where)  # before any model is read
     pins = given.get("pins", {})
     if not isinstance(pins, Mapping):
         raise PinError(f"{where}: pins={pins!r} must be a mapping, for example {{tp: 8}}")
@@ -230,6 +233,10 @@ def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
     return value, load_model(_beside(value, folder, (".json",)))
 
 
+# What `sweep.points` varies, in the order of its product: tokens need no search of their own.
+_SEARCHED = ("cluster", "seq_len", "global_batch_size", "precision", "mode")
+
+
 def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan) -> Iterator[Cell]:
     """The rows of the table. Ctrl-C during a search ends them with the row at hand (`Point.interrupted`).
 
@@ -237,13 +244,9 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
         search: what plans one request, as `autoplan.planner.search_plan`.
     """
     labels = {id(cluster): label for label, cluster in task.clusters}
-    vary: dict[str, Sequence[Any]] = {
-        "cluster": [cluster for _, cluster in task.clusters],
-        "seq_len": task.seq_len,
-        "global_batch_size": task.global_batch_size,
-        "precision": task.precision,
-        "mode": task.mode,
-    }
+    clusters = [cluster for _, cluster in task.clusters]
+    lists = (clusters, task.seq_len, task.global_batch_size, task.precision, task.mode)
+    vary: dict[str, Sequence[Any]] = dict(zip(_SEARCHED, lists, strict=True))
     for name, graph in task.models:
         base = PlanRequest(
             graph,
@@ -272,6 +275,11 @@ def cell_row(cell: Cell, assumptions: Assumptions | None = None) -> dict[str, ob
     graph = cell.point.request.graph if cell.point.request is not None else None
     out["critical_batch_tokens"] = critical_batch(graph, cell.tokens) if graph is not None else None
     return out
+
+
+def cell_columns() -> list[str]:
+    """Return the names of the columns of every `cell_row`."""
+    return list(cell_row(Cell("", "", 0.0, Point(dict.fromkeys(_SEARCHED), None, None, ""))))
 
 
 def capacity(

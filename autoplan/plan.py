@@ -103,6 +103,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "breakdown_s": {name: quantity(q) for name, q in estimate.breakdown.items()},
         "tokens_per_s": estimate.tokens_per_s,
         "mfu": estimate.mfu,
+        "mfu_causal": estimate.mfu_causal,
         "memory_bytes": [{name: quantity(q) for name, q in s.memory.items()} for s in estimate.stages],
         "memory_capacity_bytes": estimate.memory_capacity_bytes,
     }

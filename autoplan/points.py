@@ -62,6 +62,7 @@ class PlanRequest:
         constants: of the cost model; those of this version, or what `autoplan calibrate` made of measured steps.
         constants_file: where they were read from, for reports.
         profile: measured times that override the cluster's figures.
+        profile_file: the name or file they were read from, for reports.
         top: how many plans to return, best first, each with other degrees.
         time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
         memory_margin: share of a device's memory that the expected need leaves free.
@@ -85,6 +86,7 @@ class PlanRequest:
     memory_margin: float = 0.05
     executed: bool = False
     target_len: int | None = None
+    profile_file: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pins", with_offload(self.pins))

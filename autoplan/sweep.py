@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import active_params
-from autoplan.cost_models.cluster import OVERRIDES, Cluster
+from autoplan.cost_models.cluster import OVERRIDE_RANGES, OVERRIDES, Cluster
 from autoplan.cost_models.config import PRECISIONS, Mode, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.cost_models.graph import ModelGraph
+from autoplan.cost_models.hardware import Range
 from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Quantity
@@ -46,10 +47,18 @@ PINS = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches",
 VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
 INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
 # Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
-_MOST = {"seq_len": 10**9, "global_batch_size": 10**7}
+_TASK_RANGES = {"seq_len": Range(1, 10**9, whole=True), "global_batch_size": Range(1, 10**7, whole=True)}
 _MOST_TOKENS = 1e30
+_MOST_POINTS = 10_000  # of one sweep: each takes a search, of a tenth of a second at least
 TEXTS = ("device", "cluster", "precision", "mode", "recompute", "offload")  # the others are numbers
 WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p not in TEXTS))
+# What the numbers may be, by name; a pin is checked further where its search begins.
+RANGES: dict[str, Range] = {
+    **{name: Range(1, 10**9, whole=True) for name in PINS if name not in TEXTS},
+    "zero_stage": Range(0, 3, whole=True),
+    **OVERRIDE_RANGES,
+    **_TASK_RANGES,
+}
 
 
 # Of a step: seconds in which a device computes. In the rest it waits, and draws less power.
@@ -123,19 +132,36 @@ class Point:
 
 
 def check_varied(vary: Mapping[str, Sequence[object]]) -> None:
-    """PinError for an unknown name, or a name without values."""
+    """Raise PinError for an unknown name, a name without values, a number outside of RANGES, or too many points."""
     for name, values in vary.items():
         if name not in VARIED:
             raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise PinError(f"vary {name}={values!r}: give a list of at least one value")
+        for value in values:
+            within = RANGES.get(name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if within is not None and number and value > within.most:  # type: ignore[operator]
+                raise PinError(f"vary {name}: {value!r} must be {within}; nearest that works: {int(within.most)}")
+    check_points({name: len(values) for name, values in vary.items()})
+
+
+def check_points(counts: Mapping[str, int], what: str = "vary") -> None:
+    """Raise PinError if lists of these lengths have more combinations than one sweep may have points."""
+    total = math.prod(counts.values())
+    if total <= _MOST_POINTS:
+        return
+    longest = max(counts, key=lambda name: counts[name])
+    left = _MOST_POINTS * counts[longest] // total
+    product = " x ".join(f"{name} {count:,}" for name, count in counts.items() if count > 1)
+    near = f"; nearest that works: {left:,} values of {longest}" if left else ""
+    raise PinError(f"{what}: {product} = {total:,} points, and one sweep has at most {_MOST_POINTS:,}{near}")
 
 
 def check_task(seq_len: object, global_batch_size: object) -> None:
     """PinError for what is no count, or too large for any task."""
     for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
-            raise PinError(f"{name}={value!r} must be a whole number from 1 to {_MOST[name]:,}")
+        _TASK_RANGES[name].check(value, name)
 
 
 def check_tokens(tokens: object) -> None:
@@ -283,7 +309,7 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
     out["step_time_s"] = step.mid if step is not None else None
     out["step_time_low_s"] = step.low if step is not None else None
     out["step_time_high_s"] = step.high if step is not None else None
-    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu"):
+    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal"):
         out[name] = getattr(estimate, name) if estimate is not None else None
     peak = estimate.peak_memory_bytes.mid if estimate is not None else None
     out["peak_memory_bytes"] = peak
@@ -300,6 +326,11 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
     if tokens is not None:
         out["notes"] = "; ".join(notes(point, tokens, assumptions))
     return out
+
+
+def columns(varied: Iterable[str], tokens: float | None = None) -> list[str]:
+    """Return the names of the columns of every `row` of a sweep."""
+    return list(row(Point(dict.fromkeys(varied), None, None, ""), tokens))
 
 
 def _run_columns(run: Run | None) -> dict[str, object]:
@@ -368,7 +399,8 @@ def whatif(
 
     Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
-        tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
+        tokens_per_s_per_device, mfu (attention counted in full), mfu_causal (as a causal mask leaves it),
+        peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
         goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
         checkpoint_interval_s,] plan, evidence [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
         its search_status, or as its status if it has no plan.

@@ -53,6 +53,9 @@ _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
     ("ICI", "ici", 1e-6),
     ("NeuronLink", "ici", 2e-6),
 )
+# Fabrics of one host: a domain of theirs never reaches another node, however few devices a node has. NVLink (racks) and
+# ICI (pods) may: where their domain is larger than the usual node.
+_OF_ONE_HOST = frozenset(("pcie", "pcie_host"))
 _HOST_LATENCY_S = 2.5e-6
 NETWORK_LATENCY_S = 12.5e-6
 
@@ -164,7 +167,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
         name="scale-up",
         size=domain,
         p2p_bytes_per_s=peer * GB / ranks if peer is not None and peer < speed else None,
-        within_node=domain <= per_node,
+        within_node=domain <= per_node or fabric in _OF_ONE_HOST,
         fabric=fabric,
     )
     host = None

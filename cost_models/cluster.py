@@ -68,7 +68,7 @@ OVERRIDES: dict[str, str] = {
     "power": "W per device: products slow down under a cap",
     "price": "US dollars per device and hour",
 }
-_RANGES: dict[str, Range] = {
+OVERRIDE_RANGES: dict[str, Range] = {
     "nodes": COUNT,
     "devices_per_node": COUNT,
     "nic": GBIT_S,
@@ -152,7 +152,8 @@ class Cluster:
     def levels(self) -> tuple[Level, ...]:
         """The levels that exist at this size, inner to outer; the last spans the whole cluster.
 
-        `size` is that of the unit here: at most the node for a level within a node, at most the world.
+        `size` is that of the unit here: at most the node for a level within a node, at most the world. Nodes of one
+        device have no level within a node; a cluster of one device has one of size 1, which nothing crosses.
         """
         inner = self.link
         declared = inner if isinstance(inner, Level) else Level(inner.latency_s, inner.bytes_per_s, inner.source)
@@ -160,15 +161,24 @@ class Cluster:
         for level in (declared, *self.outer):
             most = self.devices_per_node if level.within_node else self.num_devices
             size = min(level.size or most, most)
-            if not out or size > out[-1].size:
+            if size > (out[-1].size if out else 1):
                 out.append(replace(level, size=size))
-        if out[-1].size < self.num_devices:
+        if not out and self.num_devices == 1:
+            return (replace(declared, size=1),)
+        reached = out[-1].size if out else 1
+        if reached < self.num_devices:
             raise PinError(
-                f"the levels of {self} end at {out[-1].size} of {self.num_devices} devices: the catalog names no "
+                f"the levels of {self} end at {reached} of {self.num_devices} devices: the catalog names no "
                 "network for it; give its Gbit/s per device, for example "
                 f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}@nic=400"
             )
         return tuple(out)
+
+    @property
+    def domain_size(self) -> int:
+        """Devices that reach each other without a network between nodes; 1 where every node has one device."""
+        inner = self.levels[0]
+        return 1 if inner.name in NETWORKS else inner.size
 
     def shared_level(self, here: int, there: int) -> tuple[Level, int]:
         """The innermost level of which two ranks are in one unit, and the size of a unit below it (1: none)."""
@@ -204,7 +214,7 @@ class Cluster:
             if not known or value < 0 or (value == 0 and name != "price"):
                 least = "at least" if name == "price" else "above"
                 raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
-            _RANGES[name].check(value, name)
+            OVERRIDE_RANGES[name].check(value, name)
         device, link, outer = self.device, self.link, self.outer
         if memory_gb is not None:
             device = replace(device, memory_bytes=int(memory_gb * GB))

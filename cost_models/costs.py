@@ -82,8 +82,7 @@ class Costs:
         return seconds
 
     def _crosses_network(self, group: Group) -> bool:
-        levels = self.cluster.levels
-        return len(levels) > 1 and (group.size - 1) * group.stride >= levels[0].size
+        return (group.size - 1) * group.stride >= self.cluster.domain_size
 
     def optimizer_s(self, num_elements: float, dtype: str, state_bytes: float) -> Quantity:
         """Seconds of one AdamW update of `num_elements`: gradient and parameter read, parameter written, state both."""

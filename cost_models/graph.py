@@ -127,7 +127,8 @@ class ModelGraph:
     before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
     `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of
     `loss_target` (!= `ignore_index`), samples, or nothing. Of sequences whose length is not within its `bounds` the
-    model would compute something else (its forward asked).
+    model would compute something else (its forward asked). What the model does and this graph does not is `left_out`,
+    in words: such a graph is priced, not executed.
     """
 
     name: str
@@ -143,6 +144,7 @@ class ModelGraph:
     ignore_index: int = -100
     factors: Mapping[str, Expr] = field(default_factory=dict)
     bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t: the least, the largest
+    left_out: tuple[str, ...] = ()
 
     @property
     def num_params(self) -> int:
@@ -275,7 +277,8 @@ def _encode(obj: Any) -> Any:
     if isinstance(obj, Expr):
         return {"expr": str(obj)}
     if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
-        return {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
+        fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
+        return {k: v for k, v in fields.items() if k != "left_out" or v}  # of nearly all graphs there is nothing
     if isinstance(obj, Mapping):
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):
@@ -325,6 +328,7 @@ def _decode_graph(data: Any) -> ModelGraph:
         ignore_index=data["ignore_index"],
         factors=_plain(data["factors"]),
         bounds=_plain(data["bounds"]),
+        left_out=tuple(data.get("left_out", ())),
     )
 
 

@@ -33,7 +33,12 @@ class Range:
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
-        return f"{kind} from {self.least:g} to {self.most:g}{' ' * bool(self.unit)}{self.unit}"
+        ends = (f"{end:,}" if self.whole else f"{end:g}" for end in (self.least, self.most))
+        return f"{kind} from {' to '.join(ends)}{' ' * bool(self.unit)}{self.unit}"
+
+    def nearest(self, value: float) -> float:
+        """The value in the range that is nearest to `value`."""
+        return min(max(value, self.least), self.most)
 
     def check(self, value: object, what: str) -> float:
         """`value` as a number. PinError: `what`=value and the range."""

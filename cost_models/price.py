@@ -80,7 +80,11 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time and memory of one plan. `breakdown` adds up to the step: seconds of the busiest rank by term."""
+    """Time and memory of one plan. `breakdown` adds up to the step: seconds of the busiest rank by term.
+
+    `mfu` counts attention in full, as PaLM (appendix B) and NeMo's tables do; `mfu_causal` counts the half of it that a
+    causal mask leaves, as Megatron Bridge does. They are far apart for long sequences.
+    """
 
     step_time_s: Quantity
     breakdown: Mapping[str, Quantity]
@@ -89,6 +93,7 @@ class Estimate:
     tokens_per_s: float
     tokens_per_s_per_device: float
     mfu: float
+    mfu_causal: float
     memory_capacity_bytes: float
     events: tuple[Event, ...] = field(default=(), repr=False)
     host_capacity_bytes: float = math.inf  # of a device's share of its host
@@ -467,7 +472,7 @@ class Pricer:
         step = Quantity(min(low, mid), mid, max(mid, high), tag)
         c, w = self.config, self.workload
         tokens = w.tokens * c.num_micro_batches * c.dp
-        flops = w.model_flops * c.num_micro_batches * c.dp
+        runs = c.num_micro_batches * c.dp
         peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
         stages = []
         ranges = ranges_of(chunks)
@@ -498,7 +503,8 @@ class Pricer:
             tokens_per_step=tokens,
             tokens_per_s=tokens / mid,
             tokens_per_s_per_device=tokens / mid / c.num_devices,
-            mfu=flops / mid / peak,
+            mfu=w.model_flops * runs / mid / peak,
+            mfu_causal=(w.model_flops - w.masked_flops) * runs / mid / peak,
             memory_capacity_bytes=float(self.device.memory_bytes),
             events=self._timeline(chunks, times, "mid", events=True).events if events else (),
             host_capacity_bytes=self.costs.cluster.host_memory_bytes,

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.files import write_whole
 
 SCHEMA_VERSION = 2
 DEVICE_TYPES = ("cpu", "cuda")
@@ -283,10 +283,7 @@ class Profile:
         """Write atomically; folders are made."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-            handle.write(self.to_json())
-        os.chmod(handle.name, 0o644)  # a temporary file is private
-        Path(handle.name).replace(path)
+        write_whole(path, self.to_json())
 
     @staticmethod
     def from_json(text: str, source: str = "profile") -> Profile:

@@ -217,3 +217,4 @@ class Workload:
     unit_choices: tuple[Mapping[str, float], ...] = ()
     # of these nothing is in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
+    masked_flops: float = 0.0  # of model_flops what causal masks hide: the later half of each query's keys

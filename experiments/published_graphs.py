@@ -32,9 +32,9 @@ def _captured(shape: Shape) -> ModelGraph:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from autoplan.capture.cache import cached
+    from autoplan.capture.config_file import model_from_config
     from autoplan.capture.export import capture
     from autoplan.capture.huggingface import default_example
-    from autoplan.capture.source import model_from_config
 
     config = shape.config()
     model = model_from_config(config, f"{config['model_type']} of {shape.layers} layers, {shape.hidden} wide")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoplan.files import write_whole
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.compiled import compile_blocks
@@ -254,10 +255,7 @@ class ParallelModel:
         path, text = self.folder / mine.source, self.source[mine.source]
         if not path.exists() or path.read_bytes() != text.encode():
             path.parent.mkdir(parents=True, exist_ok=True)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            temporary = path.with_name(f".{path.name}.{rank}.tmp")
-            temporary.write_bytes(text.encode())
-            temporary.replace(path)
+            write_whole(path, text)
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}", text)
         stage: nn.Module = module.Stage()
         stored = self.precision.stored if self.precision is not None else None

@@ -37,7 +37,7 @@ from autoplan.cost_models.run import (
 from autoplan.planner import PlanRequest, estimate_config
 from autoplan.report import numbers, timeline
 from autoplan.report.arguments import read_assumptions
-from autoplan.report.files import check_writable, write_csv, write_text
+from autoplan.report.files import CsvFile, check_writable, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 H100 = "1x4xh100-sxm5-80gb"
@@ -370,8 +370,12 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     link.symlink_to(file)
     write_text(link, "two")
     assert file.read_text() == "two" and link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
-    write_csv(file, [{"a": 1, "b": None}])
-    assert file.read_bytes() == b"a,b\r\n1,\r\n"
+    with CsvFile(file, ["a", "b"]) as rows:
+        assert file.read_bytes() == b"a,b\r\n"
+        rows.add({"a": 1, "b": None})
+        assert file.read_bytes() == b"a,b\r\n1,\r\n"  # before it is closed
+        with pytest.raises(ValueError, match="are not those of"):
+            rows.add({"a": 1})
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -388,7 +392,7 @@ def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
     with pytest.raises(PinError, match="it is a folder; name a file in it"):
         check_writable(tmp_path)
     with pytest.raises(PinError, match="there is no folder"):
-        write_csv(tmp_path / "a" / "b.csv", [])
+        CsvFile(tmp_path / "a" / "b.csv", ["a"])
     check_writable(tmp_path / "new")
     write_text("/dev/null", "a device stays one")
     assert not Path("/dev/null").is_file() and not list(tmp_path.iterdir())

@@ -32,8 +32,8 @@ from autoplan.cost_models.errors import InfeasibleError, PinError
 from autoplan.planner import PlanRequest, estimate_config, search_plan
 from autoplan.report import numbers
 from autoplan.report.arguments import OPTIONS, option_data, option_texts, option_words, options_of, read_pins, read_vary
+from autoplan.report.commands import estimate_command
 from autoplan.report.label import plan_label
-from autoplan.report.text import estimate_command
 from autoplan.sweep import VARIED, points, whatif
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_the_next_command_prices_the_same_plan() -> None:
     """A round trip: what `plan` prints as the next command gives the plan's own step time."""
     request = PlanRequest(load_model("gpt2"), Cluster.parse(TASK[2]), 1024, 16, {"pp": 2, "recompute": "full"})
     best = search_plan(request).plans[0]
-    words = estimate_command("gpt2", TASK[2], request, best.config).split()
+    words = estimate_command("gpt2", TASK[2], request, best.config)
     data = json.loads(run(*words[1:], "--json").stdout)
     assert data["estimate"]["step_time_s"]["mid"] == pytest.approx(best.estimate.step_time_s.mid)
     assert data["plan"]["stages"] == list(best.config.stages or ())
@@ -166,7 +166,7 @@ BAD = [
     (("estimate", *TASK, "--etp", "0"), "etp=0: must be"),
     (("estimate", *TASK, "--ep=-1"), "ep=-1: must be"),
     (("estimate", *TASK, "--virtual-stages", "0"), "virtual_stages=0: must be"),
-    (("whatif", *TASK, "--vary", "seq_len=1e12"), "seq_len=1000000000000 must be a whole number"),
+    (("whatif", *TASK, "--vary", "seq_len=1e12"), "seq_len=1e12: 1e12 must be a whole number"),
     (("hw", "show", "h100"), "nearest: h100-sxm5-80gb"),
 ]
 
@@ -342,7 +342,7 @@ def test_labels() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("8k", 8192), ("300", 300), ("1_000", 1000), ("2K", 2048), ("1M", 10**6), ("1.5k", 1536)],
+    [("8k", 8192), ("300", 300), ("1_000", 1000), ("2K", 2048), ("1M", 1024**2), ("1.5k", 1536)],
 )
 def test_counts(text: str, value: int) -> None:
     assert numbers.read_count(text, "x") == value
@@ -360,10 +360,11 @@ def test_what_is_varied() -> None:
 
 
 def test_numbers() -> None:
+    assert numbers.read_number("1M", "x") == 1e6 and numbers.read_number("1M", "x", binary=True) == 2**20
     assert numbers.read_number("300B", "x") == 3e11 and numbers.read_number("15T", "x") == 1.5e13
-    assert numbers.read_series("100..1600", "x", whole=True, binary_k=False) == [100, 200, 400, 800, 1600]
-    assert numbers.read_series("1..10,3", "x", whole=True, binary_k=True) == [1, 2, 4, 8, 10, 3]
-    assert numbers.read_series("8k,128k", "x", whole=True, binary_k=True) == [8192, 131072]
+    assert numbers.read_series("100..1600", "x", whole=True, binary=False) == [100, 200, 400, 800, 1600]
+    assert numbers.read_series("1..10,3", "x", whole=True, binary=True) == [1, 2, 4, 8, 10, 3]
+    assert numbers.read_series("8k,128k", "x", whole=True, binary=True) == [8192, 131072]
     for bad in ("", "-1", "0", "1x", "nan", "1e999k"):
         with pytest.raises(PinError, match="must be a"):
             numbers.read_count(bad, "x")

@@ -10,7 +10,8 @@ import pytest
 from autoplan.cost_models import catalog
 from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
 from autoplan.cost_models.compute import roofline_s
-from autoplan.cost_models.config import Mode
+from autoplan.cost_models.config import Mode, RunOptions
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.hardware import Price
@@ -77,6 +78,39 @@ def test_the_scale_up_domain_is_not_the_node() -> None:
     mesh = Cluster.parse("1x8xmi300x-192gb").levels[0]
     assert (mesh.bytes_per_s, mesh.p2p_bytes_per_s) == (448 * GB, 64 * GB)
     assert mesh.group_bytes_per_s(2) == 64 * GB and mesh.group_bytes_per_s(8) == 448 * GB
+
+
+_REACH_BEYOND_A_NODE = ("gb200", "gb300", "tpu")  # NVLink racks and ICI pods
+
+
+@pytest.mark.parametrize("name", catalog.entries())
+def test_nodes_of_one_device_have_no_links_inside(name: str) -> None:
+    """Whatever connects the devices of a node: with one device each, nodes are connected by the network alone."""
+    cluster = Cluster.of_catalog(8, 1, name, nic_gbit_s=100.0)
+    inside = [level for level in cluster.levels if level.name != "network"]
+    if name.startswith(_REACH_BEYOND_A_NODE):
+        assert shape(cluster) == [("scale-up", 8)] and cluster.domain_size == 8
+    else:
+        assert shape(cluster) == [("network", 8)] and not inside and cluster.domain_size == 1
+        with pytest.raises(PinError, match="names no network"):  # and without one it is refused
+            _ = replace(cluster, outer=()).levels
+    assert shape(Cluster.of_catalog(1, 1, name)) == [("scale-up", 1)]
+    several = Cluster.of_catalog(8, 2, name, nic_gbit_s=100.0)
+    assert several.levels[0].name == "scale-up" and several.domain_size >= 2  # negative: nodes of two have theirs
+
+
+def test_a_collective_between_nodes_of_one_device_goes_over_their_network() -> None:
+    def all_reduce_s(text: str) -> float:
+        cluster = Cluster.parse(text)
+        return (
+            Costs(cluster, None, Mode.EAGER, RunOptions(), Constants.shipped())
+            .collective_s("all_reduce", 1e9, Group(8, 1))
+            .mid
+        )
+
+    slow = all_reduce_s("8x1xrtx4090-24gb@nic=10")
+    assert slow > 5 * all_reduce_s("8x1xrtx4090-24gb@nic=100") > 0
+    assert slow > all_reduce_s("1x8xrtx4090-24gb")
 
 
 def test_the_network_and_the_price_belong_to_the_instance() -> None:

@@ -27,8 +27,8 @@ from autoplan.cost_models.errors import PinError
 from autoplan.estimate import estimate_config
 from autoplan.planner import search_plan
 from autoplan.points import PlanRequest, space_of
+from autoplan.report.commands import estimate_command
 from autoplan.report.label import plan_label
-from autoplan.report.text import estimate_command
 from autoplan.search.pins import zero_replica_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
@@ -177,7 +177,7 @@ def test_on_the_command_line() -> None:
     config = ParallelConfig(dp=32, zero_stage=3, num_micro_batches=2, zero_replicas=4)
     asked = PlanRequest(load_model("llama-3.1-8b"), Cluster.parse("4x8xh100-sxm5-80gb"), 1024, 64)
     assert plan_label(config) == "dp32 zero3-replicas4 mbs1 x2"
-    words = estimate_command("llama-3.1-8b", "4x8xh100-sxm5-80gb", asked, config).split()
+    words = estimate_command("llama-3.1-8b", "4x8xh100-sxm5-80gb", asked, config)
     result = CliRunner().invoke(app, [*words[1:], "--json"])
     assert result.exit_code in (0, 3), result.output
     assert '"zero_replicas": 4' in result.output

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.capture.config_file import model_from_config
 from autoplan.capture.export import capture
-from autoplan.capture.source import model_from_config
 from autoplan.catalog import load_model
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Launch, Mode, ParallelConfig, RunOptions
@@ -43,7 +43,7 @@ from published_rows import Adapters, Kind, Shape
     ids=lambda s: f"{s.config()['model_type']}-{s.num_experts}-{s.kind.expert_every}-{s.kind.q_rank}",
 )
 def test_a_shape_makes_a_model_with_the_parameters_that_it_counts(shape: Shape) -> None:
-    from autoplan.capture.source import model_from_config
+    from autoplan.capture.config_file import model_from_config
 
     model = model_from_config(shape.config(), "test")
     made = sum(p.numel() for p in model.parameters() if p.dim() > 1)

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 
 from autoplan.cost_models.errors import GraphError
 from autoplan.cost_models.graph import SCHEMA_VERSION, ModelGraph
+from autoplan.files import write_whole
 
 _PACKAGES = ("torch", "transformers")
 _NOT_IN_DICT = ("_attn_implementation", "_experts_implementation")  # of a config of transformers: it leaves them out
@@ -64,9 +64,9 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no content that can be hashed")
 
 
-def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> str | None:
+def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], how: str = "") -> str | None:
     """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's
-    own)."""
+    own). `how`: what its making depends on beside them."""
     internal = set(nn.Module().__dict__)
     modules = []
     for name, module in model.named_modules():
@@ -91,7 +91,7 @@ def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
     versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
-    key = [SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs)]
+    key = [SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs), how]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
@@ -100,12 +100,13 @@ def cached(
     example_inputs: Mapping[str, torch.Tensor],
     make: Callable[[], ModelGraph],
     folder: Path | None = None,
+    how: str = "",
 ) -> ModelGraph:
-    """The stored graph of this model and these inputs, else `make()`, stored.
+    """The stored graph of this model and these inputs, else `make()`, stored. `how`: as of `fingerprint`.
 
     A damaged file is made anew, never used.
     """
-    key = fingerprint(model, example_inputs)
+    key = fingerprint(model, example_inputs, how)
     if key is None:
         return make()
     path = (folder or cache_folder()) / f"{key}.json"
@@ -120,7 +121,5 @@ def cached(
     graph = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()})
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-        handle.write(text)
-    Path(handle.name).replace(path)
+    write_whole(path, text)
     return graph

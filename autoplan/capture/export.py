@@ -35,6 +35,7 @@ from autoplan.capture.inplace import (
     window,
 )
 from autoplan.capture.inputs import LossFn, LossModule, check_arguments
+from autoplan.capture.loops import refuse_loops
 from autoplan.capture.masks import Ledger
 from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
 from autoplan.capture.sizes import bounds_of, export_symbolic
@@ -83,6 +84,7 @@ def capture(
     check_masks(model, example_inputs)
     if is_hf_model(model):
         refuse_separate_experts(model)
+        refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)
     graph = _capture(model, example_inputs, loss_fn, merge=True)
     if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
         graph = _capture(model, example_inputs, loss_fn, merge=False)

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoplan.capture import masks as masks_of
 from autoplan.capture import windows  # noqa: F401  registers the op
+from autoplan.capture.left_out import check_attention_dropout
 from autoplan.capture.masks import Ledger, PendingMask, taken
 from autoplan.cost_models.errors import CaptureError
 
@@ -123,13 +124,13 @@ def _attention(
             raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
         if documents is not None:
             position_bias = position_bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
-        _refuse_dropout(dropout)
+        check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
         biased = torch.ops.autoplan.biased_attention(query, key, value, position_bias, causal, scaling)
         return biased.transpose(1, 2).contiguous(), None
     if documents is not None and query.shape[2] != key.shape[2]:  # over the tokens of the other sequence that count
         attention_mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
-        _refuse_dropout(dropout)
+        check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
         masked = torch.ops.autoplan.masked_attention(query, key, value, documents, causal, scaling, window)
         return masked.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
@@ -157,13 +158,6 @@ def _refuse_unknown(given: Mapping[str, Any], implementation: str) -> None:
     unknown = sorted(n for n, x in given.items() if n not in _NO_NUMBERS and x is not None and x is not False)
     if unknown and implementation == "eager":
         raise CaptureError(f"the attention function is given {', '.join(unknown)}, which is not supported")
-
-
-def _refuse_dropout(p: float) -> None:
-    if p:
-        raise CaptureError(
-            f"dropout_p={p} inside attention cannot be reproduced across plans; set the model's dropout to 0"
-        )
 
 
 def _adds_zeros(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoplan.capture.left_out import check_attention_dropout
 from autoplan.cost_models.errors import CaptureError
 
 Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names, symbolic sizes are Expr
@@ -80,12 +81,11 @@ def _rsub(a: Args) -> Result:
 
 
 def _attention(a: Args) -> Result:
-    if a.get("dropout_p", 0.0):
-        raise CaptureError(
-            f"dropout_p={a['dropout_p']} inside scaled_dot_product_attention cannot be reproduced across plans; "
-            "set it to 0 and "
-            "use nn.Dropout on the residual branch"
-        )
+    check_attention_dropout(
+        a.get("dropout_p", 0.0),
+        "scaled_dot_product_attention",
+        "set it to 0 and use nn.Dropout on the residual branch",
+    )
     tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
     if a.get("attn_mask") is not None:
         tensors = (*tensors, a["attn_mask"])

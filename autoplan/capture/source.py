@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,30 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoplan.capture.cache import cached
+from autoplan.capture.config_file import label_dims, model_from_config
 from autoplan.capture.export import capture
 from autoplan.capture.huggingface import default_example, is_hf_model
 from autoplan.capture.inputs import LossFn, check_arguments
+from autoplan.capture.left_out import attention_dropout_left_out
 from autoplan.cost_models.errors import CaptureError
 from autoplan.cost_models.graph import ModelGraph
 
 _log = logging.getLogger(__name__)
 
 
-def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The causal language model, or encoder-decoder, of a Hugging Face config.json, on fake tensors of `dtype`.
-
-    CaptureError names `where` if transformers cannot build it.
-    """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise CaptureError(f"{where}: model_type {kind!r} is not an architecture of the installed transformers")
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # n_shared_experts = 0
-            settings = CONFIG_MAPPING[kind].from_dict(dict(config))
-            auto: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
-            made = auto.from_config(settings, dtype=dtype)
-    except Exception as exc:  # whatever a config class or a constructor of transformers raises
-        raise CaptureError(
-            f"{where}: transformers cannot build a causal language model or encoder-decoder from it: {exc}"
-        ) from exc
-    model: nn.Module = made
-    return model
-
-
 def graph_of_config(config: Mapping[str, Any], where: str) -> ModelGraph:
     """Capture the model of a config, anew."""
     model = model_from_config(config, where)
+    return capture(model, _example(model))
+
+
+def _example(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Fake tensors of the shapes that a language model is captured with, and labels as its class takes them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         example = default_example(model)
-    return capture(model, example)
+        if label_dims(model) == 1:
+            example["labels"] = example["labels"][:, 0].clone()
+    return example
 
 
 def load_config(path: Path) -> ModelGraph:
@@ -75,9 +60,19 @@ def load_config(path: Path) -> ModelGraph:
             f"{path}: holds a value of type {type(config).__name__}, not the fields of a Hugging Face config"
         )
     model = model_from_config(config, str(path))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        example = default_example(model)
-    return cached(model, example, lambda: capture(model, example))
+    return _priced(model, _example(model))
+
+
+def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
+    """The graph of a model that is priced and not executed: what such a graph may leave out, it says."""
+
+    def make() -> ModelGraph:
+        with attention_dropout_left_out() as found:
+            graph = capture(model, example, loss_fn)
+        said = ", ".join(f"p={p:g}" for p in sorted(found))
+        return replace(graph, left_out=(f"dropout {said} inside attention",)) if found else graph
+
+    return make() if loss_fn is not None else cached(model, example, make, how="priced")
 
 
 def load_factory(text: str) -> ModelGraph:
@@ -105,11 +100,8 @@ def load_factory(text: str) -> ModelGraph:
                 f"{text}: return (model, example_inputs) or (model, example_inputs, loss_fn); only a Hugging Face "
                 "language model needs no example"
             )
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            example = default_example(model)
-    if loss_fn is not None:
-        return capture(model, example, loss_fn)
-    return cached(model, example, lambda: capture(model, example))
+        example = _example(model)
+    return _priced(model, example, loss_fn)
 
 
 Built = tuple[nn.Module, Mapping[str, torch.Tensor] | None, LossFn | None]

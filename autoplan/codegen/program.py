@@ -17,6 +17,7 @@ from autoplan.cost_models.schedule import ranks_of_chunks
 from autoplan.cost_models.symbols import SYMBOLS, Expr
 from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import backward_follows
+from autoplan.files import write_whole
 from autoplan.rules.saved import backward_reads_params
 from autoplan.runtime.spec import (
     BufferSpec,
@@ -72,14 +73,7 @@ class Program:
         """Write `program.json` and the stage files, each atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**self.sources, "program.json": self.spec.to_json()}.items():
-            write_text(folder / name, text)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+            write_whole(folder / name, text)
 
 
 def terms(size: Expr) -> Terms:

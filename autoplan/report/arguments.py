@@ -5,6 +5,7 @@ PinError says what would work. Options of a run are also written here: as words,
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -16,7 +17,7 @@ from autoplan.cost_models.run import Assumptions
 from autoplan.points import PlanRequest
 from autoplan.report.numbers import read_count, read_series
 from autoplan.search.pins import check_choice
-from autoplan.sweep import TEXTS, VARIED, WHOLE
+from autoplan.sweep import RANGES, TEXTS, VARIED, WHOLE
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
@@ -81,18 +82,61 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
         if name in TEXTS:
             out[name] = [part.strip() for part in _COMMA.split(values) if part.strip()]
-        elif name == "zero_stage":  # may be 0
-            out[name] = [
-                0 if part.strip() == "0" else read_count(part, "vary zero_stage") for part in values.split(",")
-            ]
         else:
-            out[name] = list(read_series(values, f"vary {name}", whole=name in WHOLE, binary_k=name in WHOLE))
+            whole = name in WHOLE
+            out[name] = list(read_series(values, f"vary {name}", whole=whole, binary=whole, within=RANGES.get(name)))
     return out
 
 
-def read_recompute(text: str) -> str | tuple[int, ...]:
-    """A choice of recompute for all layers, or how many layers per stage are computed again in full."""
-    return read_list(f"--recompute {text}", text) if re.fullmatch(r"\d+(,\d+)*", text) else check_choice(text)
+_LAYERS = re.compile(r"(\d+)(?:-(\d+))?")  # layers in model order, from 0: `4`, or `0-3`
+
+
+def read_recompute(text: str, layers: Sequence[str]) -> str | tuple[int, ...] | dict[str, str]:
+    """A choice of recompute for all layers; how many layers per stage are recomputed in full (`3,0`); or one by layer.
+
+    Args:
+        text: by layer `0-3=full,4-31=attention+norms`, or with the names of blocks; what is not named keeps all.
+        layers: the names of the model's layers, in its order.
+
+    Raises: PinError for a layer that the model does not have, or that is named twice.
+    """
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return read_list(f"--recompute {text}", text)
+    if "=" not in text:
+        return check_choice(text)
+    out: dict[str, str] = {}
+    for part in text.split(","):
+        which, _, how = (piece.strip() for piece in part.partition("="))
+        numbers = _LAYERS.fullmatch(which)
+        names: Sequence[str] = [which]
+        if numbers is not None:
+            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            if not first <= last < len(layers):
+                raise PinError(
+                    f"--recompute {text}: {which} must be layers from 0 to {len(layers) - 1}; nearest legal: "
+                    f"{min(first, len(layers) - 1)}-{len(layers) - 1}={how or 'full'}"
+                )
+            names = layers[first : last + 1]
+        if not how or not which or any(name in out for name in names):
+            raise PinError(f"--recompute {text}: {part!r} is not LAYERS=CHOICE (0-3=full), each layer once")
+        out |= dict.fromkeys(names, check_choice(how))
+    return out
+
+
+def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: Sequence[str]) -> str:
+    """What `read_recompute` reads as `recompute`, or as what comes to the same."""
+    if isinstance(recompute, str):
+        return recompute
+    if not isinstance(recompute, Mapping):
+        return ",".join(map(str, recompute)) if any(recompute) else "none"
+    parts = [f"{name}={how}" for name, how in recompute.items() if name not in layers and how != "none"]
+    first = 0
+    for how, run in itertools.groupby(layers, key=lambda name: recompute.get(name, "none")):
+        last = first + len(list(run)) - 1
+        if how != "none":
+            parts.append(f"{first}={how}" if first == last else f"{first}-{last}={how}")
+        first = last + 1
+    return ",".join(parts) or "none"
 
 
 def read_methods(text: str | None) -> str | dict[str, str] | None:

@@ -14,7 +14,7 @@ from autoplan.fleet import CapacityTask, Cell, cell_row
 from autoplan.report import data, numbers
 from autoplan.report.arguments import option_data, option_texts
 from autoplan.report.label import plan_label
-from autoplan.report.text import paragraph, plain_table, prices, run_cells
+from autoplan.report.text import left_out_notes, paragraph, plain_table, prices, run_cells
 from autoplan.sweep import notes, run_of
 
 _LISTS = {
@@ -72,6 +72,8 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     )
     planned = [c.point.request for c in found if c.point.request is not None and c.point.planned is not None]
     prices(out, planned, task.tokens[0], task.assumptions)
+    for text in left_out_notes(planned):
+        paragraph(out, f"Note: {text}", 6, "yellow")
 
 
 def _run(cell: Cell, assumed: Assumptions) -> Run | None:
@@ -124,5 +126,6 @@ def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[
         "profile": task.profile.name if task.profile is not None else None,
         "constants": task.constants_file,
         "assumptions": data.assumptions(task.assumptions),
+        "left_out": {graph.name: list(graph.left_out) for _, graph in task.models if graph.left_out},
         "rows": [cell_row(cell, task.assumptions) for cell in found],
     }

@@ -4,7 +4,7 @@
 Schema 1:
 
     {"schema": 1, "status": "ok", "command": "plan" | "estimate",
-     "model": {"name", "num_params", "num_layers"},
+     "model": {"name", "num_params", "num_layers", "left_out": [str]},  # left_out: what no price has
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
@@ -17,7 +17,8 @@ Schema 1:
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
               "context_method": null | str | {block: str}},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
-     "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "fits",
+     "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "fits",
+                  # mfu counts attention in full (as PaLM, NeMo), mfu_causal half of it (as Megatron Bridge)
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
                               "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
@@ -42,7 +43,7 @@ Schema 1:
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweep.whatif
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "options": {"attention", ...},
-     "profile", "constants": null | file, "assumptions": as of run,
+     "profile", "constants": null | file, "assumptions": as of run, "left_out": {model: [str]},
      "rows": [...]}  # columns: autoplan.fleet.capacity
 """
 
@@ -180,6 +181,7 @@ def estimate(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, A
         "tokens_per_s": e.tokens_per_s,
         "tokens_per_s_per_device": e.tokens_per_s_per_device,
         "mfu": e.mfu,
+        "mfu_causal": e.mfu_causal,
         "fits": e.fits,
         "memory_capacity_bytes": e.memory_capacity_bytes,
         "memory_bytes": [{term: quantity(q) for term, q in s.memory.items()} for s in e.stages],
@@ -237,6 +239,7 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
             "name": r.graph.name,
             "num_params": r.graph.num_params,
             "num_layers": len(layer_calls(r.graph)),
+            "left_out": list(r.graph.left_out),
         },
         "cluster": cluster(r.cluster),
         "request": {

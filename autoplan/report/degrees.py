@@ -14,7 +14,7 @@ from autoplan.search.pins import is_count
 
 DEGREES = (
     "dp tp pp cp ep etp zero_stage micro_batch_size recompute virtual_stages schedule stages context_method "
-    "zero_replicas offload".split()
+    "zero_replicas offload state_slack".split()
 )  # that may be given
 _COUNTS = ("tp", "pp", "cp", "ep", "etp", "micro_batch_size", "virtual_stages")
 
@@ -53,6 +53,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
         stages=None if stages is None else tuple(stages),
         context_method=values.get("context_method"),
         offload=state_offload(values),
+        state_slack=values.get("state_slack", 1.02),
     )
 
 

@@ -1,4 +1,4 @@
-"""Files that commands write: whole or not at all, and refused before hours of work rather than after them."""
+"""Files that commands write: whole, or row by row; and refused before hours of work rather than after them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import csv
 import io
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from autoplan.cost_models.errors import PinError
-
-_MODE = 0o644  # of a new file; a temporary one is private
+from autoplan.files import AppendedFile, write_whole
 
 
 def check_writable(path: Path | str) -> None:
@@ -27,40 +25,65 @@ def check_writable(path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write `text` in UTF-8: readers see the old file or the new one, and a failure leaves no other file behind.
-
-    A file keeps its permissions, and a link goes on pointing where it did. What is no file (a pipe, /dev/stdout) is
-    written to. Raises: PinError if it cannot be written.
-    """
-    path = Path(path)
+    """Write `text` as `autoplan.files.write_whole` does. Raises: PinError if it cannot be written."""
     check_writable(path)
+    with _writing(path):
+        write_whole(path, text)
+
+
+@contextlib.contextmanager
+def _writing(path: Path | str) -> Iterator[None]:
+    """PinError that names `path` for what the system says."""
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8", newline="")
-        else:
-            _replace(Path(os.path.realpath(path)), text)
+        yield
     except OSError as error:
         raise PinError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _replace(path: Path, text: str) -> None:
-    mode = path.stat().st_mode & 0o777 if path.exists() else _MODE
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+class CsvFile:
+    """A CSV file of rows with the same columns, written row by row: killed at any time, it holds the rows so far.
+
+    Until the first row it holds the line of their names. Raises: PinError if it cannot be written.
+    """
+
+    def __init__(self, path: Path | str, columns: Sequence[str]) -> None:
+        self._path, self._columns = path, list(columns)
+        check_writable(path)
+        with _writing(path):
+            self._file = AppendedFile(path, _line(self._columns))
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Append one row. Raises: ValueError if it has other columns."""
+        if list(row) != self._columns:
+            raise ValueError(f"columns {list(row)} are not those of {self._path}: {self._columns}")
+        with _writing(self._path):
+            self._file.append(_line(list(row.values())))
+
+    def __enter__(self) -> CsvFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
 
-def write_csv(path: Path | str, rows: Sequence[Mapping[str, object]]) -> None:
-    """Rows with the same columns, as CSV with a line of their names. Raises: PinError if it cannot be written."""
+class _NoRows:
+    """Stands for a CSV file where none is wanted."""
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Keep nothing."""
+
+
+@contextlib.contextmanager
+def csv_rows(path: Path | None, columns: Sequence[str]) -> Iterator[CsvFile | _NoRows]:
+    """Yield what rows are added to: a CsvFile, or nothing without a path."""
+    if path is None:
+        yield _NoRows()
+        return
+    with CsvFile(path, columns) as file:
+        yield file
+
+
+def _line(values: Sequence[object]) -> str:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [])
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+    csv.writer(text).writerow(values)
+    return text.getvalue()

@@ -22,12 +22,21 @@ ClusterText = Annotated[
         "or a YAML file; with overrides @nic=400,price=2.5.",
     ),
 ]
-SeqLen = Annotated[str, typer.Option("--seq-len", "--seq", help="Tokens per sequence; 8k is 8192.")]
+SeqLen = Annotated[
+    str,
+    typer.Option("--seq-len", "--seq", help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576."),
+]
 TargetLen = Annotated[
     str | None,
-    typer.Option("--target-len", help="Tokens per target sequence of an encoder-decoder; without it as --seq-len."),
+    typer.Option(
+        "--target-len",
+        help="Tokens per target sequence of an encoder-decoder, read as --seq-len; without it as that.",
+    ),
 ]
-BatchSize = Annotated[str, typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices.")]
+BatchSize = Annotated[
+    str,
+    typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices; 1k is 1,024."),
+]
 PinTexts = Annotated[
     list[str] | None,
     typer.Option("--pin", help="Fix a choice, for example tp=8, recompute=full or stages=10,11,11; may be repeated."),
@@ -81,7 +90,10 @@ ZeroByTensor = Annotated[
     ),
 ]
 DocumentLen = Annotated[
-    str | None, typer.Option(help="Tokens of a document where sequences are packed: attention stays within it.")
+    str | None,
+    typer.Option(
+        help="Tokens of a document, read as --seq-len, where sequences are packed: attention stays within it."
+    ),
 ]
 SequenceParallel = Annotated[
     bool,
@@ -94,12 +106,21 @@ ConstantsFile = Annotated[
     Path | None, typer.Option("--constants", help="Constants of the cost model: a file of autoplan calibrate.")
 ]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: a profile's name or file.")]
-Tokens = Annotated[str | None, typer.Option(help="Size of the whole run, for example 300B: adds days, money, energy.")]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens of the whole run, in powers of 1000 (300B is 300,000,000,000): adds days, money, energy."
+    ),
+]
 Assumed = Annotated[
     list[str] | None,
     typer.Option("--assume", help="Of the whole run: mtbf_device_days=2000, pue=1.1; may be repeated."),
 ]
-CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too.")]
+CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too, each when it is there.")]
+Runnable = Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")]
+StateSlack = Annotated[
+    float, typer.Option(help="Layouts may store this many times the least state, where that makes them faster.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
 

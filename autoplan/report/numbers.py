@@ -6,50 +6,63 @@ import math
 import re
 
 from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.hardware import Range
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MAX_POINTS = 10_000
+_BINARY = {suffix: 1024**power for power, suffix in enumerate(_DECIMAL)}
 
 
-def read_number(text: str, what: str, *, binary_k: bool = False) -> float:
-    """A positive number with an optional suffix k, M, B, T. PinError names `what`.
+def read_number(text: str, what: str, *, binary: bool = False) -> float:
+    """Return a positive number with an optional suffix k, M, B, T. PinError names `what`.
 
     Args:
-        binary_k: k is 1024, as in sequence lengths and batches (8k is 8192 tokens).
+        binary: suffixes are powers of 1024, as in lengths and batches: 8k tokens of a sequence are 8,192, 1M are
+            1,048,576. Else powers of 1000, as in the size of a run: 300B tokens are 300,000,000,000.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([kKMBGT]?)", text.strip().replace("_", ""))
     if match is None or not 0 < float(match.group(1)) < 1e30:
         raise PinError(f"{what} {text!r} must be a number above 0, with k, M, B or T for thousands to trillions")
     suffix = {"K": "k", "G": "B"}.get(match.group(2), match.group(2))
-    factor = 1024 if suffix == "k" and binary_k else _DECIMAL[suffix]
-    return float(match.group(1)) * factor
+    return float(match.group(1)) * (_BINARY if binary else _DECIMAL)[suffix]
 
 
-def read_count(text: str, what: str, *, binary_k: bool = True) -> int:
+def read_count(text: str, what: str, *, binary: bool = True) -> int:
     """As `read_number`, but whole."""
-    value = read_number(text, what, binary_k=binary_k)
+    value = read_number(text, what, binary=binary)
     if value != int(value):
         raise PinError(f"{what} {text!r} must be a whole number")
     return int(value)
 
 
-def read_series(text: str, what: str, *, whole: bool, binary_k: bool) -> list[float]:
-    """`8,16,32`, or `100..1600`: doubled from the first to at most the last, which is always included."""
+def read_series(text: str, what: str, *, whole: bool, binary: bool, within: Range | None = None) -> list[float]:
+    """Return the values of `8,16,32`, or of `100..1600`: doubled from the first to the last, which is included.
+
+    Raises: PinError for a value that is outside of `within`, before any range is written out.
+    """
 
     def read(part: str) -> float:
-        return read_count(part, what, binary_k=binary_k) if whole else read_number(part, what, binary_k=binary_k)
+        if part == "0" and within is not None and within.least == 0:
+            return 0
+        number = read_count(part, what, binary=binary) if whole else read_number(part, what, binary=binary)
+        if within is not None and not within.least <= number <= within.most:
+            near = f"{within.nearest(number):g}" if not whole else str(int(within.nearest(number)))
+            nearest = near.join(text.rsplit(part, 1))
+            raise PinError(f"{what}={text}: {part} must be {within}; nearest that works: {nearest}")
+        return number
 
     out: list[float] = []
     for part in text.split(","):
-        first, dots, last = part.partition("..")
+        first, dots, last = (piece.strip() for piece in part.partition(".."))
         value = read(first)
         if not dots:
             out.append(value)
             continue
+        if not value:
+            raise PinError(f"{what} {part!r}: 0 cannot be doubled; write the values with commas")
         end = read(last)
         if end < value:
             raise PinError(f"{what} {part!r}: the range ends before it starts; write {last}..{first}")
-        while value < end and len(out) < _MAX_POINTS:
+        while value < end:
             out.append(value)
             value *= 2
         out.append(end)

@@ -75,6 +75,7 @@ def read_request(
         precision=precision,
         mode=Mode(mode),
         profile=measured,
+        profile_file=profile,
         options=run_options,
         constants=known,
         constants_file=file,

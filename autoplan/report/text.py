@@ -7,7 +7,6 @@ measurements of others, or between measured points), assumed.
 from __future__ import annotations
 
 import math
-import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.cost_models.cluster import NETWORKS, Cluster
-from autoplan.cost_models.config import ParallelConfig
 from autoplan.cost_models.price import Estimate, StageEstimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.report import numbers
-from autoplan.report.arguments import imbalance_of, option_texts, option_words
-from autoplan.report.label import evidence_label, methods_text, plan_label
+from autoplan.report.arguments import imbalance_of, option_texts
+from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
+from autoplan.report.label import evidence_label, plan_label
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import Point, batch_warning, row, run_of
 
@@ -183,9 +182,10 @@ def _answer(
     where = f" (stage {stage})" if len(e.stages) > 1 else ""
     line = (
         f" step {_interval(e.step_time_s)}   {numbers.scaled(e.tokens_per_s)} tokens/s   "
-        f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device   MFU {100 * e.mfu:.0f} %"
+        f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device"
     )
     out.print(Text(line), soft_wrap=True)
+    out.print(Text(f" {mfu_text(e)}"), soft_wrap=True)
     over = max(0.0, peak.mid - capacity)
     verdict = f"DOES NOT FIT: {numbers.gigabytes(over)} too much" if over else "fits"
     text = (
@@ -199,6 +199,15 @@ def _answer(
     if run is not None:
         for text in (_run_text(run), _failures_text(run), _energy_text(run)):
             paragraph(out, text, 1, first=1)
+
+
+def mfu_text(e: Estimate) -> str:
+    """`MFU 46 % (attention counted in full, as PaLM and NeMo do), 43 % (causal: half of it, as Megatron Bridge)`."""
+    text = f"MFU {100 * e.mfu:.0f} %"
+    if e.mfu_causal == e.mfu:
+        return text  # no attention here is causal
+    causal = f"{100 * e.mfu_causal:.0f} % (causal: half of it, as Megatron Bridge)"
+    return f"{text} (attention counted in full, as PaLM and NeMo do), {causal}"
 
 
 def _host_text(e: Estimate) -> str:
@@ -293,7 +302,7 @@ def _ranking(
     if len(result.plans) < 2:
         return
     out.print()
-    heads = ["", "plan", "step s", "MFU %", "memory GB", "tokens/s"]
+    heads = ["", "plan", "step s", "MFU %", "causal %", "memory GB", "tokens/s"]
     if tokens is not None:
         heads += ["days", "with failures", "cost"]
     table = plain_table(*heads, left=2)
@@ -304,6 +313,7 @@ def _ranking(
             plan_label(p.config, e),
             numbers.digits(e.step_time_s.mid),
             f"{100 * e.mfu:.0f}",
+            f"{100 * e.mfu_causal:.0f}",
             f"{e.peak_memory_bytes.mid / 1e9:.1f}",
             numbers.scaled(e.tokens_per_s),
         ]
@@ -382,10 +392,17 @@ def _warnings(
         )
     run = run_of(e, request, tokens, assumed)
     found += run.notes if run is not None else ()
+    found += left_out_notes([request])
     warning = batch_warning(request, tokens)
     found += [warning] if warning is not None else []
     for text in found:
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def left_out_notes(requests: Sequence[PlanRequest]) -> list[str]:
+    """What models do and no price here has: `BertForMaskedLM: dropout p=0.1 inside attention is not in the price`."""
+    found = [f"{r.graph.name}: {what} is not in the price" for r in requests for what in r.graph.left_out]
+    return list(dict.fromkeys(found))
 
 
 def assumptions_text(assumed: Assumptions | None) -> str:
@@ -426,36 +443,6 @@ def prices(
     )
 
 
-def estimate_command(model: str, cluster: str, request: PlanRequest, c: ParallelConfig) -> str:
-    """The command line that prices this plan again."""
-    degrees = [("--dp", c.dp), ("--tp", c.tp), ("--pp", c.pp)]
-    degrees += [(flag, n) for flag, n in (("--cp", c.cp), ("--ep", c.ep)) if n > 1]
-    words = ["autoplan", "estimate", model, "--cluster", cluster, "--seq-len", str(request.seq_len)]
-    words += ["--global-batch-size", str(request.global_batch_size)]
-    for flag, n in degrees:
-        words += [flag, str(n)]
-    if c.context_method is not None:
-        words += ["--context-method", methods_text(c.context_method)]
-    if c.etp is not None and c.etp != c.tp:
-        words += ["--etp", str(c.etp)]
-    words += ["--zero", str(c.zero_stage), "--micro-batch-size", str(c.micro_batch_size)]
-    if c.zero_replicas > 1:
-        words += ["--zero-replicas", str(c.zero_replicas)]
-    if c.offload:
-        words += ["--offload", "+".join(c.offload)]
-    if c.virtual_stages > 1:
-        words += ["--virtual-stages", str(c.virtual_stages)]
-    if c.schedule != "1F1B":
-        words += ["--schedule", c.schedule]
-    if isinstance(c.recompute, tuple) and any(c.recompute):
-        words += ["--recompute", ",".join(map(str, c.recompute))]
-    elif isinstance(c.recompute, str) and c.recompute != "none":
-        words += ["--recompute", c.recompute]
-    if c.stages is not None and len(c.stages) > 1:
-        words += ["--stages", ",".join(map(str, c.stages))]
-    return shlex.join([*words, *_settings(request)])
-
-
 def _run_options(request: PlanRequest) -> str:
     """What departs from the defaults."""
     said = option_texts(request.options)
@@ -463,30 +450,12 @@ def _run_options(request: PlanRequest) -> str:
     return "".join(f", {text}" for text in said)
 
 
-def _settings(request: PlanRequest) -> list[str]:
-    words = []
-    if request.precision != "bf16":
-        words += ["--precision", request.precision]
-    if request.mode != "eager":
-        words += ["--mode", str(request.mode)]
-    words += option_words(request.options)
-    if request.profile is not None:
-        words += ["--profile", request.profile.name]
-    if request.constants_file is not None:
-        words += ["--constants", request.constants_file]
-    if request.target_len is not None:
-        words += ["--target-len", str(request.target_len)]
-    return words
-
-
-def _next(out: Console, commands: Sequence[str]) -> None:
+def _next(out: Console, commands: Sequence[Sequence[str]]) -> None:
     out.print()
     for i, command in enumerate(commands):
-        # broken where a shell reads on: the command is there to be copied
-        lines = textwrap.wrap(command, out.width - 10, break_long_words=False, break_on_hyphens=False)
-        for j, line in enumerate(lines):
+        for j, line in enumerate(wrapped(command, out.width - 12)):
             lead = "Next: " if i == j == 0 else "      " if j == 0 else "          "
-            out.print(Text(lead + line + (" \\" if j < len(lines) - 1 else ""), style="cyan"), soft_wrap=True)
+            out.print(Text(lead + line, style="cyan"), soft_wrap=True)
 
 
 def plan_text(
@@ -509,15 +478,12 @@ def plan_text(
     _certificate(out, result.certificate)
     prices(out, [request], tokens, assumed)
     _warnings(out, best.estimate, request, tokens, assumed)
-    task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
-    task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
     nodes = request.cluster.num_nodes
-    vary = ["--vary", f"nodes={nodes}..{4 * nodes}"]
     _next(
         out,
         [
-            estimate_command(model, cluster, request, best.config),
-            shlex.join(["autoplan", "whatif", model, *task, *vary]),
+            estimate_command(model, cluster, request, best.config, tokens, assumed),
+            whatif_command(model, cluster, request, f"nodes={nodes}..{4 * nodes}"),
         ],
     )
 
@@ -539,9 +505,7 @@ def estimate_text(
     _breakdown(out, planned.estimate)
     prices(out, [request], tokens, assumed)
     _warnings(out, planned.estimate, request, tokens, assumed)
-    task = ["--cluster", cluster, "--seq-len", str(request.seq_len)]
-    task += ["--global-batch-size", str(request.global_batch_size), *_settings(request)]
-    _next(out, [shlex.join(["autoplan", "plan", model, *task])])
+    _next(out, [plan_command(model, cluster, request)])
 
 
 def whatif_text(
@@ -593,3 +557,5 @@ def whatif_text(
             out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
         )
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], tokens, assumed)
+    for text in left_out_notes([request]):
+        paragraph(out, f"Note: {text}", 6, "yellow")

@@ -69,7 +69,7 @@ def space(
     limits = Limits(
         cluster.num_devices,
         global_batch_size,
-        max(_LEAST_DOMAIN, cluster.levels[0].size),
+        max(_LEAST_DOMAIN, cluster.domain_size),
         tuple((where, count) for where, count, _ in head_counts(graph)),
         len(pipeline_units(graph)),
         batch_obstacle(graph),
@@ -91,6 +91,6 @@ def space(
 
 def _contexts(graph: ModelGraph, cluster: Cluster, seq_len: int) -> tuple[int, ...]:
     """1, and within a scale-up domain what leaves every rank enough of each sequence, if the model can be cut."""
-    most = min(seq_len // LEAST_PART, max(_LEAST_DOMAIN, cluster.levels[0].size))
+    most = min(seq_len // LEAST_PART, max(_LEAST_DOMAIN, cluster.domain_size))
     found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (2 * cp) == 0]
     return (1, *found) if found and context_obstacle(graph) is None else (1,)

@@ -116,7 +116,7 @@ def workload(
     shared = shared_values(graph, units, lowered, held, works, frozenset(layers))
     if shared:
         memory = [_without(m, u, shared) for u, m in enumerate(memory)]
-    per_call = {n: sum(_model_flops(blk, node, works) for node in blk.nodes) for n, blk in graph.blocks.items()}
+    per_call = {n: _block_flops(blk, works) for n, blk in graph.blocks.items()}
     return Workload(
         model=graph.name,
         axes=tuple((a.name, a.size) for a in works.axes),
@@ -138,7 +138,8 @@ def workload(
         tied=_tied(graph, units, lowered, works),
         free_saved=float(saved_bytes_of([calls[n] for n in free_names], held)),
         tokens=float(works.env["b"] * works.env["s"] * works.context),
-        model_flops=works.context * sum(per_call[c.block] for c in graph.calls),
+        model_flops=works.context * sum(per_call[c.block][0] for c in graph.calls),
+        masked_flops=works.context * sum(per_call[c.block][1] for c in graph.calls),
         micro_batch_size=works.env["b"],
         seq_len=works.env["s"] * works.context,
         held={
@@ -168,6 +169,16 @@ def _check_modules(asked: Sequence[str], held: Mapping[str, Activations]) -> Non
 
 
 _COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
+
+
+def _block_flops(block: Block, works: Works) -> tuple[float, float]:
+    """Model flops of a block's nodes, and of them what causal attention does not see: half of its scores."""
+    total = masked = 0.0
+    for node in block.nodes:
+        counted = _model_flops(block, node, works)
+        total += counted
+        masked += counted / 2 if node.op == "attention" and node.attrs.get("causal") else 0.0
+    return total, masked
 
 
 def _model_flops(block: Block, node: Node, works: Works) -> float:

@@ -1,0 +1,63 @@
+"""Files that autoplan writes: whole or not at all. The one place that opens a file to write; it imports nothing of
+autoplan, so that the runtime and the cost models write by it, too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+_MODE = 0o644  # of a new file; a temporary one is private
+
+
+def write_whole(path: Path | str, data: str | bytes) -> None:
+    """Write `data` (text in UTF-8): readers see the old file or the new one, and a failure leaves no file behind.
+
+    A file keeps its permissions, and a link goes on pointing where it did. What is no file (a pipe, /dev/stdout) is
+    written to. Several processes may write the same path at once: one of them wins. Raises: OSError.
+    """
+    path = Path(path)
+    content = data.encode() if isinstance(data, str) else data
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = Path(os.path.realpath(path))
+    mode = path.stat().st_mode & 0o777 if path.exists() else _MODE
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+class AppendedFile:
+    """A file that grows by whole pieces: what was appended is in it, whatever ends the process afterwards.
+
+    It begins with `head`, in place of what was there before. Raises: OSError.
+    """
+
+    def __init__(self, path: Path | str, head: str) -> None:
+        write_whole(path, head)
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  closed by close()
+
+    def append(self, text: str) -> None:
+        """Add `text` at the end, or nothing of it if it cannot be written whole."""
+        data = memoryview(text.encode())
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe has no end to go back to
+                os.ftruncate(self._file.fileno(), end)
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()

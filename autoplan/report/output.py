@@ -1,0 +1,91 @@
+"""Standard output of a command: what is lost of it is an error, never a plan that nobody got and exit code 0.
+
+Python itself ignores a closed standard output, and meets a full disk only when it ends, with a traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+EXIT_LOST_OUTPUT = 4
+EXIT_BROKEN_PIPE = 141  # of the reader that went away (`| head -1`): 128 + SIGPIPE, as a shell reports it
+
+
+class LostOutput(Exception):
+    """Standard output cannot be written. No OSError: libraries of the terminal swallow those."""
+
+
+class _Checked:
+    """A text stream whose failures are LostOutput."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's own."""
+        with _lost():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        with _lost():
+            self._stream.flush()
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LostOutput(error) from error
+
+
+def say_error(message: str) -> None:
+    """Print one line on stderr; a stderr that cannot be written changes no exit code."""
+    with suppress(OSError, ValueError):
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def written_output() -> Iterator[None]:
+    """Inside, standard output that cannot be written ends the command: one line on stderr and EXIT_LOST_OUTPUT.
+
+    A closed standard output is refused before any work. A pipe whose reader is gone ends it without a word, with
+    EXIT_BROKEN_PIPE.
+    """
+    stream = cast(TextIO | None, sys.stdout)
+    if stream is None:  # it was closed when Python started
+        say_error("standard output is closed: nothing could be shown; redirect it to a file or /dev/null")
+        raise SystemExit(EXIT_LOST_OUTPUT)
+    checked = _Checked(stream)
+    sys.stdout = cast(TextIO, checked)
+    try:
+        try:
+            yield
+        finally:
+            checked.flush()
+    except LostOutput as lost:
+        _discard(stream)
+        error = lost.args[0]
+        if error.errno == errno.EPIPE:
+            raise SystemExit(EXIT_BROKEN_PIPE) from None
+        say_error(f"standard output cannot be written: {error.strerror or error}; what was to be shown is lost")
+        raise SystemExit(EXIT_LOST_OUTPUT) from None
+    finally:
+        sys.stdout = stream
+
+
+def _discard(stream: TextIO) -> None:
+    """Let go of what the stream still holds: Python would try to write it again at its end."""
+    with suppress(OSError, ValueError):  # a stream without a file, or one that is closed
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
