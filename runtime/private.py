@@ -15,7 +15,7 @@
 | DeviceMesh._concatenate (in zero.py) | hybrid ZeRO's mesh of replicas and shards, made of two axes of one mesh | 2.13.0 |
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | 2.13.0 |
 | _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | 2.13.0 |
-| _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py) | counted collectives are told apart by forward, backward and recompute | 2.13.0 |
+| _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, autoplan/verify/wide.py) | counted collectives are told apart by forward, backward and recompute; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | 2.13.0 |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from values of their own | 2.13.0 |
 | nn.Module._parameters (in precision.py, model.py, params.py, capture/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | 2.13.0 |
 | distributed_c10d._get_default_store | the store in which a failing rank leaves its reason | 2.13.0 |

@@ -115,7 +115,7 @@ class _Step(LossModule):
         """The loss; gradients are in the parameters' `grad`."""
         loss = super().forward(*tensors)
         if self.backward:
-            torch.autograd.backward(loss)  # Tensor.backward would leave the mode of `wide`
+            torch.autograd.backward(loss)
         return loss
 
 
@@ -261,6 +261,11 @@ def verify_whole(task: Task, limit_s: float = LIMIT_S) -> Outcome:
     sizes, cost = choose_sizes(task, limit_s)
     if sizes is None:
         return Outcome(False, f"it would take about {cost} on this host")
+    return compare_or_say(task, sizes)
+
+
+def compare_or_say(task: Task, sizes: Mapping[str, int]) -> Outcome:
+    """`compare`, or why it cannot be done."""
     try:
         return compare(task, sizes)
     except NotComparable as exc:

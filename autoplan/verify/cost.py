@@ -58,11 +58,18 @@ def cost_of(graph: ModelGraph, sizes: Mapping[str, int]) -> Cost:
         flops += times * sum(works.flops(block, node) for node in block.nodes)
         kept += times * _kept(works, block)
         num_nodes += times * len(block.nodes)
-    stored = float(graph.num_params * _WIDTH)
-    moved = _RUNS * (2 * _FORWARD_AND_BACKWARD * kept + 4 * stored)
+    parameters = cost_of_parameters(graph.num_params)
     arithmetic = _RUNS * _FORWARD_AND_BACKWARD * flops / (_FLOPS_PER_CORE * torch.get_num_threads())
-    seconds = arithmetic + moved / _BYTES_PER_S + _RUNS * _FORWARD_AND_BACKWARD * num_nodes * _NODE_S
-    return Cost(seconds, _COPIES * stored + 2 * kept)  # the module may keep twice as much: explicit scores
+    activations = _RUNS * 2 * _FORWARD_AND_BACKWARD * kept / _BYTES_PER_S
+    seconds = arithmetic + activations + _RUNS * _FORWARD_AND_BACKWARD * num_nodes * _NODE_S
+    # the module may keep twice as much: explicit scores
+    return Cost(parameters.seconds + seconds, parameters.num_bytes + 2 * kept)
+
+
+def cost_of_parameters(number: int) -> Cost:
+    """The part that any batch costs: each parameter is copied, read forward and backward, and has a gradient."""
+    stored = float(number * _WIDTH)
+    return Cost(_RUNS * 4 * stored / _BYTES_PER_S, _COPIES * stored)
 
 
 def _kept(works: Works, block: Block) -> float:

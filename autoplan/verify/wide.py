@@ -7,6 +7,7 @@ cast to float32 in their norms and routers, and the graph has lost the casts tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,11 @@ class Wide(TorchFunctionMode):
         given = dict(kwargs or {})
         if func == _READ_DTYPE:
             dtype = func(*args)
-            return self.shown if dtype is WIDE else dtype
+            # the checks of torch.utils.checkpoint compare with what its hooks read, outside of the mode
+            checks = sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
+            return self.shown if dtype is WIDE and not checks else dtype
+        if func is torch.autograd.backward:
+            return self._backward(*args, **given)
         if func is F.dropout or func is torch.dropout:
             return _dropout(*args, **given)
         if func in _OF_NUMBERS:
@@ -67,6 +72,24 @@ class Wide(TorchFunctionMode):
             if _narrow(value):
                 given[name] = WIDE
         return _widened(func(*args, **given))
+
+    def _backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """As torch's, but in the mode, which a call of its own would leave: layers may compute their forward again."""
+        outs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors or (None,) * len(outs)
+        grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outs, given, strict=True))
+        keep = create_graph if retain_graph is None else retain_graph
+        engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+        with self:
+            engine(outs, grads, keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
 
 
 def _narrow(x: object) -> bool:
