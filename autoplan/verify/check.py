@@ -8,7 +8,7 @@ text and kernels as any plan of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -193,8 +193,8 @@ def compare(task: Task, sizes: Mapping[str, int]) -> Outcome:
         from autoplan.verify.first import explain  # what is needed only here
 
         raise CaptureError(explain(task, compiled, tensors, batch, (float(got_loss), float(loss)), wrong))
-    windows = longest_window(task.graph)
-    unseen = f"; windows of {windows:,} tokens are longer" if windows >= sizes.get("s", math.inf) else ""
+    window = _window(task)
+    unseen = f"; windows of {window:,} tokens are longer" if window >= sizes.get("s", math.inf) else ""
     shown = ", ".join(f"{x}={n}" for x, n in sorted(sizes.items()))
     count = f"{len(trained)} gradients" if len(trained) != 1 else "1 gradient"
     return Outcome(True, f"in float64: loss and {count} within {TOLERANCE:g} of the module ({shown}{unseen})")
@@ -210,9 +210,7 @@ class Wrong:
     error: float
 
 
-def differing(
-    names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]
-) -> list[Wrong]:
+def differing(names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> list[Wrong]:
     """The gradients that are not equal up to the tolerance; a parameter without one has zeros."""
 
     def largest(t: torch.Tensor | None) -> float:
@@ -221,7 +219,9 @@ def differing(
     whole, out = max((largest(g) for g in want.values()), default=0.0), []
     for name in names:
         mine, theirs = got.get(name), want.get(name)
-        error = largest(mine - theirs if mine is not None and theirs is not None else mine if theirs is None else theirs)
+        error = largest(
+            mine - theirs if mine is not None and theirs is not None else mine if theirs is None else theirs
+        )
         if not error <= TOLERANCE * largest(theirs) + ROUNDING * whole:
             out.append(Wrong(name, largest(mine), largest(theirs), error))
     return out
@@ -232,22 +232,26 @@ def choose_sizes(task: Task, limit_s: float) -> tuple[dict[str, int] | None, Cos
     where all exceed the limit or the memory."""
     s, t = example_lengths(task.model, task.example)
     example = {"s": s, **({} if t is None else {"t": t})}
-    window, least = longest_window(task.graph), None
-    chosen: dict[str, int] | None = None
+    window, least = _window(task), None
+    found: list[tuple[dict[str, int], float]] = []
     for sizes in sizes_to_try(task.graph, example):
         try:
-            cost = cost_of(task.graph, sizes)
+            least = cost_of(task.graph, sizes)
         except GraphError:  # a shape that is whole for some lengths only
             continue
-        least = cost
-        if cost.seconds > limit_s or not cost.fits:
-            continue
-        if cost.seconds <= USUAL_S or chosen is None:
-            if chosen is None or sizes.get("s", 0) > window or chosen.get("s", 0) <= window:
-                chosen = sizes
-        if cost.seconds <= USUAL_S:
-            break
-    return chosen, least
+        if least.seconds <= limit_s and least.fits:
+            found.append((sizes, least.seconds))
+    if not found:
+        return None, least
+    chosen = next((sizes for sizes, seconds in found if seconds <= USUAL_S), found[-1][0])
+    longer = [sizes for sizes, _ in found if sizes.get("s", 0) > window]
+    return (longer[-1] if longer and chosen.get("s", 0) <= window else chosen), least
+
+
+def _window(task: Task) -> int:
+    """The longest sliding window of the graph or, where it may have been lost, of a Hugging Face config."""
+    wanted = getattr(getattr(task.model, "config", None), "sliding_window", None)
+    return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 
 def verify_whole(task: Task, limit_s: float = LIMIT_S) -> Outcome:

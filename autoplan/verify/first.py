@@ -248,5 +248,3 @@ def _summary(task: Task, losses: tuple[float, float], wrong: Sequence[Wrong]) ->
         f"the captured graph of {task.graph.name} is not the module: its loss is {got:.8g}, that of the module "
         f"{want:.8g}, and {count}"
     )
-
-

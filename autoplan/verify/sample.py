@@ -88,8 +88,8 @@ def sizes_to_try(graph: ModelGraph, example: Sizes) -> Iterator[dict[str, int]]:
     part, seen = 4, []
     while True:
         sizes = {x: _within(graph, x, n * 3 // part, n) for x, n in lengths.items()}
-        if len(set(sizes.values())) < len(sizes) and max(sizes.values()) > 2:  # two lengths must not be mistaken
-            sizes["t"] = _within(graph, "t", sizes["t"] - 1, lengths["t"])
+        if len(set(sizes.values())) < len(sizes) and sizes["t"] > max(1, graph.bounds.get("t", (0, None))[0]):
+            sizes["t"] -= 1  # two lengths must not be mistaken for one another
         sizes["b"] = 3
         if sizes not in seen:
             seen.append(sizes)
@@ -116,7 +116,7 @@ def longest_window(graph: ModelGraph) -> int:
 def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
     """A batch of these sizes: the example cut or repeated, drawn anew where its entries are all equal.
 
-    Tokens that do not count are put at the end of the last sample, if the example has a mask and no such tokens.
+    Some tokens do not count (`_pad`), if the example has a mask and no such tokens.
     """
     generator = torch.Generator().manual_seed(_SEED)
     uses = _Uses(graph).find()
@@ -155,12 +155,13 @@ def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generato
 
 
 def _pad(graph: ModelGraph, uses: Mapping[str, _Use], batch: dict[str, torch.Tensor], mask: str) -> None:
-    """The last quarter of the last sample does not count, nor do labels there."""
-    shape = graph.values[mask].shape
-    begin = batch[mask].shape[1] - batch[mask].shape[1] // 4
-    batch[mask] = batch[mask].clone()
-    batch[mask][-1, begin:] = 0
+    """The last quarter of the last sample does not count, and one token amid the one before: causal attention does not
+    see padding that is behind it. Labels there do not count either."""
+    shape, length = graph.values[mask].shape, batch[mask].shape[1]
+    counts = torch.ones(batch[mask].shape, dtype=torch.bool)
+    counts[-1, length - length // 4 :] = False
+    counts[-2, length // 3] = False
+    batch[mask] = batch[mask].masked_fill(~counts, 0)
     for name, tensor in batch.items():
         if uses[name].classes is not None and graph.values[name].shape == shape:
-            batch[name] = tensor.clone()
-            batch[name][-1, begin:] = uses[name].ignore_index
+            batch[name] = tensor.masked_fill(~counts, uses[name].ignore_index)
