@@ -116,7 +116,7 @@ def longest_window(graph: ModelGraph) -> int:
 def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
     """A batch of these sizes: the example cut or repeated, drawn anew where its entries are all equal.
 
-    Some tokens do not count (`_pad`), if the example has a mask and no such tokens.
+    Where there is a mask, some tokens do not count (`_pad`).
     """
     generator = torch.Generator().manual_seed(_SEED)
     uses = _Uses(graph).find()
@@ -128,7 +128,7 @@ def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: Si
             tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
         batch[name] = _drawn(name, tensor, uses[name], generator)
     for name in _MASKS:
-        if name in batch and bool((batch[name] == 1).all()):
+        if name in batch:
             _pad(graph, uses, batch, name)
     return batch
 
@@ -155,12 +155,13 @@ def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generato
 
 
 def _pad(graph: ModelGraph, uses: Mapping[str, _Use], batch: dict[str, torch.Tensor], mask: str) -> None:
-    """The last quarter of the last sample does not count, and one token amid the one before: causal attention does not
-    see padding that is behind it. Labels there do not count either."""
+    """One token amid the last but one sample does not count: causal attention does not see padding behind it. Where the
+    example has no padding, nor does the last quarter of the last sample. Labels there do not count either."""
     shape, length = graph.values[mask].shape, batch[mask].shape[1]
     counts = torch.ones(batch[mask].shape, dtype=torch.bool)
-    counts[-1, length - length // 4 :] = False
     counts[-2, length // 3] = False
+    if bool((batch[mask] == 1).all()):
+        counts[-1, length - length // 4 :] = False
     batch[mask] = batch[mask].masked_fill(~counts, 0)
     for name, tensor in batch.items():
         if uses[name].classes is not None and graph.values[name].shape == shape:
