@@ -146,7 +146,7 @@ def test_an_example_of_equal_tokens_hides_nothing() -> None:
     model, ids = models.make_llama(), torch.zeros(2, SEQ, dtype=torch.long)
     task = captured(model, {"input_ids": ids, "labels": ids}, None)
     assert verify_whole(task).done
-    with pytest.raises(CaptureError, match="attention of model.layers.0.self_attn"):
+    with pytest.raises(CaptureError, match=r"attention of model.layers.0.self_attn"):
         verify_whole(replace(task, graph=with_node(task.graph, *LOST_MASK)))
 
 
@@ -240,7 +240,7 @@ def test_batches() -> None:
     assert {n: tuple(x.shape) for n, x in batch.items()} == {
         "input_ids": (3, 12), "labels": (3, 8), "attention_mask": (3, 12), "decoder_attention_mask": (3, 8)
     }  # fmt: skip
-    assert 0 <= batch["input_ids"].min() and batch["input_ids"].max() < 96 and batch["input_ids"].unique().numel() > 9
+    assert batch["input_ids"].min() >= 0 and batch["input_ids"].max() < 96 and batch["input_ids"].unique().numel() > 9
     assert batch["attention_mask"].sum(1).tolist() == [12, 11, 9]  # some do not count
     assert (batch["labels"][-1, 6:] == -100).all() and batch["labels"].max() < 96
     given = {**ones, "input_ids": torch.arange(2 * SEQ).view(2, SEQ)}
@@ -372,7 +372,7 @@ def test_fewer_layers_of_the_same_config(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(shallow, "capture", lossy)
     broken = replace(task, graph=with_node(task.graph, *LOST_MASK))
-    with pytest.raises(CaptureError, match="attention of model.layers.0.self_attn"):
+    with pytest.raises(CaptureError, match=r"attention of model.layers.0.self_attn"):
         verify_shallow(broken, check.LIMIT_S)
 
 

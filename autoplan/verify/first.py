@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,16 +57,13 @@ class Fingerprint:
         return close and abs(self.total - other.total) <= _CLOSE * math.sqrt(self.size * max(self.squares, 1e-300))
 
 
-@dataclass
-class _Made(TorchDispatchMode):
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """All that the module computes, in order: the path of the module that computes it, by which operation, what."""
 
-    model: nn.Module
-    found: list[tuple[str, str, Fingerprint]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._paths = {id(m): name for name, m in self.model.named_modules()}
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[str, str, Fingerprint]] = []
+        self._paths = {id(m): name for name, m in model.named_modules()}
         self._stack: list[str] = [""]
 
     def __torch_dispatch__(
@@ -192,7 +189,7 @@ def _counterpart(
     there = [(op, f) for path, op, f in made if path == value.scope and f.size == value.fingerprint.size]
     there = [(op, f) for op, f in there if not any(f.same(other) for other in mine)]
     alike = [f for op, f in there if value.node.op.removesuffix("_scalar") in op]
-    return (alike or [f for _, f in there[-1:]] or [None])[0]
+    return next(iter(alike or [f for _, f in there[-1:]]), None)
 
 
 def _first_gradient(compiled: OneDevice, wrong: Sequence[Wrong]) -> Wrong:

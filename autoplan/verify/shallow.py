@@ -61,7 +61,7 @@ def _changes(depths: Mapping[int, int]) -> Iterator[_Change]:
     def fewer(config: Any) -> None:
         before = {name: getattr(config, name, None) for name in _DEPTHS}
         for name, number in before.items():
-            if number in depths:
+            if isinstance(number, int) and number in depths:
                 setattr(config, name, depths[number])
         for name, value in list(vars(config).items()):
             if isinstance(value, list) and len(value) in depths and len(value) in before.values():

@@ -119,7 +119,7 @@ def _grouped_mm(
         raise NotImplementedError("grouped products of other than rows with stacked matrices, in float64")
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
     rest = a.shape[0] - sum(sizes)
-    parts = [part @ b[i] for i, part in enumerate(a.split([*sizes, rest])[:-1])]
+    parts = [part @ b[i] for i, part in enumerate(torch.split(a, [*sizes, rest])[:-1])]
     return torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
 
 
