@@ -3,7 +3,7 @@
     python experiments/verification.py [--family llama ...] [--rounds 3] [--json FILE]
 
 Small models of several families, built from a config with random weights, captured and verified as `parallelize` does
-without its caches. `capture s` and `verify s` are medians of wall time; `size` is what was run; `error` is the largest
+without its caches. `capture s` and `verify s` are medians of processor time; `size` is what was run; `error` is the largest
 difference of a gradient, relative to its largest element (or, of gradients that are zero but for rounding, to 1e-4 of
 the largest element of all). `deep` families are those of published sizes without values, of which fewer layers are
 verified: the time includes capturing these.
@@ -107,16 +107,16 @@ def _measure(family: str, rounds: int) -> Row:
     example = {"input_ids": ids, "labels": ids}
     captures, verifies, said = [], [], ""
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         task = Task(model, capture(model, example), example)
-        middle = time.perf_counter()
+        middle = time.process_time()
         try:
             outcome = verify_shallow(task, LIMIT_S) if deep else verify_whole(task)
             said = ("verified " if outcome.done else "not verified: ") + outcome.text
         except CaptureError as exc:
             said = f"wrong: {exc}".split(". The first value")[0]
         captures.append(middle - begin)
-        verifies.append(time.perf_counter() - middle)
+        verifies.append(time.process_time() - middle)
     size, error = ("", None) if deep or said.startswith("wrong") else _error(task)
     return Row(family, statistics.median(captures), statistics.median(verifies), size, error, said)
 

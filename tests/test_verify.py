@@ -347,10 +347,13 @@ def test_what_was_verified_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
         verify_capture(replace(task, graph=with_node(task.graph, *LOST_MASK)), folder=tmp_path)
     monkeypatch.setattr(door, "code_hash", lambda *_: "another checkout")
     assert verify_capture(task, folder=tmp_path) == first and len(ran) == 3
+    for file in (tmp_path / "verified").iterdir():
+        file.write_text("{")
+    assert verify_capture(task, folder=tmp_path) == first and len(ran) == 4  # damaged: anew
     own = plain_task()  # code that no version tells
     for _ in range(2):
         verify_capture(own, folder=tmp_path)
-    assert len(ran) == 5
+    assert len(ran) == 6
 
 
 # -- fewer layers -----------------------------------------------------------------------------------------------------

@@ -42,8 +42,10 @@ def verify_capture(task: Task, verify: bool | str = True, folder: Path | None = 
         return "capture not verified: verify=False"
     path = _remembered(task, folder)
     if path is not None and path.exists():
-        text: str = json.loads(path.read_text())["verified"]
-        return text
+        try:
+            return str(json.loads(path.read_text())["verified"])
+        except (KeyError, TypeError, ValueError):  # damaged: verified anew
+            path.unlink(missing_ok=True)
     limit_s = math.inf if verify == "required" else LIMIT_S
     whole = verify_whole(task, limit_s)
     outcome = whole if whole.done else verify_shallow(task, limit_s)

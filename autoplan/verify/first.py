@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.cost_models.graph import Call, Node
 from autoplan.search.lower import Op, identifier
-from autoplan.verify.check import ADVICE, NotComparable, Task, Tensors, Wrong, run_graph, run_module
+from autoplan.verify.check import ADVICE, Task, Tensors, Wrong, run_graph, run_module
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
 
 _CLOSE = 1e-10  # of fingerprints, relative: both sides are float64
@@ -216,26 +216,33 @@ def explain(
     Args:
         losses: of the graph and of the module. wrong: the gradients that differ.
     """
-    made = _Made(task.model)
+    text = _summary(task, losses, wrong)
     try:
-        with made.following(), made:
-            run_module(task, tensors, batch, backward=False)
-    except NotComparable as exc:  # it ran a moment ago
-        return f"{_summary(task, losses, wrong)}; the first value was not found: {exc}. {ADVICE}"
+        where = _where(task, compiled, tensors, batch, wrong)
+    except Exception as exc:  # that it differs is what matters
+        where = f". The first value that differs was not found ({type(exc).__name__}: {exc})"
+    return f"{text}{where}. {ADVICE}"
+
+
+def _where(
+    task: Task, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor], wrong: Sequence[Wrong]
+) -> str:
+    made = _Made(task.model)
+    with made.following(), made:
+        run_module(task, tensors, batch, backward=False)
     values = _values(task, compiled, tensors, batch)
     first = _first(values, [f for *_, f in made.found])
-    text = _summary(task, losses, wrong)
     if first is not None:
         other = _counterpart(first, values, made.found)
         beside = "" if other is None else f", in the module {other.norm:.6g}"
-        text += f". The first value that differs is the {first}: its norm is {first.fingerprint.norm:.6g}{beside}"
-    elif wrong:
-        g = _first_gradient(compiled, wrong)
-        text += (
-            f". All values of the forward agree; the first gradient that differs is that of {g.name}: its largest "
-            f"element is {g.got:.6g}, in the module {g.want:.6g}; they differ by up to {g.error:.3g}"
-        )
-    return f"{text}. {ADVICE}"
+        return f". The first value that differs is the {first}: its norm is {first.fingerprint.norm:.6g}{beside}"
+    if not wrong:
+        return ""
+    g = _first_gradient(compiled, wrong)
+    return (
+        f". All values of the forward agree; the first gradient that differs is that of {g.name}: its largest element "
+        f"is {g.got:.6g}, in the module {g.want:.6g}; they differ by up to {g.error:.3g}"
+    )
 
 
 def _summary(task: Task, losses: tuple[float, float], wrong: Sequence[Wrong]) -> str:

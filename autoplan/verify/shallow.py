@@ -115,6 +115,7 @@ def verify_shallow(task: Task, limit_s: float) -> Outcome:
     if not is_hf_model(task.model):
         return Outcome(False, "")
     reason = ""
+    task = replace(task, example={n: x.cpu() for n, x in task.example.items()})
     for change in _changes(_depths(task.graph, task.model)):
         config = copy.deepcopy(task.model.config)
         try:
