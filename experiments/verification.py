@@ -3,10 +3,10 @@
     python experiments/verification.py [--family llama ...] [--rounds 3] [--json FILE]
 
 Small models of several families, built from a config with random weights, captured and verified as `parallelize` does
-without its caches. `capture s` and `verify s` are medians of processor time; `size` is what was run; `error` is the largest
-difference of a gradient, relative to its largest element (or, of gradients that are zero but for rounding, to 1e-4 of
-the largest element of all). `deep` families are those of published sizes without values, of which fewer layers are
-verified: the time includes capturing these.
+without its caches. `capture s` and `verify s` are medians of processor time; `size` is what was run; `error` is the
+largest difference of a gradient, relative to its largest element (of gradients that are zero but for rounding, to 1e-4
+of the largest element of all). Families of published sizes have no values, and fewer layers of them are verified: the
+time includes capturing these.
 """
 
 from __future__ import annotations
