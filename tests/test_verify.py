@@ -223,6 +223,47 @@ def test_a_wrong_graph(change: Callable[[ModelGraph], ModelGraph], message: str)
         verify_whole(replace(task, graph=change(task.graph)))
 
 
+class Mean(Plain):
+    """Divides by what it computes without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(self.norm1(x)) + self.shift
+        with torch.no_grad():
+            size = y.square().mean(-1, keepdim=True) + 1.0
+        out: torch.Tensor = self.last(self.norm2(y / size).tanh())
+        return out
+
+
+def test_regions_without_gradients() -> None:
+    """What they make has none in the program either; and where it has, it is found."""
+    task = captured(Mean(), {"x": torch.zeros(2, SEQ, 8)}, square_loss)
+    assert verify_whole(task).done
+    flowing = with_node(task.graph, lambda n: n.op == "detach", lambda n: replace(n, op="clone"))
+    with pytest.raises(CaptureError, match=r"the first gradient that differs is that of first.weight"):
+        verify_whole(replace(task, graph=flowing))
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+class OwnBackward(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Tripled.apply(self.first(x)))
+
+
+def test_a_backward_of_the_models_own() -> None:
+    task = captured(OwnBackward(), {"x": torch.zeros(2, SEQ, 8)}, square_loss)
+    with pytest.raises(CaptureError, match=r"torch.autograd.Function of the model's own is not captured"):
+        verify_whole(task)
+
+
 def test_a_graph_that_cannot_run() -> None:
     task = plain_task()
     graph = with_node(task.graph, lambda n: n.op == "sum", attrs(dims=(7,)))

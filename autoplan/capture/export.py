@@ -207,6 +207,7 @@ class _Translator:
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
         self.no_grad = False
+        self.cut: set[str] = set()  # made without gradients, though of values that have them
         self.counter: dict[str, int] = {}
 
     def run(self) -> Trace:
@@ -340,8 +341,21 @@ class _Translator:
             placeholder.meta.setdefault("val", actual.meta.get("val"))
         self._graph(sub, sub.graph)
         out: Any = next(n for n in sub.graph.nodes if n.op == "output").args[0]
-        self.env[node] = [self.env[o] for o in out] if isinstance(out, (tuple, list)) else self.env[out]
+        several = isinstance(out, (tuple, list))
+        results = [self._without_gradient(o) for o in (out if several else (out,))]
+        self.env[node] = results if several else results[0]
         self.no_grad = before
+
+    def _without_gradient(self, node: fx.Node) -> Any:
+        """What leaves a region without gradients: detached, where the program would have one."""
+        found = self.env[node]
+        value = self.trace.values.get(found) if isinstance(found, str) else None
+        if value is None or not self.no_grad or not (found in self.cut or value.requires_grad):
+            return found
+        if "float" not in value.dtype:
+            return found
+        item = Lowered("detach", (found,), {})
+        return self._emit(item, item.tensors, [node.meta["val"]], source_of(node), _scope_of(node))[0]
 
     def _marker(self, target: str, node: fx.Node) -> None:
         args: tuple[Any, ...] = node.args
@@ -363,6 +377,8 @@ class _Translator:
                 name = self._fresh(f"{layer}.out{i}" if len(like) > 1 else f"{layer}.out")
                 self.trace.values[name] = replace(old, name=name)
                 outs.append(name)
+                if self._name_of(theirs) in self.cut:
+                    self.cut.add(name)
             self.env[node] = outs
             self.trace.order.append(("repeat", len(self.trace.repeats)))
             self.trace.repeats.append((layer, first, tensors, outs))
@@ -426,6 +442,8 @@ class _Translator:
                 any(v.requires_grad for v in inputs) and not self.no_grad and item.op != "detach" and "float" in dtype
             )
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
+        if self.no_grad and item.op != "detach" and any(v.requires_grad or v.name in self.cut for v in inputs):
+            self.cut.update(outs)
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):
             attrs["dtype"] = _dtype(metas[0].dtype)
