@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,9 +36,11 @@ from autoplan.runtime.failure import guarded, init_process_group, watch, work_of
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.space import check_pins, space
+from autoplan.verify.check import Task
+from autoplan.verify.door import check_verify, verify_capture
 
 if TYPE_CHECKING:
-    from autoplan.profiler.ops import Task
+    from autoplan.profiler.ops import Task as ProfilerTask
 
 T = TypeVar("T")
 
@@ -60,6 +63,7 @@ def parallelize(
     compile: bool | str = False,
     precision: str = "native",
     gradient_compression: Compression | None = None,
+    verify: bool | str = True,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
@@ -93,6 +97,9 @@ def parallelize(
             a dynamic loss scale (`pm.loss_scaler`); 'fp32' keeps and computes everything in float32.
         gradient_compression: of the all-reduce of ZeRO 0 (which it pins): 'bf16', 'fp16', or
             `autoplan.PowerSGD(rank=4)`. Not priced: the plan counts whole gradients.
+        verify: True: the captured graph is run on rank 0 and compared with the module, loss and gradients, where that
+            takes some seconds at most (of a large Hugging Face model on fewer layers of its config); `pm.plan.capture`
+            says what was compared. 'required': whatever it takes, and an error where it cannot be done. False: not.
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
@@ -112,6 +119,7 @@ def parallelize(
         )
     pins = dict(pins or {})
     check_pins(pins)
+    verify = check_verify(verify)
     compute = executed_precision(precision).compute
     if gradient_compression is not None:
         pins = _compressible(gradient_compression, pins, precision)
@@ -133,7 +141,8 @@ def parallelize(
     if world > 1:
         _check_same_model(model, device)
     dtype = None if compute is None else getattr(torch, compute)
-    graph = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype), "capture")
+    captured = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype, verify), "capture")
+    graph, verified = captured if captured is not None else (None, "")
     shape = next(iter(example_inputs.values())).shape
     seq_len, target_len = example_lengths(model, example_inputs)
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
@@ -146,7 +155,7 @@ def parallelize(
         plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile), target_len, precision)
         if check:
             _type_check(program)
-        return plan, program
+        return replace(plan, capture=verified), program
 
     plan, program = _agree(chain, "planning")
     parameters, buffers = _tensors(model)
@@ -262,11 +271,15 @@ def _capture(
     example_inputs: Mapping[str, torch.Tensor],
     loss_fn: LossFn | None,
     dtype: torch.dtype | None = None,
-) -> ModelGraph:
+    verify: bool | str = True,
+) -> tuple[ModelGraph, str]:
+    """The captured graph, and whether it is the module."""
     with computing_in(model, dtype):
         if loss_fn is not None:
-            return capture(model, example_inputs, loss_fn)
-        return cached(model, example_inputs, lambda: capture(model, example_inputs))
+            graph = capture(model, example_inputs, loss_fn)
+        else:
+            graph = cached(model, example_inputs, lambda: capture(model, example_inputs))
+    return graph, verify_capture(Task(model, graph, example_inputs, loss_fn, dtype), verify)
 
 
 def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
@@ -297,13 +310,13 @@ def _machine_profile(
         return given
     key = machine_key(cluster.num_devices, cluster.device_type)
 
-    def wanted() -> tuple[str | None, list[Task]]:
+    def wanted() -> tuple[str | None, list[ProfilerTask]]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
         have = cached_profile(key)
         checked = space(graph, cluster, global_batch_size, pins, seq_len=seq_len)
         cases = {(c.tp, c.micro_batch_size, c.cp) for c in checked.candidates}
-        tasks: dict[str, Task] = {}
+        tasks: dict[str, ProfilerTask] = {}
         for tp, size, cp in sorted(cases):
             for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
                 tasks.setdefault(task.work.key, task)

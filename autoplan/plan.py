@@ -54,6 +54,7 @@ class Plan:
     estimate: Estimate | None = None  # None: the degrees were given, not searched
     version: int = PLAN_VERSION
     precision: str = "native"
+    capture: str = ""  # whether the captured graph is the module (autoplan.verify); empty: it was given as a graph
 
     def to_json(self) -> str:
         """Text form; the events of the estimate's timeline are left out."""
@@ -84,6 +85,8 @@ class Plan:
                 f"  predicted: step {step.mid:.4g} s ({step.low:.3g} to {step.high:.3g}, {step.tag}), "
                 f"memory {peak.mid / 1e6:,.0f} MB of {self.estimate.memory_capacity_bytes / 1e6:,.0f}"
             )
+        if self.capture:
+            lines.append(f"  {self.capture}")
         for i, names in enumerate(self.stages):
             lines.append(f"  stage {i}: {', '.join(names)}")
         stored = [(k.removeprefix("store "), v) for k, v in self.layout.items() if k.startswith("store ")]

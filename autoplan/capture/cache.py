@@ -35,12 +35,17 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _own_code() -> str:
-    """Hash of the code that captures, and of the rules that it asks: a checkout changes without its version."""
-    found, capture = hashlib.sha256(), Path(__file__).parent
-    for path in sorted((*capture.glob("*.py"), *(capture.parent / "rules").glob("*.py"))):
+def code_hash(*packages: str) -> str:
+    """Hash of the sources of packages of autoplan: a checkout changes without its version."""
+    found, root = hashlib.sha256(), Path(__file__).parent.parent
+    for path in sorted(file for name in packages for file in (root / name).glob("*.py")):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
+
+
+def _own_code() -> str:
+    """Of the code that captures, and of the rules that it asks."""
+    return code_hash("capture", "rules")
 
 
 def _plain(value: Any) -> Any:
@@ -119,7 +124,11 @@ def cached(
         except (GraphError, KeyError, ValueError):
             path.unlink(missing_ok=True)
     graph = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()})
-    write_whole(path, text)
+    store(path, json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()}))
     return graph
+
+
+def store(path: Path, text: str) -> None:
+    """Write a file of the cache; readers see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)

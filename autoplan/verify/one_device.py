@@ -1,0 +1,104 @@
+"""The program of one device: what codegen emits of a graph without parallelism, run without a process group."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.codegen.program import Layouts, Program, compile_program
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.graph import LOSS_SHARE, Block, ModelGraph, Node
+from autoplan.cost_models.symbols import SYMBOLS
+from autoplan.runtime.params import buffer_owner
+from autoplan.runtime.program import load_module
+from autoplan.search.lower import BlockLowering, LoweredBlock
+from autoplan.search.pins import make_mesh
+from autoplan.search.problem import IntraSettings, build_problem
+from autoplan.verify.wide import thinned
+
+_STAGE = "stage0.py"
+MODULE = "autoplan_verified_program"  # the name of the loaded text
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """A graph compiled for one device.
+
+    Attributes:
+        graph: with the factors that stand for dropout. lowered: its blocks as they are in the text.
+    """
+
+    graph: ModelGraph
+    program: Program
+    lowered: Mapping[str, LoweredBlock]
+
+    @property
+    def text(self) -> str:
+        """Of its only stage."""
+        return self.program.sources[_STAGE]
+
+
+def compile_one_device(graph: ModelGraph) -> OneDevice:
+    """Compile for one device. Without sub-axes every choice of the layout has one option, so nothing is searched.
+
+    Dropout is the factor that stands for it in `autoplan.verify.wide`.
+
+    Raises: RuleError for an op without a rule or an emitter.
+    """
+    graph = replace(graph, blocks={name: _without_dropout(block) for name, block in graph.blocks.items()})
+    mesh, axes = make_mesh(graph, ParallelConfig())
+    env = dict.fromkeys(SYMBOLS, 16)  # of the prices only, which decide nothing here
+    problem = build_problem(graph, IntraSettings(axes, Cluster.local(1, "cpu"), env))
+    selection = {choice.name: choice.options[0] for choice in problem.choices}
+    free = graph.free_calls()
+    stages = (tuple(c.name for c in graph.calls if c.name not in free),)
+    program = compile_program(graph, Layouts(mesh, axes, selection, stages, 0, "1F1B", {}))
+    lowered = {name: BlockLowering(graph, block, selection, axes).run() for name, block in graph.blocks.items()}
+    return OneDevice(graph, program, lowered)
+
+
+def _without_dropout(block: Block) -> Block:
+    def other(node: Node) -> Node:
+        if node.op != "dropout":
+            return node
+        return replace(node, op="mul_scalar", attrs={"scalar": thinned(float(node.attrs["p"]))})
+
+    return replace(block, nodes=tuple(other(n) for n in block.nodes))
+
+
+def load_stage(text: str) -> nn.Module:
+    """The stage of an emitted text; its parameters have no memory yet."""
+    with tempfile.TemporaryDirectory(prefix="autoplan_") as folder, torch.device("meta"):
+        path = Path(folder) / _STAGE
+        path.write_text(text)
+        stage: nn.Module = load_module(path, MODULE).Stage()
+        return stage
+
+
+def bind(
+    stage: nn.Module, program: Program, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Let the stage compute with these tensors, by their names in the model; nothing is copied."""
+    (spec,) = program.spec.stages
+    for p in spec.params:
+        setattr(stage.get_submodule(f"blocks.{p.block}"), p.attr, parameters[p.name])
+    for b in spec.buffers:
+        setattr(buffer_owner(stage, b), b.attr, buffers[b.name])
+
+
+def run(stage: nn.Module, graph: ModelGraph, batch: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The loss of one micro-batch that is the whole batch."""
+    count: Callable[..., torch.Tensor] = stage.count  # type: ignore[assignment]  # a method of every emitted stage
+    number = count(**batch) if graph.loss_count != "none" else torch.ones(())
+    inputs: dict[str, Any] = {**batch, "loss_denominator": number.to(dtype)}
+    if LOSS_SHARE in graph.inputs:
+        inputs[LOSS_SHARE] = torch.ones((), dtype=dtype)
+    loss: torch.Tensor = stage(**inputs, rng=torch.zeros(3, dtype=torch.int64))
+    return loss

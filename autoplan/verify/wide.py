@@ -1,0 +1,130 @@
+"""Run code that was written for one floating dtype in float64 arithmetic, so that rounding hides no difference.
+
+A float32 model and its captured graph differ by rounding that grows with depth, and a tolerance for it would hide real
+differences. In float64 both compute the same function to about 1e-13. Upcasting the parameters is not enough: models
+cast to float32 in their norms and routers, and the graph has lost the casts that did nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+WIDE = torch.float64
+_READ_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a C descriptor
+_CASTS = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
+# what makes a tensor of numbers of the code: the numbers are rounded as the model rounds them, as in the graph
+_OF_NUMBERS = frozenset(
+    (torch.tensor, torch.scalar_tensor, torch.full, torch.arange, torch.linspace, torch.logspace, torch.full_like)
+) | {torch.Tensor.new_full, torch.Tensor.new_tensor}
+_LIKE = frozenset((torch.full_like, torch.Tensor.new_full, torch.Tensor.new_tensor))
+
+
+def thinned(p: float) -> float:
+    """The factor that stands for dropout with probability `p`: no dropout, or another p, gives another result."""
+    return 1.0 - p / 2
+
+
+class Wide(TorchFunctionMode):
+    """Every floating tensor that is made inside is float64.
+
+    Args:
+        shown: the dtype that code inside sees of float64 tensors: that of the model, whose `finfo` and comparisons it
+            was captured with.
+    """
+
+    def __init__(self, shown: torch.dtype) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call `func` in float64; see the class."""
+        given = dict(kwargs or {})
+        if func == _READ_DTYPE:
+            dtype = func(*args)
+            # the checks of torch.utils.checkpoint compare with what its hooks read, outside of the mode
+            checks = sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
+            return self.shown if dtype is WIDE and not checks else dtype
+        if func is torch.autograd.backward:
+            return self._backward(*args, **given)
+        if func is F.dropout or func is torch.dropout:
+            return _dropout(*args, **given)
+        if func in _OF_NUMBERS:
+            if func in _LIKE and given.get("dtype") is None and args[0].dtype is WIDE:
+                given["dtype"] = self.shown
+            return _widened(func(*args, **given))
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            return _grouped_mm(*args, **given)
+        if func in _CASTS:
+            return func(*args, **given) if not args[0].is_floating_point() else args[0].to(WIDE)
+        if any(_narrow(x) for x in args):
+            args = tuple(WIDE if _narrow(x) else x for x in args)
+        for name, value in given.items():
+            if _narrow(value):
+                given[name] = WIDE
+        return _widened(func(*args, **given))
+
+    def _backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """As torch's, but in the mode, which a call of its own would leave: layers may compute their forward again."""
+        outs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors or (None,) * len(outs)
+        grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outs, given, strict=True))
+        keep = create_graph if retain_graph is None else retain_graph
+        engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+        with self:
+            engine(outs, grads, keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
+
+
+def _narrow(x: object) -> bool:
+    return isinstance(x, torch.dtype) and x.is_floating_point and x is not WIDE
+
+
+def _widened(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return out.to(WIDE) if out.is_floating_point() and out.dtype is not WIDE else out
+    if isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) and _narrow(x.dtype) for x in out):
+        return pytree.tree_map_only(torch.Tensor, _widened, out)
+    return out
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: Any) -> Any:
+    p = p if more.get("train", training) else 0.0
+    if p == 0.0:
+        return input
+    return input.mul_(thinned(p)) if inplace else input * thinned(p)
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """The kernel of experts has no float64 form. Rows of `a` up to offs[i], from offs[i - 1] on, times b[i]."""
+    if offs is None or a.dim() != 2 or b.dim() != 3 or bias is not None:
+        raise NotImplementedError("grouped products of other than rows with stacked matrices, in float64")
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    rest = a.shape[0] - sum(sizes)
+    parts = [part @ b[i] for i, part in enumerate(torch.split(a, [*sizes, rest])[:-1])]
+    return torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
+
+
+@contextmanager
+def wide(shown: torch.dtype) -> Iterator[None]:
+    """Float64 arithmetic inside, dropout a fixed factor, gradients on; generators of random numbers are restored."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide(shown):
+        yield
