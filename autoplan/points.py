@@ -24,6 +24,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.schedule import SCHEDULES
 from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
+from autoplan.search.choices import is_count, read_recompute
 from autoplan.search.chunks import ChunkCutter
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import (
@@ -34,14 +35,17 @@ from autoplan.search.context_pins import (
     neighbours_of,
     worth_looking_at,
 )
+from autoplan.search.facts import Facts
 from autoplan.search.folding import folds
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.legality import Scope
 from autoplan.search.offload_pins import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
 from autoplan.search.own_tokens import with_own_tokens
-from autoplan.search.pins import check_modules, is_count, make_mesh, read_recompute
+from autoplan.search.pins import make_mesh
 from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.space import Candidate, Space, space
+from autoplan.search.refusals import refusal
+from autoplan.search.space import Candidate, Space, limits_of, space
 from autoplan.search.stages import Cutter
 from autoplan.search.whole_tokens import with_whole_tokens
 from autoplan.search.workload import ExpertDegrees, Lowered, lower_all, workload
@@ -87,7 +91,10 @@ class PlanRequest:
     target_len: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pins", with_offload(self.pins))
+        try:
+            object.__setattr__(self, "pins", with_offload(self.pins))
+        except PinError as error:
+            raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
         lengths = self.env(1)
         for symbol, (low, high) in self.graph.bounds.items():
             if lengths[symbol] < low or (high is not None and lengths[symbol] > high):
@@ -96,6 +103,24 @@ class PlanRequest:
                     f"sequences of {lengths[symbol]} tokens: the forward of {self.graph.name} asks for the length, and "
                     f"this graph is that of {allowed}; nearest legal: {low if lengths[symbol] < low else high}"
                 )
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What of model, cluster and run decides which configurations are legal."""
+        return Facts.of(
+            self.graph,
+            self.cluster,
+            self.global_batch_size,
+            self.seq_len,
+            self.mode,
+            self.precision,
+            self.options,
+        )
+
+    @property
+    def scope(self) -> Scope:
+        """The rules that a search keeps."""
+        return Scope.EXECUTED if self.executed else Scope.SEARCHED
 
     def env(self, size: int, cp: int = 1) -> dict[str, int]:
         """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
@@ -370,7 +395,7 @@ class Points:
 def space_of(request: PlanRequest) -> Space:
     """Its candidates. Raises: PinError for pins that leave none."""
     r = request
-    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len)
+    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
 
 
 def offloaded(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
@@ -473,14 +498,6 @@ def check_task(request: PlanRequest) -> None:
                 f"target_len={r.target_len}, but {r.graph.name} has no second sequence with a length of its own; "
                 f"nearest legal: target_len={r.seq_len}"
             )
-    check_modules(r.pins.get("recompute"), r.mode, r.executed)
-    parts = 2 * r.pins.get("cp", 1)
-    if parts > 2 and r.seq_len % parts:
-        near = max(parts, r.seq_len // parts * parts)
-        raise PinError(
-            f"seq_len={r.seq_len} cannot be cut into {parts} equal chunks over cp={parts // 2}; nearest legal: "
-            f"seq_len={near}"
-        )
     if not 0 <= r.memory_margin < 1:
         raise PinError(f"memory_margin={r.memory_margin!r}: must be at least 0 and less than 1")
     if not r.time_limit_s >= 0:
