@@ -384,7 +384,8 @@ def whatif(
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
         tokens_per_s_per_device, mfu, peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
         goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
-        checkpoint_interval_s,] plan, evidence, priced_not_executed [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
+        checkpoint_interval_s,] plan, evidence,
+        priced_not_executed [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
         its search_status, or as its status if it has no plan.
 
     Raises: AutoplanError for a model, cluster or name that is not known.

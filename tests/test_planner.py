@@ -366,7 +366,7 @@ def test_every_priced_dimension_moves_the_price_the_right_way() -> None:
         ),
         (ParallelConfig(dp=16, ep=4, num_micro_batches=4), r"has no experts; nearest legal: ep=1"),
         (ParallelConfig(dp=16, num_micro_batches=3), r"= 48, but the global batch is 64"),
-        (ParallelConfig(dp=16, num_micro_batches=4, zero_stage=4), "zero_stage=4 does not exist.*nearest legal: zero_stage=3"),
+        (ParallelConfig(dp=16, num_micro_batches=4, zero_stage=4), "zero_stage=4 does not exist.*legal: zero_stage=3"),
         (ParallelConfig(dp=16, num_micro_batches=4, schedule="magic"), "magic"),
         (ParallelConfig(dp=4, pp=4, num_micro_batches=16, virtual_stages=2), "virtual_stages|1F1B"),
         (ParallelConfig(tp=16, num_micro_batches=64, micro_batch_size=0), "micro_batch_size=0"),
@@ -522,7 +522,7 @@ def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: in
     [
         ({"stages": 3}, 8, r"stages=3: must be positive numbers"),
         ({"stages": [3, 0, 1, 0]}, 8, r"stages=\[3, 0, 1, 0\] must be 4 positive numbers"),
-        ({"stages": [2, 1, 1]}, 8, r"has 3 stages, which do not divide the 4 devices; nearest legal: stages=\[2, 2\] or \[1, 1, 1, 1\]"),
+        ({"stages": [2, 1, 1]}, 8, r"has 3 stages, .* the 4 devices; nearest legal: stages=\[2, 2\] or \[1, 1, 1, 1\]"),
         ({"stages": [4, 4]}, 8, r"add up to the model's 4 layers"),
         ({"zero_stage": True}, 8, r"zero_stage=True does not exist; use 0, 1, 2 or 3"),
         ({"state_slack": math.nan}, 8, r"state_slack=nan: must be a number of at least 1"),
@@ -555,7 +555,7 @@ def test_the_nearest_legal_value_is_legal() -> None:
     r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 8, {"tp": 8})
     with pytest.raises(PinError, match=r"tp=8 does not divide the 12 attention heads at .*; nearest legal: tp=4$"):
         search_plan(r)
-    with pytest.raises(PinError, match=r"tp=8 does not divide the 12 attention heads at .*; nearest legal: tp=4 with dp=2 and .*=4$"):
+    with pytest.raises(PinError, match=r"tp=8 does not divide the 12 .*; nearest legal: tp=4 with dp=2 with num_micro_batches=4$"):
         estimate_config(replace(r, pins={}), ParallelConfig(tp=8, num_micro_batches=8))
     flat = capture(torch.nn.Linear(4, 4), {"input": torch.zeros(2, 8, 4)}, lambda out, batch: out.sum())
     with pytest.raises(PinError, match=r"pp=2 needs at least as many layers, the model has 1; nearest legal: pp=1$"):

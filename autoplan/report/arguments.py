@@ -68,8 +68,8 @@ def read_list(what: str, text: str) -> tuple[int, ...]:
 
 
 def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`, `stages=8,8/10,6`: lists of values
-    by name."""
+    """`nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`, `stages=8,8/10,6`: lists
+    of values by name."""
     out: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = (piece.strip() for piece in text.partition("="))

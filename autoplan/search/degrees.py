@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from autoplan.cost_models.errors import PinError
@@ -121,6 +122,17 @@ _DECIDED = {
 }  # fmt: skip
 
 
+@lru_cache(maxsize=256)
+def _levels(scope: Scope, pinned: frozenset[str]) -> tuple[tuple[Rule, ...], ...]:
+    """The rules by when all that they name is decided. `pinned`: decided from the start."""
+    found: list[list[Rule]] = [[] for _ in range(_SCHEDULE + 1)]
+    for rule in RULES:
+        if rule.scope <= scope:
+            left = (_DECIDED.get(name, _START) for name in rule.names if name not in pinned)
+            found[max(left, default=_START)].append(rule)
+    return tuple(map(tuple, found))
+
+
 class _Walk:
     """The enumeration, in an order that decides what rules are about as early as possible.
 
@@ -138,21 +150,13 @@ class _Walk:
             context_method=pins.get("context_method"),
             offload=state_offload(pins),
         )
-        self.levels: list[list[Rule]] = [[] for _ in range(8)]
-        for rule in RULES:
-            if rule.scope <= limits.scope:
-                self.levels[self._level(rule)].append(rule)
+        self.levels = _levels(limits.scope, frozenset(pins) if early else frozenset())
         if early:
             for name in set(pins) & set(_DECIDED):
                 setattr(self.draft, name, pins[name])
         self.illegal: Counter[str] = Counter()
         self.limited = False
         self.error: tuple[tuple[int, int], PinError] | None = None
-
-    def _level(self, rule: Rule) -> int:
-        """When all that a rule names is decided."""
-        left = [name for name in rule.names if not (self.early and name in self.pins)]
-        return max((_DECIDED.get(name, _START) for name in left), default=_START)
 
     def _broken(self, level: int) -> str | None:
         """The name of the first rule of a level that the draft breaks."""

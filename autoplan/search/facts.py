@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.config import Mode, RunOptions
@@ -130,6 +130,24 @@ class ModelFacts:
         return tuple(c.name for c in self.graph.calls if c.name not in free)
 
 
+class _Same:
+    """A graph as a key: equal to itself alone."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.graph is self.graph
+
+
+@lru_cache(maxsize=8)  # of a sweep every point asks for those of the same few graphs
+def _model_facts(key: _Same) -> ModelFacts:
+    return ModelFacts(key.graph)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What decides legality beside the configuration. None: not known here, and then nothing is refused because of it.
@@ -163,7 +181,7 @@ class Facts:
         """The facts of a task."""
         return cls(
             cluster.num_devices,
-            ModelFacts(graph),
+            _model_facts(_Same(graph)),
             batch,
             seq_len,
             mode,

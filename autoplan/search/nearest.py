@@ -64,8 +64,11 @@ def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts
     known = [n for n in names if n in given or _of_the_run(n, facts) is not None]
     budget = iter(range(_MAX_TRIED))
 
+    def attempted(changes: Changes) -> Changes | None:
+        return _attempted(changes, attempt, facts)
+
     def tried(changes: Changes) -> Changes | None:
-        return None if next(budget, None) is None else _attempted(changes, attempt, facts)
+        return None if next(budget, None) is None else attempted(changes)
 
     groups = [g for g in (_around(n, given, facts, tried) for n in known) if g][:_MAX_NAMES]
     others = [n for n in given if n not in known]
@@ -73,7 +76,8 @@ def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts
         if groups:
             return groups
         groups = [g for g in [_around(name, given, facts, tried)] if g]
-    return groups or _together(known, others, given, facts, tried) or _left_open(known, others, tried)
+    budget = iter(range(_MAX_TRIED))
+    return groups or _together(known, others, given, facts, tried) or _left_open(known, others, attempted)
 
 
 def _attempted(changes: Changes, attempt: Attempt, facts: Facts) -> Changes | None:
@@ -122,10 +126,16 @@ def _together(
 def _left_open(
     known: Sequence[str], others: Sequence[str], tried: Callable[[Changes], Changes | None]
 ) -> list[list[Changes]]:
-    for name in (*known, *others):
-        if name not in _RUN and (found := tried({name: None})) is not None:
-            return [[found]]
-    return []
+    """Choices to leave open so that the rest is legal, of those that the rule is about more than of the others."""
+    names = [name for name in (*others, *known) if name not in _RUN]
+    left: Changes = dict.fromkeys(names)
+    if tried(left) is None:
+        return []
+    for name in names:
+        fewer = {n: None for n in left if n != name}
+        if fewer and tried(fewer) is not None:
+            left = fewer
+    return [[left]]
 
 
 def _of_the_run(name: str, facts: Facts) -> int | None:
@@ -186,12 +196,14 @@ def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
 
 
 def _said(group: Sequence[Changes]) -> str:
-    """`tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `no pin of tp`."""
+    """`tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `what it is with tp and dp left open`."""
+    if all(value is None for changes in group for value in changes.values()):
+        return f"what is given, with {' and '.join(name for changes in group for name in changes)} left open"
     if len(group) > 1 and all(len(changes) == 1 for changes in group):
         (name,) = group[0]
         return f"{name}={' or '.join(_text(changes[name]) for changes in group)}"
     return " or ".join(
-        " with ".join(f"{n}={_text(v)}" if v is not None else f"{n} left open" for n, v in changes.items())
+        " with ".join(f"{name}={_text(value)}" for name, value in changes.items())
         for changes in group
     )
 
