@@ -210,7 +210,9 @@ def estimate(
         str, typer.Option(help="What is on the host: some of activations, optimizer, parameters joined by +.")
     ] = "none",
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective, full, or layers per stage: 3,0,0,0.")] = "none",
+    recompute: Annotated[
+        str | None, typer.Option(help="none (the default), selective, full, or layers per stage: 3,0,0,0.")
+    ] = None,
     virtual_stages: Annotated[
         int | None, typer.Option(help="Chunks of layers per pipeline stage; left out: as few as the schedule takes.")
     ] = None,
@@ -261,7 +263,8 @@ def estimate(
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
     given |= {"zero_replicas": zero_replicas, "offload": offload}
-    given |= {"recompute": read_recompute(recompute), "context_method": read_methods(context_method)}
+    given |= {"recompute": None if recompute is None else read_recompute(recompute)}
+    given |= {"context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
     config = checked_config(request, given)
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)

@@ -126,7 +126,7 @@ def test_names_of_sub_axes() -> None:
 @pytest.mark.parametrize(
     ("pins", "devices", "why"),
     [
-        ({"tp": 4, "ep": 2, "etp": 2}, 8, r"pin etp=2: experts are .* over all of tp=4; .* etp=1 or 4, or tp=2 with dp=4$"),
+        ({"tp": 4, "ep": 2, "etp": 2}, 8, r"pin etp=2: .* over all of tp=4; .* etp=1 or 4, or tp=2 with dp=4$"),
         ({"tp": 2, "ep": 4}, 4, r"pin ep=4 x etp=2 does not divide dp x cp x tp = 4, .* ep=2, or etp=1$"),
         ({"ep": 8}, 8, r"pin ep=8 does not divide the 4 experts; nearest legal: ep=4$"),
     ],

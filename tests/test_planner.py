@@ -555,7 +555,7 @@ def test_the_nearest_legal_value_is_legal() -> None:
     r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 8, {"tp": 8})
     with pytest.raises(PinError, match=r"tp=8 does not divide the 12 attention heads at .*; nearest legal: tp=4$"):
         search_plan(r)
-    with pytest.raises(PinError, match=r"tp=8 does not divide the 12 .*; nearest legal: tp=4 with dp=2 with num_micro_batches=4$"):
+    with pytest.raises(PinError, match=r"tp=8 does not .*; nearest legal: tp=4 with dp=2 with num_micro_batches=4$"):
         estimate_config(replace(r, pins={}), ParallelConfig(tp=8, num_micro_batches=8))
     flat = capture(torch.nn.Linear(4, 4), {"input": torch.zeros(2, 8, 4)}, lambda out, batch: out.sum())
     with pytest.raises(PinError, match=r"pp=2 needs at least as many layers, the model has 1; nearest legal: pp=1$"):

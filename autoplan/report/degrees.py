@@ -53,7 +53,7 @@ def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]
     values = {name: value for name, value in given.items() if value is not None or name not in DEGREES}
     values |= {name: tuple(v) for name in ("recompute", "stages") if isinstance(v := values.get(name), list)}
     check_values(values, DEGREES, "degree")
-    values = {**with_offload({name: v for name, v in values.items() if (name, v) != ("recompute", "none")})}
+    values = {**with_offload(values)}
     tp, pp, cp = (values.get(name, 1) for name in ("tp", "pp", "cp"))
     dp, size = values.get("dp", max(1, num_devices // (tp * pp * cp))), values.get("micro_batch_size", 1)
     schedule, virtual_stages = schedule_of(values)
