@@ -95,14 +95,6 @@ class PlanRequest:
             object.__setattr__(self, "pins", with_offload(self.pins))
         except PinError as error:
             raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
-        lengths = self.env(1)
-        for symbol, (low, high) in self.graph.bounds.items():
-            if lengths[symbol] < low or (high is not None and lengths[symbol] > high):
-                allowed = f"{low} or more" if high is None else f"{low} to {high}"
-                raise PinError(
-                    f"sequences of {lengths[symbol]} tokens: the forward of {self.graph.name} asks for the length, and "
-                    f"this graph is that of {allowed}; nearest legal: {low if lengths[symbol] < low else high}"
-                )
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -115,6 +107,7 @@ class PlanRequest:
             self.mode,
             self.precision,
             self.options,
+            self.target_len,
         )
 
     @property
@@ -490,27 +483,9 @@ def check_task(request: PlanRequest) -> None:
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
-    if r.target_len is not None:
-        if not is_count(r.target_len):
-            raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
-        if not r.graph.has_target and r.target_len != r.seq_len:
-            raise PinError(
-                f"target_len={r.target_len}, but {r.graph.name} has no second sequence with a length of its own; "
-                f"nearest legal: target_len={r.seq_len}"
-            )
+    if r.target_len is not None and not is_count(r.target_len):
+        raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
     if not 0 <= r.memory_margin < 1:
         raise PinError(f"memory_margin={r.memory_margin!r}: must be at least 0 and less than 1")
     if not r.time_limit_s >= 0:
         raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")
-    for block in r.graph.blocks.values():
-        for node in block.nodes:
-            if node.op == "embedding":
-                table, index = (block.values[n] for n in node.tensor_inputs[:2])
-                symbols = [name for size in index.shape for name in size.symbols]
-                rows = table.shape[0].value
-                for symbol, name in (("s", "seq_len"), ("t", "target_len")):
-                    length = r.env(1)[symbol]
-                    if symbols == [symbol] and rows is not None and rows < length:
-                        raise PinError(
-                            f"{name}={length}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
-                        )

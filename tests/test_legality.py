@@ -207,7 +207,7 @@ def test_many_suggestions_are_taken(seed: int) -> None:
 @pytest.mark.parametrize("names", sorted({rule.names for rule in RULES if rule.scope is Scope.PRICED and rule.names}))
 def test_every_rule_is_met(names: tuple[str, ...]) -> None:
     """Of the choices that any rule names, every one can be chosen, or is of the run."""
-    assert set(names) <= {*PINS, "global_batch_size", "seq_len"}
+    assert set(names) <= {*PINS, "global_batch_size", "seq_len", "target_len"}
 
 
 @pytest.mark.parametrize("removed", ["tp does not divide the attention heads", "a split backward with ZeRO 3"])

@@ -564,7 +564,7 @@ def test_the_nearest_legal_value_is_legal() -> None:
 
 def test_a_sequence_beyond_learned_positions_is_refused() -> None:
     r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 2048, 8)
-    with pytest.raises(PinError, match=r"seq_len=2048, but gpt2 has 1024 learned positions; nearest legal: 1024"):
+    with pytest.raises(PinError, match=r"seq_len=2048, but gpt2 has 1024 learned .* legal: seq_len=1024"):
         search_plan(r)
     assert search_plan(replace(r, seq_len=1024)).plans
 

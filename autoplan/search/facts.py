@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from autoplan.cost_models.cluster import Cluster
@@ -124,6 +124,19 @@ class ModelFacts:
         return math.gcd(*inner_sizes(self.graph))
 
     @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """The fewest learned positions by symbol of a length (s, t), where there are any."""
+        found: dict[str, int] = {}
+        for block in self.graph.blocks.values():
+            for node in block.nodes:
+                if node.op == "embedding":
+                    table, index = (block.values[name] for name in node.tensor_inputs[:2])
+                    symbols, rows = [name for size in index.shape for name in size.symbols], table.shape[0].value
+                    if len(symbols) == 1 and rows is not None:
+                        found[symbols[0]] = min(rows, found.get(symbols[0], rows))
+        return found
+
+    @cached_property
     def block_calls(self) -> tuple[str, ...]:
         """Calls of blocks with work of their own: what a mapping of recompute may name."""
         free = self.graph.free_calls()
@@ -166,6 +179,7 @@ class Facts:
     options: RunOptions = field(default_factory=RunOptions)
     host_link: bool = True
     device_name: str = ""
+    target_len: int | None = None
 
     @classmethod
     def of(
@@ -177,6 +191,7 @@ class Facts:
         mode: Mode = Mode.EAGER,
         precision: str = "native",
         options: RunOptions | None = None,
+        target_len: int | None = None,
     ) -> Facts:
         """The facts of a task."""
         return cls(
@@ -189,8 +204,9 @@ class Facts:
             options or RunOptions(),
             cluster.host_link_bytes_per_s is not None,
             cluster.device.name,
+            target_len,
         )
 
-    def with_batch(self, batch: int) -> Facts:
-        """The same with another global batch."""
-        return replace(self, batch=batch)
+    def length(self, symbol: str) -> int | None:
+        """Tokens of a sequence (s), or of a target sequence (t), which without a length of its own is as long."""
+        return self.seq_len if symbol == "s" or self.target_len is None else self.target_len

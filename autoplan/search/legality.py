@@ -52,8 +52,8 @@ class Rule:
 
     Attributes:
         name: what candidates that break it are counted under.
-        names: the choices that it reads, the one to change first in front; `global_batch_size` and `seq_len` are of the
-            run.
+        names: the choices that it reads, the one to change first in front; `global_batch_size`, `seq_len` and
+            `target_len` are of the run.
         broken: why a configuration breaks it, or None; begins with `name=value` where one choice is at fault.
         scope: see Scope.
         priced: of a rule that only limits what is executed: what is priced all the same, for reports; "": the reason.
@@ -282,6 +282,42 @@ def _parts(c: Degrees, f: Facts) -> str | None:
     if c.cp == 1 or f.seq_len is None or f.seq_len % (2 * c.cp) == 0:
         return None
     return f"seq_len={f.seq_len} cannot be cut into {2 * c.cp} equal chunks over cp={c.cp}"
+
+
+_LENGTHS = {"s": "seq_len", "t": "target_len"}
+
+
+def _no_target(c: Degrees, f: Facts) -> str | None:
+    if f.model is None or f.model.graph.has_target or f.target_len in (None, f.seq_len):
+        return None
+    return f"target_len={f.target_len}, but {f.model.name} has no second sequence with a length of its own"
+
+
+def _positions(symbol: str) -> Callable[[Degrees, Facts], str | None]:
+    def found(c: Degrees, f: Facts) -> str | None:
+        length, rows = f.length(symbol), None if f.model is None else f.model.positions.get(symbol)
+        if f.model is None or length is None or rows is None or length <= rows:
+            return None
+        return f"{_LENGTHS[symbol]}={length}, but {f.model.name} has {rows} learned positions"
+
+    return found
+
+
+def _bounds(symbol: str) -> Callable[[Degrees, Facts], str | None]:
+    def found(c: Degrees, f: Facts) -> str | None:
+        length, bounds = f.length(symbol), None if f.model is None else f.model.graph.bounds.get(symbol)
+        if f.model is None or length is None or bounds is None:
+            return None
+        low, high = bounds
+        if low <= length and (high is None or length <= high):
+            return None
+        allowed = f"{low} or more" if high is None else f"{low} to {high}"
+        return (
+            f"sequences of {length} tokens: the forward of {f.model.name} asks for the length, and this graph is that "
+            f"of {allowed}"
+        )
+
+    return found
 
 
 def _uncut(target: bool) -> Callable[[Degrees, Facts], str | None]:
@@ -515,6 +551,9 @@ RULES: tuple[Rule, ...] = (
         _whole_batch,
     ),
     Rule("the batch cannot be split", ("num_micro_batches",), _unsplit("num_micro_batches")),
+    Rule("no second sequence", ("target_len",), _no_target),
+    *(Rule("learned positions", (name,), _positions(symbol)) for symbol, name in _LENGTHS.items()),
+    *(Rule("the length that was captured", (name,), _bounds(symbol)) for symbol, name in _LENGTHS.items()),
     Rule("the sequence cannot be cut into equal chunks", ("seq_len", "cp"), _parts),
     Rule("the sequence cannot be cut", ("cp",), _uncut(target=True)),
     Rule("the sequence cannot be cut", ("cp",), _uncut(target=False), Scope.EXECUTED),

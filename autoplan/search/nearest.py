@@ -29,7 +29,7 @@ Changes = Mapping[str, Any]
 # from them included; None: illegal.
 Attempt = Callable[[Changes, Facts], Changes | None]
 
-_RUN = ("global_batch_size", "seq_len")
+_RUN = ("global_batch_size", "seq_len", "target_len")
 _MAX_NAMES = 2  # choices of which values are named
 _MAX_WORDS = 5  # values of one that has no order
 _NEAR = 4  # values to either side in a change of two choices
@@ -81,9 +81,10 @@ def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts
 
 
 def _attempted(changes: Changes, attempt: Attempt, facts: Facts) -> Changes | None:
-    batch, length = changes.get("global_batch_size", facts.batch), changes.get("seq_len", facts.seq_len)
+    run = {name: changes.get(name, _of_the_run(name, facts)) for name in _RUN}
     rest = {name: value for name, value in changes.items() if name not in _RUN}
-    found = attempt(rest, replace(facts, batch=batch, seq_len=length))
+    known = replace(facts, batch=run["global_batch_size"], seq_len=run["seq_len"], target_len=run["target_len"])
+    found = attempt(rest, known)
     return None if found is None else {**changes, **found}
 
 
@@ -139,7 +140,8 @@ def _left_open(
 
 
 def _of_the_run(name: str, facts: Facts) -> int | None:
-    return {"global_batch_size": facts.batch, "seq_len": facts.seq_len}.get(name)
+    known = {"global_batch_size": facts.batch, "seq_len": facts.seq_len, "target_len": facts.length("t")}
+    return known.get(name)
 
 
 def _values(name: str, given: Changes, facts: Facts) -> tuple[list[Any], list[Any], list[Any]]:
@@ -168,13 +170,26 @@ def _numbers(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
         return list(range(1, 2 + (16 if model is None else model.num_layers + model.num_ends)))
     if name == "ep" and model is not None:
         return divisors(model.num_experts) if model.num_experts else [1]
+    if name == "global_batch_size":
+        parts = [given[n] for n in ("dp", "micro_batch_size", "num_micro_batches") if is_count(given.get(n))]
+        unit = math.prod(parts) if math.prod(parts) > 1 else facts.devices
+        return [n for n in (value // unit * unit, value // unit * unit + unit) if n > 0]
     if name in _RUN:
-        units = ("dp", "micro_batch_size", "num_micro_batches") if name == "global_batch_size" else ("cp",)
-        unit = math.prod(given[n] for n in units if is_count(given.get(n)))
-        unit = 2 * unit if name == "seq_len" else unit if unit > 1 else facts.devices
-        whole = value // unit * unit
-        return [n for n in (whole, whole + unit) if n > 0]
+        return _lengths(name, value, given, facts)
     return divisors(facts.devices)
+
+
+def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
+    """Lengths of sequences that cp cuts into equal chunks, and those at the ends of what the model takes."""
+    cp = given.get("cp", 1)
+    unit = 2 * cp if is_count(cp, 2) else 1
+    ends = [value, value + unit]
+    if facts.model is not None:
+        symbol = "s" if name == "seq_len" else "t"
+        low, high = facts.model.graph.bounds.get(symbol, (None, None))
+        ends += [end for end in (facts.model.positions.get(symbol), low, high) if end is not None]
+        ends += [facts.seq_len] if name == "target_len" and facts.seq_len is not None else []
+    return sorted({end // unit * unit for end in ends} - {0})
 
 
 def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
