@@ -223,13 +223,15 @@ def estimate(
     ] = "none",
     micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
     recompute: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="none, selective, full, offload, groups of regions (attention+norms), layers per stage (3,0,0,0), or "
-            "by layer from 0: 0-3=full,4-31=mlp."
+            help="none (the default), selective, full, offload, groups of regions (attention+norms), layers per stage "
+            "(3,0,0,0), or by layer from 0: 0-3=full,4-31=mlp."
         ),
-    ] = "none",
-    virtual_stages: Annotated[int, typer.Option(help="Chunks of layers per pipeline stage.")] = 1,
+    ] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Chunks of layers per pipeline stage; left out: as few as the schedule takes.")
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -256,7 +258,7 @@ def estimate(
     """Price one configuration. Exit code 3 if it does not fit the memory."""
     from autoplan.planner import estimate_config
     from autoplan.report.arguments import read_list, read_methods, read_recompute
-    from autoplan.report.degrees import config_of
+    from autoplan.report.degrees import checked_config
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request
     from autoplan.search.pins import layer_calls
@@ -281,10 +283,10 @@ def estimate(
     given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
     given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
     given |= {"zero_replicas": zero_replicas, "offload": offload}
-    given |= {"recompute": read_recompute(recompute, layer_calls(request.graph))}
+    given |= {"recompute": None if recompute is None else read_recompute(recompute, layer_calls(request.graph))}
     given |= {"state_slack": state_slack, "context_method": read_methods(context_method)}
     given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
-    config = config_of(request.cluster.num_devices, request.global_batch_size, given)
+    config = checked_config(request, given)
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)
 
 
@@ -359,8 +361,8 @@ def whatif(
     """The best plan at every point of a sweep over hardware and task.
 
     Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, memory_gb_s,
-    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins
-    tp, pp, dp, zero_stage, micro_batch_size, num_micro_batches, recompute, offload.
+    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and all that plan
+    pins (tp, zero_stage, schedule, ...); values with commas of their own have / between them: stages=8,8/10,6.
     """
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, csv_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cost_models.config import ParallelConfig, modules_of
@@ -13,30 +13,16 @@ from autoplan.cost_models.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.schedule import SCHEDULES, num_copies
 from autoplan.cost_models.work import Workload
 from autoplan.points import IntraPoint, PlanRequest, Points, check_task, no_layout
+from autoplan.search import nearest
+from autoplan.search.choices import check_choice
 from autoplan.search.chunks import even_cuts, fastest
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import Chosen, chosen_methods
 from autoplan.search.folding import inner_degree
-from autoplan.search.offload_pins import check_offload
-from autoplan.search.pins import (
-    ZERO_STAGES,
-    around,
-    check_choice,
-    check_context,
-    check_degrees,
-    check_dispatch,
-    check_modules,
-    check_recompute,
-    check_replicas,
-    check_schedule,
-    divisors,
-    is_count,
-    pipeline_units,
-)
+from autoplan.search.legality import Scope
+from autoplan.search.pins import pipeline_units
 from autoplan.search.stages import Cutter
 from autoplan.search.workload import ExpertDegrees
-
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "num_micro_batches", "virtual_stages", "zero_replicas")
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_task(r)
     check_config(r, config)
     experts = None
-    if _experts(r.graph):
+    if _has_experts(r.graph):
         experts = ExpertDegrees(config.ep, inner_degree(config), request.options.dispatcher, request.executed)
     points, ends = Points(r), ends_apart(r.graph, config)
     if config.cp > 1 and config.context_method is None and r.executed:
@@ -148,99 +134,22 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
     if isinstance(config.recompute, tuple):
         for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
             if again > most:
+                fewer = tuple(map(min, config.recompute, layers))  # the cut does not depend on them
                 raise PinError(
                     f"recompute={','.join(map(str, config.recompute))}: stage {k} has {most} layers, not {again}; "
-                    f"nearest legal: {','.join(map(str, map(min, config.recompute, layers)))}"
+                    f"nearest legal: {','.join(map(str, fewer))}",
+                    ("recompute",),
+                    [{"recompute": fewer}],
                 )
         return config.recompute
     return tuple(layers) if config.recompute == "full" else (0,) * len(chunks)
 
 
-def _experts(graph: ModelGraph) -> list[tuple[int, int | None]]:
-    """(number of experts, their inner size) of every experts op."""
-    found = []
-    for block in graph.blocks.values():
-        for node in block.nodes:
-            if node.op == "experts":
-                down = block.values[node.tensor_inputs[4]]
-                found.append((int(node.attrs["num_experts"]), down.shape[-1].value))
-    return found
+def _has_experts(graph: ModelGraph) -> bool:
+    return any(node.op == "experts" for block in graph.blocks.values() for node in block.nodes)
 
 
 def check_config(request: PlanRequest, config: ParallelConfig) -> None:
-    """Rules of one given configuration. PinError names the rule and the nearest legal value."""
-    devices, c = request.cluster.num_devices, config
-    for name in _COUNTS if c.etp is None else (*_COUNTS, "etp"):
-        if not is_count(getattr(c, name)):
-            raise PinError(f"{name}={getattr(c, name)!r}: must be a whole number of at least 1; nearest legal: 1")
-    if not is_count(c.zero_stage, 0) or c.zero_stage not in ZERO_STAGES:
-        raise PinError(f"zero_stage={c.zero_stage!r} does not exist; use 0, 1, 2 or 3")
-    slack = c.state_slack
-    if isinstance(slack, bool) or not isinstance(slack, (int, float)) or not 1 <= slack < math.inf:
-        raise PinError(f"state_slack={slack!r}: must be a number of at least 1; nearest legal: 1.0")
-    if c.num_devices != devices:
-        rest = c.pp * c.cp * c.tp
-        nearest = f"dp={devices // rest}" if devices % rest == 0 else "degrees whose product is the number of devices"
-        raise PinError(
-            f"pp={c.pp} x dp={c.dp} x cp={c.cp} x tp={c.tp} = {c.num_devices} devices, but the cluster has {devices}; "
-            f"nearest legal: {nearest}"
-        )
-    batch = c.dp * c.micro_batch_size * c.num_micro_batches
-    if batch != request.global_batch_size:
-        raise PinError(
-            f"dp={c.dp} x micro_batch_size={c.micro_batch_size} x num_micro_batches={c.num_micro_batches} = {batch}, "
-            f"but the global batch is {request.global_batch_size}"
-        )
-    check_degrees(request.graph, c, ends=True)
-    check_replicas(c)
-    check_offload(c)
-    check_schedule(c)
-    if request.seq_len % c.cp:
-        near = around(c.cp, set(divisors(request.seq_len)) & set(divisors(c.dp * c.cp)))
-        raise PinError(f"cp={c.cp} does not divide the sequence of {request.seq_len}; nearest legal: {near}")
-    if c.cp > 1 and request.graph.has_target:
-        check_context(request.graph, c)
-    _check_experts(request.graph, c)
-    if request.executed:
-        check_dispatch(request.graph, c)
-    _check_recompute(request.graph, c)
-    check_modules(c.recompute, request.mode, request.executed)
-
-
-def _check_experts(graph: ModelGraph, c: ParallelConfig) -> None:
-    experts = _experts(graph)
-    if not experts:
-        for name, value in (("ep", c.ep), ("etp", c.etp)):
-            if value not in (None, 1) and (name == "ep" or value != c.tp):
-                raise PinError(f"{name}={value}, but {graph.name} has no experts; nearest legal: {name}=1")
-        return
-    ranks, etp = c.dp * c.cp * c.tp, c.tp if c.etp is None else c.etp
-    for count, inner in experts:
-        if inner is not None and inner % etp:
-            near = around(etp, set(divisors(inner)) & set(divisors(ranks)))
-            raise PinError(f"etp={etp} does not divide the experts' inner size of {inner}; nearest legal: etp={near}")
-        if count % c.ep:
-            legal = set(divisors(count)) & set(divisors(max(1, ranks // etp)))
-            raise PinError(f"ep={c.ep} does not divide the {count} experts; nearest legal: ep={around(c.ep, legal)}")
-    if ranks % (c.ep * etp):
-        legal = {d for d in divisors(max(1, ranks // etp)) if all(count % d == 0 for count, _ in experts)}
-        nearest = f"etp={around(etp, divisors(ranks))}" if ranks % etp else f"ep={around(c.ep, legal)}"
-        raise PinError(
-            f"ep={c.ep} x etp={etp} does not divide dp x cp x tp = {ranks}, which expert parallelism is folded from; "
-            f"nearest legal: {nearest}"
-        )
-
-
-def _check_recompute(graph: ModelGraph, c: ParallelConfig) -> None:
-    chunks, recompute = c.pp * c.virtual_stages, c.recompute
-    if isinstance(recompute, tuple):
-        if len(recompute) != chunks:
-            raise PinError(f"recompute={recompute} has {len(recompute)} entries for {chunks} stages; give {chunks}")
-        if not all(is_count(n, 0) for n in recompute):
-            raise PinError(f"recompute={recompute}: must be whole numbers of layers, at least 0; nearest legal: 0")
-    elif isinstance(recompute, Mapping):
-        for value in recompute.values():
-            check_choice(value)
-        check_recompute(graph, recompute)
-    else:
-        check_choice(recompute)
+    """Raise PinError, with the nearest that is legal, for a configuration that is not (`autoplan.search.legality`)."""
+    legality = Scope.EXECUTED if request.executed else Scope.PRICED
+    nearest.check_config(config, request.facts, legality)

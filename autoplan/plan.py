@@ -15,16 +15,13 @@ from autoplan.cost_models.price import Estimate
 from autoplan.cost_models.quantity import Quantity
 from autoplan.planner import Certificate, Planned
 from autoplan.search.context_pins import chosen_methods
+from autoplan.search.facts import Facts, ModelFacts
 from autoplan.search.folding import inner_degree, spreads
 from autoplan.search.intra import IntraSolution, solve
-from autoplan.search.offload_pins import check_offload
+from autoplan.search.legality import Scope
+from autoplan.search.nearest import check_config
 from autoplan.search.own_tokens import with_own_tokens
 from autoplan.search.pins import (
-    check_context,
-    check_degrees,
-    check_dispatch,
-    check_recompute,
-    check_replicas,
     layer_calls,
     make_mesh,
     pipeline_units,
@@ -125,11 +122,7 @@ def make_plan(
     """
     if config.cp > 1 and config.context_method is None:
         config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.search.pins`
-    check_degrees(graph, config)
-    check_dispatch(graph, config)
-    check_context(graph, config)
-    check_replicas(config)
-    check_offload(config)
+    check_config(config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin ")
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
@@ -221,5 +214,4 @@ def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
             again |= {n for unit in mine[:count] for n in unit if n in layers}
             at += size
         return {n: "full" if n in again else "none" for n in calls}
-    check_recompute(graph, config.recompute)
     return {n: config.recompute.get(n, "none") for n in calls}

@@ -50,11 +50,9 @@ from autoplan.points import (
     space_of,
 )
 from autoplan.search.chunks import ChunkCutter
-from autoplan.search.context_pins import chosen_methods
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.intra import StoppedError
 from autoplan.search.offload_pins import on_host
-from autoplan.search.pins import check_compiled, check_context
 from autoplan.search.space import LEAST_PART, Candidate, Space
 from autoplan.search.stages import Cut, Cutter, Shortage
 
@@ -192,14 +190,8 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Bound all, then refine and evaluate best first."""
-        r = self.request
         with self._phase("space"):
-            checked = space_of(r)
-        if r.executed and r.mode is Mode.COMPILED:
-            check_compiled(r.pins)
-        if r.executed:
-            check_context(r.graph, self._pinned())
-        chosen_methods(r.graph, self._pinned())
+            checked = space_of(self.request)
         try:
             checked = self._bound_all(checked)
             self._best_first(self.bounds)
@@ -212,12 +204,8 @@ class _Search:
             self.status = Status.INTERRUPTED
         if not self.best:
             raise self._nothing(checked)
-        return SearchResult(tuple(self._planned(entry) for entry in self.best[: r.top]), self._certificate(checked))
-
-    def _pinned(self) -> ParallelConfig:
-        pins = self.request.pins
-        given = {name: pins.get(name, 1) for name in ("cp", "ep", "tp")}
-        return ParallelConfig(**given, context_method=pins.get("context_method"))
+        plans = tuple(self._planned(entry) for entry in self.best[: self.request.top])
+        return SearchResult(plans, self._certificate(checked))
 
     # -- time -------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.schedule import SCHEDULES
 from autoplan.cost_models.work import Workload
 from autoplan.rules.saved import RULES, Form
+from autoplan.search.choices import is_count, read_recompute
 from autoplan.search.chunks import ChunkCutter
 from autoplan.search.context_parallel import frozen
 from autoplan.search.context_pins import (
@@ -34,14 +35,17 @@ from autoplan.search.context_pins import (
     neighbours_of,
     worth_looking_at,
 )
+from autoplan.search.facts import Facts
 from autoplan.search.folding import folds
 from autoplan.search.handwritten import Kernels
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.legality import Scope
 from autoplan.search.offload_pins import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
 from autoplan.search.own_tokens import with_own_tokens
-from autoplan.search.pins import check_modules, is_count, make_mesh, read_recompute
+from autoplan.search.pins import make_mesh
 from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.space import Candidate, Space, space
+from autoplan.search.refusals import refusal
+from autoplan.search.space import Candidate, Space, limits_of, space
 from autoplan.search.stages import Cutter
 from autoplan.search.whole_tokens import with_whole_tokens
 from autoplan.search.workload import ExpertDegrees, Lowered, lower_all, workload
@@ -89,15 +93,29 @@ class PlanRequest:
     profile_file: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pins", with_offload(self.pins))
-        lengths = self.env(1)
-        for symbol, (low, high) in self.graph.bounds.items():
-            if lengths[symbol] < low or (high is not None and lengths[symbol] > high):
-                allowed = f"{low} or more" if high is None else f"{low} to {high}"
-                raise PinError(
-                    f"sequences of {lengths[symbol]} tokens: the forward of {self.graph.name} asks for the length, and "
-                    f"this graph is that of {allowed}; nearest legal: {low if lengths[symbol] < low else high}"
-                )
+        try:
+            object.__setattr__(self, "pins", with_offload(self.pins))
+        except PinError as error:
+            raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What of model, cluster and run decides which configurations are legal."""
+        return Facts.of(
+            self.graph,
+            self.cluster,
+            self.global_batch_size,
+            self.seq_len,
+            self.mode,
+            self.precision,
+            self.options,
+            self.target_len,
+        )
+
+    @property
+    def scope(self) -> Scope:
+        """The rules that a search keeps."""
+        return Scope.EXECUTED if self.executed else Scope.SEARCHED
 
     def env(self, size: int, cp: int = 1) -> dict[str, int]:
         """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
@@ -372,7 +390,7 @@ class Points:
 def space_of(request: PlanRequest) -> Space:
     """Its candidates. Raises: PinError for pins that leave none."""
     r = request
-    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len)
+    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
 
 
 def offloaded(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
@@ -467,35 +485,9 @@ def check_task(request: PlanRequest) -> None:
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
-    if r.target_len is not None:
-        if not is_count(r.target_len):
-            raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
-        if not r.graph.has_target and r.target_len != r.seq_len:
-            raise PinError(
-                f"target_len={r.target_len}, but {r.graph.name} has no second sequence with a length of its own; "
-                f"nearest legal: target_len={r.seq_len}"
-            )
-    check_modules(r.pins.get("recompute"), r.mode, r.executed)
-    parts = 2 * r.pins.get("cp", 1)
-    if parts > 2 and r.seq_len % parts:
-        near = max(parts, r.seq_len // parts * parts)
-        raise PinError(
-            f"seq_len={r.seq_len} cannot be cut into {parts} equal chunks over cp={parts // 2}; nearest legal: "
-            f"seq_len={near}"
-        )
+    if r.target_len is not None and not is_count(r.target_len):
+        raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
     if not 0 <= r.memory_margin < 1:
         raise PinError(f"memory_margin={r.memory_margin!r}: must be at least 0 and less than 1")
     if not r.time_limit_s >= 0:
         raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")
-    for block in r.graph.blocks.values():
-        for node in block.nodes:
-            if node.op == "embedding":
-                table, index = (block.values[n] for n in node.tensor_inputs[:2])
-                symbols = [name for size in index.shape for name in size.symbols]
-                rows = table.shape[0].value
-                for symbol, name in (("s", "seq_len"), ("t", "target_len")):
-                    length = r.env(1)[symbol]
-                    if symbols == [symbol] and rows is not None and rows < length:
-                        raise PinError(
-                            f"{name}={length}, but {r.graph.name} has {rows} learned positions; nearest legal: {rows}"
-                        )

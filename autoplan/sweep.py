@@ -30,6 +30,8 @@ from autoplan.cost_models.units import dtype_bytes
 from autoplan.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
 from autoplan.report.label import evidence_label, plan_label
 from autoplan.report.numbers import scaled
+from autoplan.search.choices import CHOICES, PINS, Written
+from autoplan.search.legality import not_executed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,18 +45,22 @@ TASK = {
     "precision": "one of " + ", ".join(PRECISIONS),
     "mode": "one of " + ", ".join(Mode),
 }
-PINS = ("pp", "dp", "tp", "zero_stage", "micro_batch_size", "num_micro_batches", "recompute", "offload")
 VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
 INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
 # Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
 _TASK_RANGES = {"seq_len": Range(1, 10**9, whole=True), "global_batch_size": Range(1, 10**7, whole=True)}
 _MOST_TOKENS = 1e30
 _MOST_POINTS = 10_000  # of one sweep: each takes a search, of a tenth of a second at least
-TEXTS = ("device", "cluster", "precision", "mode", "recompute", "offload")  # the others are numbers
-WHOLE = ("nodes", "devices_per_node", "seq_len", "global_batch_size", *(p for p in PINS if p not in TEXTS))
+# how values are written: words, lists of numbers, whole numbers; the others are numbers
+TEXTS = ("device", "cluster", "precision", "mode", *(c.name for c in CHOICES if c.written is Written.WORD))
+LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
+WHOLE = (
+    *("nodes", "devices_per_node", "seq_len", "global_batch_size"),
+    *(c.name for c in CHOICES if c.written is Written.COUNT),
+)
 # What the numbers may be, by name; a pin is checked further where its search begins.
 RANGES: dict[str, Range] = {
-    **{name: Range(1, 10**9, whole=True) for name in PINS if name not in TEXTS},
+    **{c.name: Range(1, 10**9, whole=True) for c in CHOICES if c.written is Written.COUNT},
     "zero_stage": Range(0, 3, whole=True),
     **OVERRIDE_RANGES,
     **_TASK_RANGES,
@@ -323,6 +329,7 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
         out |= _run_columns(run)
     out["plan"] = plan_label(point.planned.config, point.planned.estimate) if point.planned is not None else None
     out["evidence"] = evidence_label(estimate) if estimate is not None else None
+    out["priced_not_executed"] = _priced(point)
     if tokens is not None:
         out["notes"] = "; ".join(notes(point, tokens, assumptions))
     return out
@@ -331,6 +338,13 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
 def columns(varied: Iterable[str], tokens: float | None = None) -> list[str]:
     """Return the names of the columns of every `row` of a sweep."""
     return list(row(Point(dict.fromkeys(varied), None, None, ""), tokens))
+
+
+def _priced(point: Point) -> str | None:
+    """What of a plan has a price, but is not executed."""
+    if point.planned is None or point.request is None:
+        return None
+    return "; ".join(not_executed(point.planned.config, point.request.facts))
 
 
 def _run_columns(run: Run | None) -> dict[str, object]:
@@ -402,7 +416,8 @@ def whatif(
         tokens_per_s_per_device, mfu (attention counted in full), mfu_causal (as a causal mask leaves it),
         peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
         goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
-        checkpoint_interval_s,] plan, evidence [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
+        checkpoint_interval_s,] plan, evidence,
+        priced_not_executed [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
         its search_status, or as its status if it has no plan.
 
     Raises: AutoplanError for a model, cluster or name that is not known.

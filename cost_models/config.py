@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.units import DTYPE_BYTES
@@ -36,8 +37,9 @@ def modules_of(how: object) -> tuple[str, ...]:
         if name not in MODULES:
             near = difflib.get_close_matches(name, MODULES, 1, 0.0)[0]
             raise PinError(
-                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; "
-                f"nearest legal: {_MODULES_PREFIX}{near}"
+                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; did you mean "
+                f"{near}?",
+                ("recompute",),
             )
     return tuple(m for m in MODULES if m in given)
 
@@ -247,19 +249,27 @@ def precision_of(name: str) -> Precision:
 
 def executed_precision(name: str) -> Precision:
     """The precision of a name, of those that the runtime computes in. PinError for products in 8 and 4 bits."""
+    reason = precision_obstacle(name)
+    if reason is not None:
+        raise PinError(reason)
+    return precision_of(name)
+
+
+def precision_obstacle(name: str) -> str | None:
+    """Why the runtime does not compute in the precision of a name, or None if it does."""
     found = precision_of(name)
     if found.matmul is not None:
         known = ", ".join(n for n, p in PRECISIONS.items() if p.matmul is None)
-        raise PinError(
+        return (
             f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
             f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
         )
     if name.endswith(MOMENTS_16):
-        raise PinError(
+        return (
             f"precision {name!r} is priced, but not executed: moments of the optimizer are float32 here; nearest: "
             f"{name.removesuffix(MOMENTS_16)}"
         )
-    return found
+    return None
 
 
 @dataclass(frozen=True)
@@ -298,3 +308,40 @@ class ParallelConfig:
     def num_devices(self) -> int:
         """World size."""
         return self.pp * self.dp * self.cp * self.tp
+
+
+class Degrees(Protocol):
+    """What rules read of a configuration: of a ParallelConfig, or of one that is decided in part."""
+
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def etp(self) -> int | None: ...
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def virtual_stages(self) -> int: ...
+    @property
+    def recompute(self) -> str | Mapping[str, str] | tuple[int, ...]: ...
+    @property
+    def stages(self) -> tuple[int, ...] | None: ...
+    @property
+    def context_method(self) -> str | Mapping[str, str] | None: ...
+    @property
+    def zero_replicas(self) -> int: ...
+    @property
+    def offload(self) -> tuple[str, ...]: ...

@@ -67,10 +67,10 @@ def read_method(name: object, cp: int) -> ContextMethod:
     """The method of a name over `cp` ranks. PinError names those that there are."""
     if not isinstance(name, str) or not re.fullmatch(r"gather|ring|ulysses|ulysses\d+x(ring|gather)\d+", name):
         raise PinError(
-            f"pin context_method={name!r} is not known; use gather, ring, ulysses, or a product such as ulysses2xring2"
+            f"context_method={name!r} is not known; use gather, ring, ulysses, or a product such as ulysses2xring2",
+            ("context_method",),
         )
     for method in methods(cp):
         if method.name == name:
             return method
-    known = ", ".join(m.name for m in methods(cp)) or "none, since no sequence is cut"
-    raise PinError(f"pin context_method={name!r} does not make cp={cp}; nearest legal: {known}")
+    raise PinError(f"context_method={name!r} does not make cp={cp}", ("context_method", "cp"))

@@ -12,6 +12,9 @@ AutoplanError(ValueError)
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class AutoplanError(ValueError):
     """Base of every error that autoplan raises about its input."""
@@ -38,7 +41,16 @@ class ProfileError(AutoplanError):
 
 
 class PinError(AutoplanError):
-    """An illegal pin, degree, batch or cluster."""
+    """An illegal pin, degree, batch or cluster.
+
+    Attributes:
+        names: the choices that the broken rule is about, the one to change first in front.
+        suggestions: changes of choices by name (None: leave it out), each of which was tried and is legal.
+    """
+
+    def __init__(self, message: str, names: Sequence[str] = (), suggestions: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.names, self.suggestions = tuple(names), tuple(suggestions)
 
 
 class InfeasibleError(AutoplanError):

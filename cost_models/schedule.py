@@ -202,69 +202,70 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
     return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
 
 
+def obstacle(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> str | None:
+    """Why a known schedule has no action lists for these degrees (each at least 1), or None if it has."""
+    rule = SCHEDULES[schedule]
+    if not rule.takes(virtual_stages):
+        fewest, most = rule.virtual_stages
+        if most is None:
+            return f"schedule {schedule!r} needs at least {fewest} virtual stages, not {virtual_stages}"
+        number = "one chunk" if most == 1 else f"{most} chunks"
+        return f"schedule {schedule!r} has {number} per rank, not virtual_stages={virtual_stages}"
+    if rule.rounds:
+        rounds = orders.num_rounds(num_stages, num_micro_batches)
+        if num_micro_batches % rounds:
+            return (
+                f"schedule {schedule!r} runs {num_micro_batches} micro-batches on {num_stages} stages in {rounds} "
+                "rounds, which must be equal"
+            )
+    if num_micro_batches < rule.least_rounds * num_stages:
+        return (
+            f"schedule {schedule!r} needs at least {rule.least_rounds} micro-batches per stage, not "
+            f"{num_micro_batches} on {num_stages} stages"
+        )
+    if rule.num_copies > 1:
+        for name, value in (("num_stages", num_stages), ("num_micro_batches", num_micro_batches)):
+            if value % 2:
+                return f"schedule {schedule!r} runs in both directions, so {name}={value} must be even"
+    return None
+
+
+def takes(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> bool:
+    """True if `actions` has lists for these degrees."""
+    return obstacle(schedule, num_stages, num_micro_batches, virtual_stages) is None
+
+
 def _check(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> None:
-    rule = _rule(schedule)
+    _rule(schedule)
     for name, value in (
         ("num_stages", num_stages),
         ("num_micro_batches", num_micro_batches),
         ("virtual_stages", virtual_stages),
     ):
         if value < 1:
-            raise PinError(f"{name}={value}: must be at least 1; nearest legal: 1")
-    if not rule.takes(virtual_stages):
-        raise PinError(_wrong_virtual_stages(schedule, virtual_stages))
-    if rule.rounds and num_micro_batches % orders.num_rounds(num_stages, num_micro_batches):
-        raise PinError(
-            f"schedule {schedule!r} runs {num_micro_batches} micro-batches on {num_stages} stages in "
-            f"{orders.num_rounds(num_stages, num_micro_batches)} rounds, which must be equal; nearest legal: "
-            f"num_micro_batches={_nearest_rounds(num_stages, num_micro_batches)}"
-        )
-    least = rule.least_rounds * num_stages
-    if num_micro_batches < least:
-        raise PinError(
-            f"schedule {schedule!r} needs at least {rule.least_rounds} micro-batches per stage, not "
-            f"{num_micro_batches} on {num_stages} stages; nearest legal: num_micro_batches={least}"
-        )
-    if rule.num_copies > 1:
-        for name, value in (("num_stages", num_stages), ("num_micro_batches", num_micro_batches)):
-            if value % 2:
-                raise PinError(
-                    f"schedule {schedule!r} runs in both directions, so {name}={value} must be even; nearest legal: "
-                    f"{name}={value + 1}"
-                )
+            raise PinError(f"{name}={value}: must be at least 1")
+    reason = obstacle(schedule, num_stages, num_micro_batches, virtual_stages)
+    if reason is not None:
+        raise PinError(f"{reason}{_near(schedule, num_stages, num_micro_batches, virtual_stages)}")
 
 
-def takes(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> bool:
-    """True if `actions` has lists for these degrees."""
-    try:
-        _check(schedule, num_stages, num_micro_batches, virtual_stages)
-    except PinError:
-        return False
-    return True
+def _near(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> str:
+    """The nearest number of virtual stages, else of micro-batches, else of stages that the schedule takes, each tried;
+    and the schedules that take the degrees as they are."""
+    given = {"virtual_stages": virtual_stages, "num_micro_batches": num_micro_batches, "num_stages": num_stages}
+    for name, value in given.items():
 
+        def legal(n: int, name: str = name) -> bool:
+            return takes(schedule, **{**given, name: n})
 
-def _wrong_virtual_stages(schedule: str, virtual_stages: int) -> str:
-    fewest, most = SCHEDULES[schedule].virtual_stages
-    if most is None:
-        return (
-            f"schedule {schedule!r} needs at least {fewest} virtual stages, not {virtual_stages}; "
-            f"nearest legal: {fewest}"
-        )
-    others = [name for name, rule in SCHEDULES.items() if rule.takes(virtual_stages)]
-    number = "one chunk" if most == 1 else f"{most} chunks"
-    return (
-        f"schedule {schedule!r} has {number} per rank; nearest legal: virtual_stages={most}, or for {virtual_stages} "
-        f"the schedule {' or '.join(others)}"
-    )
-
-
-def _nearest_rounds(num_stages: int, num_micro_batches: int) -> str:
-    def legal(number: int) -> bool:
-        return number % orders.num_rounds(num_stages, number) == 0
-
-    below = next(n for n in range(num_micro_batches, 0, -1) if legal(n))
-    above = next(n for n in range(num_micro_batches, 2 * num_micro_batches + num_stages) if legal(n))
-    return f"{below} or {above}"
+        below = next(filter(legal, range(value - 1, 0, -1)), None)
+        above = next(filter(legal, range(value + 1, 2 * value + 2 * num_stages + 2)), None)
+        found = [str(n) for n in (below, above) if n is not None]
+        if found:
+            text = f"; nearest legal: {name}={' or '.join(found)}"
+            others = [each for each in SCHEDULES if takes(each, **given)] if name == "virtual_stages" else []
+            return text + (f", or for {virtual_stages} the schedule {' or '.join(others)}" if others else "")
+    return ""
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few again and again

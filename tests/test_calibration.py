@@ -412,7 +412,7 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS.replace("mode: fused", "mode: fast"), "mode 'fast' is not known; use eager"),
         (STEPS.replace("{tp: 2", "{tp: 3"), "step 2: tp x pp x cp = 3 does not divide the 4 devices"),
         (STEPS.replace("{tp: 2", "{pt: 2"), "step 2: degree 'pt' is not known; use dp"),
-        (STEPS.replace("seq_len: 1k", "seq_len: 2k"), "nearest legal: 1024"),
+        (STEPS.replace("seq_len: 1k", "seq_len: 2k"), "nearest legal: seq_len=1024"),
     ],
 )
 def test_a_bad_file_is_one_line_that_says_what_works(tmp_path: Path, text: str, says: str) -> None:

@@ -143,7 +143,7 @@ def test_a_program_is_for_the_lengths_it_was_captured_for() -> None:
     for batch in (short, long):
         assert_equal(model, batch)
         model.zero_grad()
-    with pytest.raises(PinError, match=r"sequences of 9 tokens: the forward of Model asks .* nearest legal: 6"):
+    with pytest.raises(PinError, match=r"sequences of 9 tokens: the forward of Model asks .* nearest legal: seq_len=6"):
         plan_program(graph_of(model, short), cluster_of(1, "bandwidth"), {}, 4, 9)
     _, program = plan_program(graph_of(model, long), cluster_of(1, "bandwidth"), {}, 4, 9)
     with fake_group(1):

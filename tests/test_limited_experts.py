@@ -20,7 +20,10 @@ from parity import (
 from autoplan.capture.export import capture
 from autoplan.cost_models.errors import PinError
 from autoplan.rules.batch import batch_obstacle, context_obstacle
-from autoplan.search.pins import check_context, check_degrees, read_pins
+from autoplan.search.facts import Facts, ModelFacts
+from autoplan.search.legality import Scope
+from autoplan.search.nearest import check_config
+from autoplan.search.pins import read_pins
 
 
 def test_some_tokens_are_beyond_the_capacity_and_the_program_knows() -> None:
@@ -74,8 +77,8 @@ def test_a_running_sum_over_a_cut_sequence_is_refused() -> None:
     graph = graph_of("gpt-switch", 0.0)
     assert batch_obstacle(graph) is None
     assert str(context_obstacle(graph)).startswith("cumsum at models.py:")
-    with pytest.raises(PinError, match=r"pin cp=2: cumsum at models.py:\d+ .* nearest legal: cp=1"):
-        check_context(graph, read_pins({"cp": 2}, 2))
+    with pytest.raises(PinError, match=r"cp=2: cumsum at models.py:\d+ .* nearest legal: cp=1"):
+        check_config(read_pins({"cp": 2}, 2), Facts(2, ModelFacts(graph)), Scope.EXECUTED)
 
 
 def test_a_running_sum_over_the_whole_batch_is_refused() -> None:
@@ -83,4 +86,4 @@ def test_a_running_sum_over_the_whole_batch_is_refused() -> None:
     batch = {k: v for k, v in zip(("ids", "labels"), models.token_batch(2, SEQ).values(), strict=True)}
     graph = capture(models.make_switch(flat=True), batch, models.gpt_loss)
     with pytest.raises(PinError, match=r"cumsum at models.py:\d+ cannot be computed sample by sample"):
-        check_degrees(graph, read_pins({"dp": 2}, 2))
+        check_config(read_pins({"dp": 2}, 2), Facts(2, ModelFacts(graph)), Scope.EXECUTED)

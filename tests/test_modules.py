@@ -165,7 +165,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("shape", "recompute", "given", "text"),
     [
-        (DENSE, "modules:mpl", {}, "'mpl' is no module.*nearest legal: modules:mlp"),
+        (DENSE, "modules:mpl", {}, "'mpl' is no module.*did you mean mlp"),
         (DENSE, "modules:", {}, "'' is no module"),
         (DENSE, "modules:moe_act", {}, "'moe_act', which no layer.*core_attn, layernorm, mlp"),
         (DENSE, "modules:mla_up_proj", {}, "'mla_up_proj', which no layer"),

@@ -37,7 +37,7 @@ from autoplan.cost_models.work import Workload
 from autoplan.estimate import ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.points import PlanRequest
 from autoplan.report.arguments import options_of
-from autoplan.report.degrees import config_of
+from autoplan.report.degrees import checked_config
 from autoplan.report.numbers import read_count
 from autoplan.sweep import check_task
 
@@ -135,7 +135,6 @@ def _measured(
     degrees = given.get("degrees", {})
     if not isinstance(degrees, Mapping):
         raise PinError(f"degrees={degrees!r} must be a mapping, for example {{tp: 4, pp: 2}}")
-    config = config_of(cluster.num_devices, batch, degrees)
     options = options_of(given.get("options"))
     model = _beside(_text("model", given["model"]), folder, (".json",))
     if model not in models:
@@ -151,6 +150,7 @@ def _measured(
         constants=constants,
         profile=profile,
     )
+    config = checked_config(request, degrees)
     name = str(given.get("name", f"step {index + 1}"))
     step = Step(name, str(given.get("group", name)), float(seconds))
     return Measured(step, Planned.of(request, config))

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from autoplan.cost_models.compute import class_of, has_near, interpolated_s
 from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.errors import PinError, ProfileError
+from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
 from autoplan.profiler.interference import measure_interference
@@ -44,7 +44,9 @@ from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.tasks import model_tasks
 from autoplan.runtime.failure import RankFailure, guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.search.pins import check_degrees, make_mesh
+from autoplan.search.facts import Facts, ModelFacts
+from autoplan.search.legality import Scope, broken
+from autoplan.search.pins import make_mesh
 from autoplan.search.works import Works
 
 DEFAULT_BUDGET_S = 120.0
@@ -470,9 +472,7 @@ def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int
     found: dict[str, Task] = {}
     for tp in degrees:
         config = ParallelConfig(tp=tp)
-        try:
-            check_degrees(graph, config)
-        except PinError:
+        if broken(config, Facts(tp, ModelFacts(graph)), Scope.PRICED) is not None:
             continue
         _, axes = make_mesh(graph, config)
         for task in model_tasks(Works(graph, axes, env)):

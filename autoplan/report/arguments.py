@@ -16,8 +16,8 @@ from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.run import Assumptions
 from autoplan.points import PlanRequest
 from autoplan.report.numbers import read_count, read_series
-from autoplan.search.pins import check_choice
-from autoplan.sweep import RANGES, TEXTS, VARIED, WHOLE
+from autoplan.search.choices import check_choice
+from autoplan.sweep import LISTS, RANGES, TEXTS, VARIED, WHOLE
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
@@ -69,7 +69,8 @@ def read_list(what: str, text: str) -> tuple[int, ...]:
 
 
 def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`: lists of values by name."""
+    """`nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`, `stages=8,8/10,6`: lists
+    of values by name."""
     out: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = (piece.strip() for piece in text.partition("="))
@@ -80,12 +81,23 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             raise PinError(f"vary {name} is given twice; write all values with commas")
         if name not in VARIED:
             raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
-        if name in TEXTS:
-            out[name] = [part.strip() for part in _COMMA.split(values) if part.strip()]
+        if name in TEXTS or name in LISTS:
+            parts = _values(name, values)
+            out[name] = [read_list(f"vary {name}={part}", part) for part in parts] if name in LISTS else parts
         else:
             whole = name in WHOLE
             out[name] = list(read_series(values, f"vary {name}", whole=whole, binary=whole, within=RANGES.get(name)))
     return out
+
+
+def _values(name: str, text: str) -> list[str]:
+    """Values with commas between them, or with `/` where a value has commas of its own: `stages=8,8/10,6`."""
+    if "/" not in text and (name in LISTS or re.search(r"modules:[^,]*,", text)):
+        if name in LISTS:
+            return [text]
+        raise PinError(f"vary {name}={text}: write / between values, for example recompute=full/modules:core_attn,mlp")
+    parts = text.split("/") if "/" in text and name not in ("device", "cluster") else _COMMA.split(text)
+    return [part.strip() for part in parts if part.strip()]
 
 
 _LAYERS = re.compile(r"(\d+)(?:-(\d+))?")  # layers in model order, from 0: `4`, or `0-3`

@@ -12,6 +12,7 @@ Schema 1:
                  "overlap_zero", "overlap_gather", "zero_by_tensor", "document_len": null | tokens, "profile",
                  "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
+     "priced_not_executed": [str],      # of the plan: what has a price, but autoplan's own runtime does not execute
      "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "zero_replicas", "offload": [str],
               "micro_batch_size", "num_micro_batches", "schedule", "virtual_stages",
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
@@ -24,7 +25,7 @@ Schema 1:
                               "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
                   "host_memory_capacity_bytes": null | number, "host_memory_bytes": [{term: quantity} per stage],
                   "breakdown_s": {term: quantity}, "run": null | run},
-     "alternatives": [{"plan", "estimate"}],                       # plan: the next best ones
+     "alternatives": [{"priced_not_executed", "plan", "estimate"}],                       # plan: the next best ones
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
                      "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
                     # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
@@ -61,6 +62,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.report.arguments import imbalance_of, option_data
+from autoplan.search.legality import not_executed
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import critical_batch, run_of
 
@@ -261,6 +263,7 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
 def _planned(p: Planned, request: PlanRequest, tokens: float | None, assumed: Assumptions | None) -> dict[str, Any]:
     whole = run_of(p.estimate, request, tokens, assumed)
     return {
+        "priced_not_executed": list(not_executed(p.config, request.facts)),
         "plan": plan(p.config),
         "estimate": estimate(p.estimate, None if whole is None else run(whole, request, assumed)),
     }

@@ -24,6 +24,7 @@ from autoplan.report import numbers
 from autoplan.report.arguments import imbalance_of, option_texts
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
 from autoplan.report.label import evidence_label, plan_label
+from autoplan.search.legality import not_executed
 from autoplan.search.pins import layer_calls
 from autoplan.sweep import Point, batch_warning, row, run_of
 
@@ -195,6 +196,9 @@ def _answer(
     out.print(Text(text, style="bold red" if over else ""), soft_wrap=True)
     if any(s.host_memory for s in e.stages):
         out.print(Text(_host_text(e), style="" if e.fits_host else "bold red"), soft_wrap=True)
+    priced = not_executed(planned.config, request.facts)
+    if priced:
+        paragraph(out, f"priced, not executed by autoplan's own runtime: {'; '.join(priced)}", 1, first=1)
     run = run_of(e, request, tokens, assumed)
     if run is not None:
         for text in (_run_text(run), _failures_text(run), _energy_text(run)):

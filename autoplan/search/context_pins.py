@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Degrees, ParallelConfig
 from autoplan.cost_models.context import ContextMethod, methods, read_method
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.graph import ModelGraph
@@ -89,44 +89,52 @@ def _beaten(k: int, found: Sequence[tuple[ContextMethod, Sequence[float]]]) -> b
     return False
 
 
+def method_obstacle(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int) -> str | None:
+    """Why a model cannot have this `context_method` with these degrees, or None."""
+    try:
+        _methods(graph, given, cp, tp)
+    except PinError as error:
+        return str(error)
+    return None
+
+
 def chosen_methods(graph: ModelGraph, config: ParallelConfig) -> dict[str, ContextMethod]:
     """What `config.context_method` says of every block with attention; nothing where no sequence is cut, or if it is
-    None. PinError names the rule and the nearest legal method."""
-    given, blocks = config.context_method, attention_heads(graph)
-    if given is None:
-        return {}
+    None. PinError names what cannot be."""
+    given = config.context_method
+    return {} if given is None else _methods(graph, given, config.cp, config.tp)
+
+
+def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int) -> dict[str, ContextMethod]:
+    blocks = attention_heads(graph)
     if isinstance(given, Mapping):
         for name in given:
             if name not in blocks:
                 known = ", ".join(blocks) or "none"
-                raise PinError(
-                    f"pin context_method names {name!r}, which is no block with attention; those are: {known}"
-                )
+                raise PinError(f"context_method names {name!r}, which is no block with attention; those are: {known}")
         missing = [name for name in blocks if name not in given]
         if missing:
-            raise PinError(f"pin context_method leaves out {missing[0]}; give a method for every block with attention")
+            raise PinError(f"context_method leaves out {missing[0]}; give a method for every block with attention")
         wanted = {block: given[block] for block in blocks}
     else:
         wanted = dict.fromkeys(blocks, given)
-    found = {block: read_method(name, config.cp) for block, name in wanted.items()}
+    found = {block: read_method(name, cp) for block, name in wanted.items()}
     if not blocks:
-        read_method(given, config.cp)
-    major, legal = _major(blocks, config.tp), legal_methods(graph, config.cp, config.tp)
+        read_method(given, cp)
+    major = _major(blocks, tp)
     for block, method in found.items():
-        text = _obstacle(method, blocks[block], config.tp, major)
+        text = _obstacle(method, blocks[block], tp, major)
         if text is not None:
-            near = ", ".join(m.name for m in legal[block])
-            raise PinError(f"pin context_method={method.name!r}: {text}; nearest legal: {near}")
+            raise PinError(f"context_method={method.name!r}: {text}")
     factors = sorted({m.ulysses for m in found.values() if m.is_product})
     if len(factors) > 1:
         raise PinError(
-            f"pin context_method: products with ulysses{factors[0]} and with ulysses{factors[1]} need two different "
-            f"meshes; nearest legal: one of them in all blocks"
+            f"context_method: products with ulysses{factors[0]} and with ulysses{factors[1]} need two different meshes"
         )
     return found
 
 
-def product_degree(config: ParallelConfig) -> int:
+def product_degree(config: Degrees) -> int:
     """Ranks of Ulysses in the products of a config's methods; 1 if there is none."""
     given = config.context_method
     return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)

@@ -13,19 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import Degrees, ParallelConfig
 from autoplan.cost_models.layout import Axis, Mesh
 from autoplan.search.context_pins import product_degree
 
 _Cut = tuple[str, str, int]  # dense axis, axis of experts, size of what they share
 
 
-def inner_degree(config: ParallelConfig) -> int:
+def inner_degree(config: Degrees) -> int:
     """Over how many ranks each expert is split: etp, or as tp."""
     return config.tp if config.etp is None else config.etp
 
 
-def spreads(config: ParallelConfig) -> bool:
+def spreads(config: Degrees) -> bool:
     """False if experts are where tensor parallelism has them; else they are laid out over ep x etp."""
     return config.ep > 1 or inner_degree(config) != config.tp
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from autoplan.cost_models.config import OFFLOADS, ParallelConfig
+from autoplan.cost_models.config import OFFLOADS
 from autoplan.cost_models.errors import PinError
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS = OFFLOADS
@@ -25,7 +25,7 @@ def read_offload(value: object) -> tuple[str, ...]:
         return ()
     if not parts or any(p not in OFFLOADS for p in parts) or len(set(parts)) != len(parts):
         raise PinError(
-            f"pin offload={value!r} is not supported; use none, or some of {', '.join(OFFLOADS)} joined by +"
+            f"offload={value!r} is not supported; use none, or some of {', '.join(OFFLOADS)} joined by +", ("offload",)
         )
     found = tuple(name for name in OFFLOADS if name in parts)
     return tuple(name for name in found if name != OPTIMIZER or PARAMETERS not in found)
@@ -41,8 +41,9 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
         return pins
     if pins.get("recompute", "offload") != "offload":
         raise PinError(
-            f"pin offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations that wait on the host "
-            "are not computed again; nearest legal: recompute='offload', or offload without activations"
+            f"offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations that wait on the host are "
+            "not computed again",
+            ("recompute", "offload"),
         )
     return {**pins, "recompute": "offload"}
 
@@ -68,17 +69,3 @@ def on_host(offload: tuple[str, ...]) -> frozenset[str]:
 def lacks_shards(offload: tuple[str, ...], zero_stage: int, shards: int) -> bool:
     """True if parameters are to be on the host and nothing shards them. `shards`: ranks that ZeRO shards over."""
     return PARAMETERS in offload and (zero_stage == 0 or shards < 2)
-
-
-def check_offload(c: ParallelConfig) -> None:
-    """PinError for parameters on the host that ZeRO does not shard, and for what is not known."""
-    read_offload(c.offload or "none")
-    if ACTIVATIONS in c.offload:
-        raise PinError("offload of activations is recompute='offload' of a configuration")
-    if not lacks_shards(c.offload, c.zero_stage, c.dp * c.cp // c.zero_replicas):
-        return
-    near = "zero_stage=3" if c.dp * c.cp // c.zero_replicas > 1 else "offload='optimizer'"
-    raise PinError(
-        f"pin offload='{PARAMETERS}' with zero_stage={c.zero_stage}, dp={c.dp} and cp={c.cp}: {NEEDS_SHARDS}; "
-        f"nearest legal: {near}"
-    )

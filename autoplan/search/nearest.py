@@ -1,0 +1,277 @@
+"""What would be legal instead: candidates ordered by distance, each tried before it is named in a refusal.
+
+First one choice is changed, those that the broken rule is about before the others; then two at once; then a choice is
+left open. Where nothing of that is legal, the refusal says so. Who asks says what trying is (`Attempt`): the doors of
+estimate, plan and what-if end in the same rules (`autoplan.search.legality`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.context import methods
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.schedule import SCHEDULES
+from autoplan.search.choices import PINS, ZERO_STAGES, check_values, is_count
+from autoplan.search.facts import Facts, divisors
+from autoplan.search.legality import Scope, broken
+from autoplan.search.offload_pins import state_offload
+
+Changes = Mapping[str, Any]
+# Tries changes of choices, with perhaps another batch or length in the facts. What they come to, choices that follow
+# from them included; None: illegal.
+Attempt = Callable[[Changes, Facts], Changes | None]
+
+_RUN = ("global_batch_size", "seq_len", "target_len")
+_MAX_NAMES = 2  # choices of which values are named
+_MAX_WORDS = 5  # values of one that has no order
+_NEAR = 4  # values to either side in a change of two choices
+_MAX_TRIED = 400
+
+
+def explained(error: PinError, given: Changes, attempt: Attempt, facts: Facts, prefix: str = "") -> PinError:
+    """The same error with what would be legal.
+
+    Args:
+        error: its `names` are the choices to change first; none: they are not to blame, and nothing is suggested.
+        given: the choices as they are.
+        prefix: put before a message that begins with a given choice, for example `pin `.
+    """
+    text = str(error)
+    found = re.match(r"(\w+)=", text)
+    text = f"{prefix}{text}" if found is not None and found[1] in given else text
+    if not error.names:
+        return PinError(text)
+    groups = nearest(error.names, given, attempt, facts)
+    if not groups:
+        return PinError(f"{text}; nothing near is legal", error.names)
+    near = ", or ".join(map(_said, groups))
+    return PinError(f"{text}; nearest legal: {near}", error.names, [c for group in groups for c in group])
+
+
+def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts) -> list[list[Changes]]:
+    """Legal changes: of up to two choices that a rule is about, else of another, else of two at once.
+
+    Returns: per choice (or pair) its nearest legal values.
+    """
+    known = [n for n in names if n in given or _of_the_run(n, facts) is not None]
+    budget = iter(range(_MAX_TRIED))
+
+    def attempted(changes: Changes) -> Changes | None:
+        return _attempted(changes, attempt, facts)
+
+    def tried(changes: Changes) -> Changes | None:
+        return None if next(budget, None) is None else attempted(changes)
+
+    groups = [g for g in (_around(n, given, facts, tried) for n in known) if g][:_MAX_NAMES]
+    others = [n for n in given if n not in known]
+    for name in others:
+        if groups:
+            return groups
+        groups = [g for g in [_around(name, given, facts, tried)] if g]
+    budget = iter(range(_MAX_TRIED))
+    return groups or _together(known, others, given, facts, tried) or _left_open(known, others, attempted)
+
+
+def _attempted(changes: Changes, attempt: Attempt, facts: Facts) -> Changes | None:
+    run = {name: changes.get(name, _of_the_run(name, facts)) for name in _RUN}
+    rest = {name: value for name, value in changes.items() if name not in _RUN}
+    known = replace(facts, batch=run["global_batch_size"], seq_len=run["seq_len"], target_len=run["target_len"])
+    found = attempt(rest, known)
+    return None if found is None else {**changes, **found}
+
+
+def _around(name: str, given: Changes, facts: Facts, tried: Callable[[Changes], Changes | None]) -> list[Changes]:
+    """The nearest legal values of one choice: to either side, or of what has no order the first ones."""
+    below, above, words = _values(name, given, facts)
+    sides = (next(filter(None, (tried({name: v}) for v in side)), None) for side in (below, above))
+    found = [changes for changes in sides if changes is not None]
+    most = _NEAR // 2 if name == "stages" else _MAX_WORDS
+    return [*found, *itertools.islice(filter(None, (tried({name: v}) for v in words)), most)]
+
+
+def _together(
+    known: Sequence[str],
+    others: Sequence[str],
+    given: Changes,
+    facts: Facts,
+    tried: Callable[[Changes], Changes | None],
+) -> list[list[Changes]]:
+    """One change of two choices, the nearest."""
+
+    def near(name: str) -> Iterator[tuple[int, Any]]:
+        below, above, words = _values(name, given, facts)
+        for side in (below, above, words):
+            yield from enumerate(side[:_NEAR])
+
+    pairs = [
+        (da + db, {a: va, b: vb})
+        for k, a in enumerate(known)
+        for b in (*known[k + 1 :], *others)
+        for (da, va), (db, vb) in itertools.product(near(a), near(b))
+    ]
+    for _, changes in sorted(pairs, key=lambda pair: pair[0]):
+        found = tried(changes)
+        if found is not None:
+            return [[found]]
+    return []
+
+
+def _left_open(
+    known: Sequence[str], others: Sequence[str], tried: Callable[[Changes], Changes | None]
+) -> list[list[Changes]]:
+    """Choices to leave open so that the rest is legal, of those that the rule is about more than of the others."""
+    names = [name for name in (*others, *known) if name not in _RUN]
+    left: Changes = dict.fromkeys(names)
+    if tried(left) is None:
+        return []
+    for name in names:
+        fewer = {n: None for n in left if n != name}
+        if fewer and tried(fewer) is not None:
+            left = fewer
+    return [[left]]
+
+
+def _of_the_run(name: str, facts: Facts) -> int | None:
+    known = {"global_batch_size": facts.batch, "seq_len": facts.seq_len, "target_len": facts.length("t")}
+    return known.get(name)
+
+
+def _values(name: str, given: Changes, facts: Facts) -> tuple[list[Any], list[Any], list[Any]]:
+    """Values to try: below the given one and above it, nearest first, and those of a choice without an order."""
+    value = given.get(name, _of_the_run(name, facts))
+    if name in ("recompute", "schedule", "offload", "context_method", "stages"):
+        return [], [], [v for v in _words(name, value, given, facts) if v != value]
+    numbers = _numbers(name, value, given, facts)
+    at = value if isinstance(value, (int, float)) and math.isfinite(value) else 0
+    if not is_count(value, 0):  # what is no number of this kind may be near to itself
+        at = at - 0.5
+    return [n for n in reversed(numbers) if n < at], [n for n in numbers if n > at], []
+
+
+def _numbers(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
+    model = facts.model
+    if name == "zero_stage":
+        return list(ZERO_STAGES)
+    if name == "state_slack":
+        return [1.0, 1.02]
+    if name in ("micro_batch_size", "num_micro_batches"):
+        if facts.batch is not None:
+            return divisors(facts.batch)
+        return list(range(1, 4 * value + 16)) if is_count(value) else [1]
+    if name == "virtual_stages":
+        return list(range(1, 2 + (16 if model is None else model.num_layers + model.num_ends)))
+    if name == "ep" and model is not None:
+        return divisors(model.num_experts) if model.num_experts else [1]
+    if name == "global_batch_size":
+        parts = [given[n] for n in ("dp", "micro_batch_size", "num_micro_batches") if is_count(given.get(n))]
+        unit = math.prod(parts) if math.prod(parts) > 1 else facts.devices
+        return [n for n in (value // unit * unit, value // unit * unit + unit) if n > 0]
+    if name in _RUN:
+        return _lengths(name, value, given, facts)
+    return divisors(facts.devices)
+
+
+def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
+    """Lengths of sequences that cp cuts into equal chunks, and those at the ends of what the model takes."""
+    cp = given.get("cp", 1)
+    unit = 2 * cp if is_count(cp, 2) else 1
+    ends = [value, value + unit]
+    if facts.model is not None:
+        symbol = "s" if name == "seq_len" else "t"
+        low, high = facts.model.graph.bounds.get(symbol, (None, None))
+        ends += [end for end in (facts.model.positions.get(symbol), low, high) if end is not None]
+        ends += [facts.seq_len] if name == "target_len" and facts.seq_len is not None else []
+    return sorted({end // unit * unit for end in ends} - {0})
+
+
+def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
+    if name == "recompute":
+        return ["full", "none", "selective", "offload"]
+    if name == "offload":
+        return ["optimizer", "none", "parameters"]
+    if name == "schedule":
+        return sorted(SCHEDULES, key=lambda s: -difflib.SequenceMatcher(None, str(value), s).ratio())
+    if name == "context_method":
+        cp = given.get("cp", 1)
+        return [m.name for m in methods(cp)] if is_count(cp) else []
+    if facts.model is None or not isinstance(value, (list, tuple)):
+        return []
+    layers = facts.model.num_layers
+    wanted = [given.get("pp", 1) * given.get("virtual_stages", 1)] if "pp" in given else []
+    counts = sorted({*wanted, *divisors(facts.devices)}, key=lambda n: (n not in wanted, abs(n - len(value)), n))
+    return [tuple(layers // n + (k < layers % n) for k in range(n)) for n in counts if n <= layers]
+
+
+def _said(group: Sequence[Changes]) -> str:
+    """`tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `what it is with tp and dp left open`."""
+    if all(value is None for changes in group for value in changes.values()):
+        return f"what is given, with {' and '.join(name for changes in group for name in changes)} left open"
+    if len(group) > 1 and all(len(changes) == 1 for changes in group):
+        (name,) = group[0]
+        return f"{name}={' or '.join(_text(changes[name]) for changes in group)}"
+    return " or ".join(" with ".join(f"{name}={_text(value)}" for name, value in changes.items()) for changes in group)
+
+
+def _text(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else repr(value) if isinstance(value, str) else str(value)
+
+
+# -- a whole configuration ---------------------------------------------------------------------------------------------
+
+
+def check_config(config: ParallelConfig, facts: Facts, scope: Scope, prefix: str = "") -> None:
+    """Raise PinError, with the nearest that is legal, for a configuration that is not.
+
+    Where a change asks for it, dp is all remaining devices and the micro-batches make the batch: the message says so.
+    """
+    given = {f.name: getattr(config, f.name) for f in fields(config)}
+
+    def attempt(changes: Changes, known: Facts) -> Changes | None:
+        made = _completed(config, changes, known)
+        legal = made is not None and _fault(made, known, scope) is None
+        return {n: v for n, v in _changed(config, made).items() if n != "offload"} if made and legal else None
+
+    error = _fault(config, facts, scope)
+    if error is not None:
+        raise explained(error, given, attempt, facts, prefix)
+
+
+def _fault(config: ParallelConfig, facts: Facts, scope: Scope) -> PinError | None:
+    given = {f.name: getattr(config, f.name) for f in fields(config)}
+    try:
+        check_values({n: v for n, v in given.items() if v is not None and (n, v) != ("offload", ())}, PINS)
+    except PinError as error:
+        return error
+    found = broken(config, facts, scope)
+    return None if found is None else PinError(found.reason, found.rule.names)
+
+
+def _completed(config: ParallelConfig, changes: Changes, facts: Facts) -> ParallelConfig | None:
+    given = dict(changes)
+    if "offload" in given:
+        given["offload"] = state_offload({"offload": given["offload"]})
+    if any(value is None for value in given.values()):
+        return None
+    made = replace(config, **given)
+    try:
+        others = made.pp * made.cp * made.tp
+        if made.num_devices != facts.devices and "dp" not in changes and facts.devices % others == 0:
+            made = replace(made, dp=facts.devices // others)
+        at_once = made.dp * made.micro_batch_size
+        if facts.batch is not None and "num_micro_batches" not in changes and facts.batch % at_once == 0:
+            made = replace(made, num_micro_batches=facts.batch // at_once)
+    except (TypeError, ZeroDivisionError):  # another choice is no number
+        return None
+    return made
+
+
+def _changed(before: ParallelConfig, after: ParallelConfig) -> dict[str, Any]:
+    return {f.name: getattr(after, f.name) for f in fields(after) if getattr(after, f.name) != getattr(before, f.name)}
