@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture.experts import capture_experts, capture_hf_experts
 from autoplan.capture.huggingface import capture_attention, own_hooks
+from autoplan.capture.masks import Ledger
 from autoplan.cost_models.errors import CaptureError
 
 _log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def _count(
     with ExitStack() as stack:
         stack.enter_context(own_hooks(model))
         stack.enter_context(capture_experts(model))
-        stack.enter_context(capture_attention(model, tuple(example_inputs)))
+        stack.enter_context(capture_attention(model, Ledger()))
         stack.enter_context(capture_hf_experts(model))
         for name in layers:
             layer = model.get_submodule(name)

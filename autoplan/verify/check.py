@@ -17,8 +17,8 @@ from torch import nn
 from torch.func import functional_call
 
 from autoplan.capture.cast import main_dtype
-from autoplan.capture.export import LossFn, LossModule
 from autoplan.capture.huggingface import is_hf_model, own_hooks
+from autoplan.capture.inputs import LossFn, LossModule
 from autoplan.capture.lengths import example_lengths
 from autoplan.cost_models.errors import AutoplanError, CaptureError, GraphError
 from autoplan.cost_models.graph import ModelGraph
@@ -131,6 +131,9 @@ def run_module(
     try:
         with own_hooks(task.model) if is_hf_model(task.model) else nullcontext(), wide(task.shown):
             loss = functional_call(step, state, tuple(batch[n] for n in names))
+            if step.gives_more():
+                tensors.take_gradients()
+                loss = functional_call(step, state, tuple(batch[n] for n in names))
     except Exception as exc:  # of any kind: the model is the user's
         raise NotComparable(f"the module cannot run in float64 on {_shown(batch)}: {_first_line(exc)}") from exc
     gradients = tensors.take_gradients()

@@ -77,8 +77,7 @@ def load_stage(text: str) -> nn.Module:
     """The stage of an emitted text; its parameters have no memory yet."""
     with tempfile.TemporaryDirectory(prefix="autoplan_") as folder, torch.device("meta"):
         path = Path(folder) / _STAGE
-        path.write_text(text)
-        stage: nn.Module = load_module(path, MODULE).Stage()
+        stage: nn.Module = load_module(path, MODULE, text).Stage()
         return stage
 
 
