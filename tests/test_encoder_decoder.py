@@ -164,7 +164,7 @@ def test_lengths_that_do_not_fit_are_named() -> None:
         pm = one_device(Case("encdec"))
         batch = models.translation_batch(4, 8, 6)
         with pytest.raises(ValueError, match=r"labels has shape \(4, 5\); with b=4, s=8, t=6 .* takes \(4, 6\)$"):
-            pm._micro_batches({**batch, "labels": batch["labels"][:, :5]})
+            pm.step({**batch, "labels": batch["labels"][:, :5]})
 
 
 # -- between stages ---------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_a_program_is_for_the_lengths_it_was_captured_for() -> None:
         tensors = dict(model.named_parameters()), dict(model.named_buffers())
         pm = ParallelModel(program.spec, program.sources, *tensors, dtype=torch.float64)
         with pytest.raises(ValueError, match=r"sequences of 6 tokens: .* program is that of 7 or more"):
-            pm._check_shapes(short)
+            pm.step(short)
 
 
 def test_a_model_that_asks_for_the_size_of_the_batch_is_refused() -> None:
