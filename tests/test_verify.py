@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +65,7 @@ def attrs(**changed: Any) -> Callable[[Node], Node]:
 @pytest.mark.parametrize(
     ("family", "dropout", "precision"),
     [("gpt", 0.1, "native"), ("deepseek", 0.0, "native"), ("bart-padded", 0.0, "native"), ("llama", 0.0, "bf16"),
-     ("qwen2-mixed", 0.0, "native"), ("gpt-balanced-aux", 0.1, "native")],
+     ("gpt-balanced-aux", 0.1, "native")],
 )  # fmt: skip
 def test_a_right_capture_is_verified(family: str, dropout: float, precision: str) -> None:
     outcome = verify_whole(task_of(family, dropout, precision))
@@ -427,17 +426,13 @@ def lossy_capture(rank: int, world: int, verify: bool | str) -> str:
     """What every rank is told where capture loses the mask of attention."""
     from autoplan import api
 
-    api.capture = lambda *args: with_node(capture(*args), *LOST_MASK)  # type: ignore[attr-defined,assignment]
-    api.cached = lambda model, example, make: make()  # type: ignore[attr-defined]
-    os.environ["AUTOPLAN_CACHE"] = f"/tmp/autoplan_verify_{os.getpid()}"
-    try:
-        pm = autoplan.parallelize(
-            models.make_llama(), "local", example_inputs=models.token_batch(2, SEQ), pins={"tp": world}, verify=verify
-        )
-    except CaptureError as exc:
-        return str(exc)
-    finally:
-        api.capture = capture  # type: ignore[attr-defined]
+    model, batch = models.make_llama(), models.token_batch(2, SEQ)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(api, "cached", lambda *_: with_node(capture(model, batch), *LOST_MASK))
+        try:
+            pm = autoplan.parallelize(model, "local", example_inputs=batch, pins={"tp": world}, verify=verify)
+        except CaptureError as exc:
+            return str(exc)
     return f"{pm.plan.capture} {'not verified' in str(pm.plan)} {'not verified' in pm.plan.to_json()}"
 
 
