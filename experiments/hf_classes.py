@@ -372,6 +372,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
     for mapping in dict.fromkeys(r.mapping for r in rows):
         counts = Counter(r.outcome for r in rows if r.mapping == mapping)
         lines.append(f"| {mapping} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + " |")
+    absent = len({c[1] for c in classes(list(MAPPINGS), "")} - {r.name for r in rows})
+    if absent:
+        lines += ["", f"{absent} further classes of the three mappings were not tried in this run."]
     lines += ["", "| class | mapping | outcome | why |", "|---|---|---|---|"]
     for row in sorted(rows, key=lambda r: (list(MAPPINGS).index(r.mapping), r.name)):
         why = row.why.replace("|", "\\|").replace("<", "&lt;")
