@@ -410,8 +410,8 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS.replace("overlap: [tp]", "dispatcher: deep"), "dispatcher 'deep' is not known; use alltoall"),
         (STEPS.replace("launch:", "lunch:"), "unknown option 'lunch'; known: attention"),
         (STEPS.replace("mode: fused", "mode: fast"), "mode 'fast' is not known; use eager"),
-        (STEPS.replace("{tp: 2", "{tp: 3"), "step 2: tp x pp x cp = 3 does not divide the 4 devices"),
-        (STEPS.replace("{tp: 2", "{pt: 2"), "step 2: degree 'pt' is not known; use dp"),
+        (STEPS.replace("{tp: 2", "{tp: 3"), "step 2: tp=3 does not divide the 4 devices"),
+        (STEPS.replace("{tp: 2", "{pt: 2"), "step 2: unknown degree 'pt'"),
         (STEPS.replace("seq_len: 1k", "seq_len: 2k"), "nearest legal: seq_len=1024"),
     ],
 )

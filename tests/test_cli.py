@@ -150,7 +150,7 @@ BAD = [
     (("plan", *TASK[:6], "1.5"), "--global-batch-size '1.5' must be a whole number"),
     (("estimate", *TASK, "--tp", "3"), "does not divide the 4 devices"),
     (("estimate", *TASK, "--dp", "2"), "nearest legal: dp=4"),
-    (("estimate", *TASK, "--micro-batch-size", "3"), "nearest legal: micro_batch_size=2 or 4, or global_batch_size=12"),
+    (("estimate", *TASK, "--micro-batch-size", "3"), "nearest legal: micro_batch_size=2 or 4"),
     (("estimate", *TASK, "--zero", "4"), "use 0, 1, 2 or 3"),
     (("estimate", *TASK, "--recompute", "some"), "use none, selective, full"),
     (("estimate", *TASK, "--schedule", "2F2B"), "use GPipe, 1F1B"),

@@ -112,7 +112,7 @@ def test_dropout_needs_the_whole_sequence() -> None:
         ("llama", 4, SEQ, {"cp": 4, "context_method": "ulysses2xring4"},
          r"does not make cp=4; nearest legal: context_method='gather' or 'ring' or 'ulysses' or 'ulysses2x"),
         ("llama", 4, SEQ, {"cp": 2, "tp": 2, "context_method": {"layers": "ring"}},
-         r"names 'layers', which is no block with attention; those are: layer$"),
+         r"names 'layers', which is no block with attention; those are: layer;"),
         ("windows", 4, SEQ, {"cp": 2, "context_method": {"layer": "ring"}}, r"leaves out .*; give a method for every"),
         ("llama", 8, 32, {"cp": 8, "context_method": "ulysses"},
          r"8 ranks of ulysses do not divide the 4 attention heads of a rank at .*: context_method='gather' or 'ring'"),

@@ -411,8 +411,8 @@ def test_refusals_name_what_works() -> None:
         (("ZBV", 2, 4, 3), "2 chunks per rank, .*legal: virtual_stages=2, or for 3 the schedule Interleaved1F1B"),
         (("DualPipeV", 2, 4, 1), "2 chunks per rank, .*legal: virtual_stages=2, or for 1 the schedule GPipe"),
         (("DualPipeV", 4, 7, 2), "at least 2 micro-batches per stage, not 7 on 4 stages; .*num_micro_batches=8"),
-        (("DualPipe", 3, 8, 1), "both directions, so num_stages=3 must be even; nearest legal: num_stages=4"),
-        (("DualPipe", 4, 9, 1), "both directions, so num_micro_batches=9 must be even; .*num_micro_batches=10"),
+        (("DualPipe", 3, 8, 1), "both directions, so num_stages=3 must be even; nearest legal: num_stages=2 or 4"),
+        (("DualPipe", 4, 9, 1), "both directions, so num_micro_batches=9 must be even; .*num_micro_batches=8 or 10"),
         (("DualPipe", 4, 6, 1), "at least 2 micro-batches per stage, not 6 on 4 stages; .*num_micro_batches=8"),
     ]
     for arguments, message in cases:

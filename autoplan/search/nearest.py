@@ -61,7 +61,7 @@ def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts
 
     Returns: per choice (or pair) its nearest legal values.
     """
-    known = [n for n in names if n in given or _of_the_run(n, facts) is not None]
+    known = [n for n in names if n in given or n == names[0] or _of_the_run(n, facts) is not None]
     budget = iter(range(_MAX_TRIED))
 
     def attempted(changes: Changes) -> Changes | None:
@@ -81,7 +81,7 @@ def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts
 
 
 def _attempted(changes: Changes, attempt: Attempt, facts: Facts) -> Changes | None:
-    run = {name: changes.get(name, _of_the_run(name, facts)) for name in _RUN}
+    run = {"target_len": facts.target_len, "seq_len": facts.seq_len, "global_batch_size": facts.batch, **changes}
     rest = {name: value for name, value in changes.items() if name not in _RUN}
     known = replace(facts, batch=run["global_batch_size"], seq_len=run["seq_len"], target_len=run["target_len"])
     found = attempt(rest, known)
