@@ -90,7 +90,8 @@ class Pool:
         Raises:
             JobError: if any rank raised, died or took longer than ``timeout_s``. The pool is gone then.
         """
-        outcomes = self.run_each(fn, *args, timeout_s=timeout_s * PATIENCE, grace_s=GRACE_S)
+        timeout_s *= PATIENCE
+        outcomes = self.run_each(fn, *args, timeout_s=timeout_s, grace_s=GRACE_S)
         if any(outcome.status != "ok" for outcome in outcomes):
             self.kill()
             raise JobError(_report(fn, outcomes, timeout_s))
