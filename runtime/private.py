@@ -1,7 +1,7 @@
 """Every use of a private PyTorch API by the runtime: which one, why, and what each version of torch gives.
 
-Tried on torch 2.13.0, 2.14.0, 2.14.1 and 2.15.0, Python 3.11 to 3.13 (docs/versions.md). The versions in a row are those
-whose shape of the API differs; where there is none, all of them have the same. What differs is asked of torch itself,
+For torch 2.13 to 2.15; what was tried is docs/versions.md. The versions in a row are those whose shape of the API
+differs; where there is none, all of them have the same. What differs is asked of torch itself,
 here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 
 | API | why | by version |
