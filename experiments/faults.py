@@ -65,7 +65,7 @@ def judge(result: dict[str, Any]) -> Verdict:
     for rank, (status, text) in enumerate(zip(result["statuses"], result["texts"], strict=True)):
         if rank == cell.rank or status in _BY_TORCHRUN:
             continue
-        found = {int(r) for r in re.findall(r"rank (\d+) failed", text)}
+        found = {int(r) for r in re.findall(r"rank (\d+) (?:failed|could not)", text)}
         others = {int(r) for some in re.findall(r"ranks ([\d, ]+) ", text) for r in re.findall(r"\d+", some)}
         named = found | others == {cell.rank}
         caused = re.search(_CAUSES[cell.how], text) is not None
