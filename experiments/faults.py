@@ -186,7 +186,8 @@ def _document(verdicts: list[Verdict], before: list[Verdict] | None) -> str:
         "`parallelize` (comparing parameters; making process groups), in forward, backward, `clip_grad_norm_`, the",
         "optimizer, `state_dict`, or between the calls (script). Every rank in turn; each number counts survivors that",
         "name that rank and no other, give the cause, and end by themselves with an exit code that is not 0. While",
-        "rank 0 plans, the other ranks wait and cannot raise or call `sys.exit`.",
+        "rank 0 plans, the other ranks wait and cannot raise or call `sys.exit`. Elsewhere a cell of fewer than 12",
+        "was not run on every rank, and an empty one on none.",
         "",
     ]
     for title, mine in (("", verdicts), ("Before (the release without it):", before)):
