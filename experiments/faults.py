@@ -65,7 +65,7 @@ def judge(result: dict[str, Any]) -> Verdict:
     for rank, (status, text) in enumerate(zip(result["statuses"], result["texts"], strict=True)):
         if rank == cell.rank or status in _BY_TORCHRUN:
             continue
-        found = {int(r) for r in re.findall(r"rank (\d+) failed", text)}
+        found = {int(r) for r in re.findall(r"rank (\d+) (?:failed|could not)", text)}
         others = {int(r) for some in re.findall(r"ranks ([\d, ]+) ", text) for r in re.findall(r"\d+", some)}
         named = found | others == {cell.rank}
         caused = re.search(_CAUSES[cell.how], text) is not None
@@ -186,7 +186,8 @@ def _document(verdicts: list[Verdict], before: list[Verdict] | None) -> str:
         "`parallelize` (comparing parameters; making process groups), in forward, backward, `clip_grad_norm_`, the",
         "optimizer, `state_dict`, or between the calls (script). Every rank in turn; each number counts survivors that",
         "name that rank and no other, give the cause, and end by themselves with an exit code that is not 0. While",
-        "rank 0 plans, the other ranks wait and cannot raise or call `sys.exit`.",
+        "rank 0 plans, the other ranks wait and cannot raise or call `sys.exit`. Elsewhere a cell of fewer than 12",
+        "was not run on every rank, and an empty one on none.",
         "",
     ]
     for title, mine in (("", verdicts), ("Before (the release without it):", before)):

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -282,12 +283,13 @@ def _uncaught(state: Ranks, exc: BaseException) -> None:
     """An exception ends the script: tell the others, or say whose failure it comes from."""
     if state.ended is not None or isinstance(exc, RankFailure):
         return
-    failure = _failure_of(exc, None)
-    state.ended = (failure.rank, failure.reason)
-    state.known.leave([state.rank])
-    state.tell()
-    if failure.rank != state.rank:
-        logger.error("%s", failure)
+    with _ended_later():
+        failure = _failure_of(exc, None)
+        state.ended = (failure.rank, failure.reason)
+        state.known.leave([state.rank])
+        if failure.rank != state.rank:
+            logger.error("%s", failure)
+        state.tell()
 
 
 def report_failure(exc: BaseException) -> None:
@@ -349,8 +351,9 @@ def guard(
             alone = not dist.is_initialized() or dist.get_world_size() == 1
             if is_agreed(exc) or isinstance(exc, passing) or (passing and alone and isinstance(exc, Exception)):
                 raise
-            failure = _failure_of(exc, rank)
-            _leave(failure)
+            with _ended_later():
+                failure = _failure_of(exc, rank)
+                _leave(failure)
             if isinstance(exc, Exception):
                 raise failure from exc
             raise
@@ -385,6 +388,23 @@ def _calling(call: str | None) -> Iterator[None]:
         _call.reset(token)
         if _state is not None:
             _state.end()
+
+
+@contextlib.contextmanager
+def _ended_later() -> Iterator[None]:
+    """Let SIGTERM wait until what is inside is done: torchrun sends it as soon as one rank has ended, and this rank is
+    about to say why. Only where nobody handles it, and in the main thread."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -240,6 +241,21 @@ def test_an_optimizer_is_guarded_and_schedulers_take_it():
     assert parameter.item() == 0 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     with pytest.raises(RankFailure, match="division by zero"):
         optimizer.step(lambda: 1 / 0)
+
+
+def test_a_rank_says_why_before_it_is_ended_from_outside():
+    script = """
+        import os, signal
+        from autoplan.runtime import failure
+        with failure._ended_later():
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("said", flush=True)
+        print("went on", flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (out.returncode, out.stdout) == (-signal.SIGTERM, "said\n")
 
 
 def test_errors_of_arguments_pass_the_guard_where_they_may():
