@@ -143,7 +143,7 @@ def test_pinned_programs_dispatch_and_type_check() -> None:
             {"ep": 4, "tp": 2, "etp": 2},
             r"pin ep=4 x etp=2 does not divide dp x cp x tp = 4, .*; nearest legal: ep=2, or etp=1$",
         ),
-        ({"etp": 3}, r"pin etp=3: experts are whole .* over all of tp=1; nearest legal: etp=2 or 4$"),
+        ({"etp": 3}, r"pin etp=3: experts are whole.* over all of tp=1; nearest legal: etp=2 or 4$"),
         (
             {"tp": 4, "etp": 2},
             r"pin etp=2: experts are whole, or split over all of tp=4; nearest legal: etp=1 or 4, or tp=2$",
