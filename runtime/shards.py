@@ -12,6 +12,7 @@ What a DTensor cannot say is refused by name (`ForeignUseError`) instead of bein
 
 - A pipeline stage holds some of the parameters. A reduction over its gradients, such as the norm in
   `torch.nn.utils.clip_grad_norm_`, is not that of the model.
+- Experts that tokens travel to lie on other axes than the rest: nothing adds the two up.
 - Optimizer states of several stages have equal keys in a checkpoint unless the key names the parameter.
 
 `pm.optimizer` works on local parts; its `state_dict` shows the moments as shards too (`show_states`).
@@ -62,6 +63,8 @@ class Origin:
     num_stages: int = 1
 
 
+_INSTEAD = "use pm.grad_norm() and pm.clip_grad_norm_(max_norm), or full_tensor() of a single parameter or gradient"
+
 # Reductions without torch.Tag.reduction (torch 2.13).
 _MORE_REDUCTIONS = ("_foreach_norm", "_foreach_max", "dot", "vdot", "linalg_norm")
 
@@ -85,16 +88,20 @@ class TensorShard(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        origins = {t.origin for t in tree_iter((args, kwargs)) if isinstance(t, TensorShard)}
-        origin = next(iter(origins))
-        if len(origins) > 1:
+        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, TensorShard)]
+        origin = given[0].origin
+        if any(t.origin != origin for t in given):
             origin = replace(origin, name="")
+        if any(t.device_mesh != given[0].device_mesh for t in given):
+            raise ForeignUseError(
+                f"{func.overloadpacket.__name__} over parameters of experts, which are spread over ranks of their own, "
+                f"together with others; {_INSTEAD}"
+            )
         if origin.num_stages > 1 and _reduces(func):
             name = func.overloadpacket.__name__
             raise ForeignUseError(
                 f"{name} over {origin.name or 'several parameters'}: this rank holds one of {origin.num_stages} "
-                "pipeline stages, so that the result would not be the model's; use pm.grad_norm() and "
-                "pm.clip_grad_norm_(max_norm), or full_tensor() of a single parameter or gradient"
+                f"pipeline stages, so that the result would not be the model's; {_INSTEAD}"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if torch.Tag.inplace in func.tags and isinstance(args[0], torch.Tensor):

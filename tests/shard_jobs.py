@@ -46,15 +46,12 @@ def refusal(work: Callable[[], Any]) -> str:
     return ""
 
 
-def use(
-    rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], norms: bool = True
-) -> dict[str, Any]:
+def use(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> dict[str, Any]:
     """What torch's functions make of the parameters, beside what the program itself says."""
     pm = program_of(case, spec_json, sources)
     whole, gradients, norm = pm.state_dict(), pm.gradients(), float(pm.grad_norm())
-    found: dict[str, Any] = {"refused": "not tried"}
-    if norms:
-        found["refused"] = refusal(lambda: torch.nn.utils.get_total_norm([p.grad for p in pm.parameters()]))
+    found: dict[str, Any] = {}
+    found["refused"] = refusal(lambda: torch.nn.utils.get_total_norm([p.grad for p in pm.parameters()]))
     for name, p in pm.named_parameters():
         assert isinstance(p, torch.nn.Parameter), name
         full = p.full_tensor() if isinstance(p, DTensor) else p
@@ -82,11 +79,6 @@ def use(
     by_number = {f"state.{i}": p.detach() * 2 for i, p in enumerate(pm.parameters())}
     found["by_number"] = refusal(lambda: [t.__create_write_items__(n, t) for n, t in by_number.items()])
     return found
-
-
-def use_by_parameter(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> dict[str, Any]:
-    """As `use`, without what adds up norms."""
-    return use(rank, world, case, spec_json, sources, norms=False)
 
 
 def own_optimizer(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> float:

@@ -1,7 +1,7 @@
 """Name the first value in which a captured graph differs from its module.
 
-Both run once more, and every floating tensor that they make is remembered by its size, sum and sum of squares: what is
-reshaped or transposed stays what it is. Values of the graph are named by their op, module and source line.
+Both run once more, and every floating tensor that they make is remembered by its size, its sum, and the sums of its
+absolute values and squares: what is reshaped or transposed stays what it is. Values of the graph are named by their op, module and source line.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from autoplan.search.lower import Op, identifier
 from autoplan.verify.check import ADVICE, Task, Tensors, Wrong, run_graph, run_module
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
 
+_HIDDEN = 1e29
 _CLOSE = 1e-10  # of fingerprints, relative: both sides are float64
 _SEEN = "_autoplan_seen"
 
@@ -33,14 +34,19 @@ class Fingerprint:
     """What reshaping, transposing and permuting leave as it is."""
 
     size: int
+    num_hidden: int  # elements beyond _HIDDEN: masks, which would outweigh all others
     total: float
+    magnitude: float  # sum of absolute values: sum and squares of a normalised tensor hardly depend on it
     squares: float
 
     @staticmethod
     def of(t: torch.Tensor) -> Fingerprint:
         """Of a floating tensor."""
         flat = t.detach().to(torch.float64)
-        return Fingerprint(t.numel(), float(flat.sum()), float(flat.square().sum()))
+        hidden = flat.abs() > _HIDDEN
+        flat = flat.masked_fill(hidden, 0.0)
+        sums = (float(x.sum()) for x in (flat, flat.abs(), flat.square()))
+        return Fingerprint(t.numel(), int(hidden.sum()), *sums)
 
     @property
     def norm(self) -> float:
@@ -49,11 +55,12 @@ class Fingerprint:
 
     def same(self, other: Fingerprint) -> bool:
         """True if they may be of one tensor."""
-        if self.size != other.size:
+        if (self.size, self.num_hidden) != (other.size, other.num_hidden):
             return False
         if not math.isfinite(self.squares) or not math.isfinite(other.squares):
             return not math.isfinite(self.squares) and not math.isfinite(other.squares)
         close = abs(self.squares - other.squares) <= _CLOSE * max(self.squares, other.squares)
+        close = close and abs(self.magnitude - other.magnitude) <= _CLOSE * max(self.magnitude, other.magnitude)
         return close and abs(self.total - other.total) <= _CLOSE * math.sqrt(self.size * max(self.squares, 1e-300))
 
 
