@@ -361,8 +361,10 @@ def whatif(
     """The best plan at every point of a sweep over hardware and task.
 
     Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, memory_gb_s,
-    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and all that plan
-    pins (tp, zero_stage, schedule, ...); values with commas of their own have / between them: stages=8,8/10,6.
+    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins: pp,
+    dp, tp, ep, etp, cp, zero_stage, micro_batch_size, num_micro_batches, stages, recompute, schedule, virtual_stages,
+    state_slack, context_method, zero_replicas, offload. Values with commas of their own have / between them:
+    stages=8,8/10,6.
     """
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, csv_rows

@@ -23,6 +23,12 @@ from autoplan.runtime.spec import ProgramSpec, evaluate
 
 CONTENTS_EVERY = 100  # steps
 
+
+def settled_bytes(num_data_ranks: int) -> int:
+    """Bytes of the all-reduce in which all ranks agree on the batches of a step."""
+    return 8 * (1 + 4 * num_data_ranks)
+
+
 _LEAST = -(1 << 63)  # of int64: what a rank says of the batches of others
 
 

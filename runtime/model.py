@@ -455,7 +455,7 @@ class ParallelModel:
         if self.spec.loss_share and counts.samples is None:
             raise AgreedValueError(
                 f"the loss is a mean over samples, and the {self.mesh.size('dp')} data-parallel ranks have different "
-                "numbers of them; give each the same number"
+                "numbers of samples; give each the same number"
             )
         if self.spec.loss_count == "none":
             return torch.ones((), dtype=self._loss_dtype, device=self.device)

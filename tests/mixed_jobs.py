@@ -186,7 +186,7 @@ def compressed(
             gradients.append(pm.gradients())
         assert pm.optimizer is not None
         pm.optimizer.step()
-    mine = torch.stack([p.detach().double().sum() for p in pm.parameters()])
+    mine = torch.stack([local_of(p).detach().double().sum() for p in pm.parameters()])
     highest, lowest = mine.clone(), mine.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=pm.mesh.group("dp"))
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=pm.mesh.group("dp"))

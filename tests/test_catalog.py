@@ -184,9 +184,8 @@ def test_a_hugging_face_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("{", "not JSON"),
         ("[1]", "holds a value of type list"),
         ("{}", "model_type None is not an architecture"),
-        (json.dumps({"model_type": "vit"}), "cannot build a causal language model"),
-        (json.dumps({**LLAMA, "attention_dropout": 0.1}), "dropout_p=0.1 inside scaled_dot_product_attention"),
-        (json.dumps({**LLAMA, "num_attention_heads": "many"}), "config.json: transformers cannot build"),
+        (json.dumps({**LLAMA, "model_type": "vit"}), "cannot build a causal language model"),
+        (json.dumps({**LLAMA, "num_attention_heads": "many"}), "config.json: transformers cannot read it"),
     ],
 )
 def test_configs_that_do_not_work(tmp_path: Path, content: str | None, message: str) -> None:

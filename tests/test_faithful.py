@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Pool, pool
+from harness import pool
 from parity import SEQ, cluster_of, fake_group, worst
 from torch import nn
 
@@ -309,7 +309,5 @@ def test_ranks_with_different_numbers_of_samples() -> None:
     batch = {"ids": given["input_ids"], "labels": given["labels"]}
     want = models.gpt_loss(models.make_gpt()(batch["ids"]), batch)
     assert pool(2).run(unequal, models.gpt_loss, timeout_s=120) == [f"{want.item():.5f}"] * 2
-    with Pool(2) as workers:  # its own: a failure ends the process groups
-        found = workers.run(unequal, models.mean_and_penalty, timeout_s=120)
-    told = [text.split(" failed: ")[1] for text in found]
-    assert told[0] == told[1] and "2 data-parallel ranks have different numbers of them (6 together)" in told[0]
+    told = pool(2).run(unequal, models.mean_and_penalty, timeout_s=120)
+    assert told[0] == told[1] and "2 data-parallel ranks have different numbers of samples" in told[0]

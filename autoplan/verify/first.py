@@ -1,7 +1,8 @@
 """Name the first value in which a captured graph differs from its module.
 
 Both run once more, and every floating tensor that they make is remembered by its size, its sum, and the sums of its
-absolute values and squares: what is reshaped or transposed stays what it is. Values of the graph are named by their op, module and source line.
+absolute values and squares: what is reshaped or transposed stays what it is. Values of the graph are named by their
+op, module and source line.
 """
 
 from __future__ import annotations
