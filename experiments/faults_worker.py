@@ -190,7 +190,7 @@ def _arm(pm: autoplan.ParallelModel, where: str, act: Callable[[], None]) -> Non
         last = list(pm.stage.get_submodule("blocks").children())[-1]
         last.register_forward_pre_hook(lambda *_: act())
     elif where == "backward":
-        next(p for p in pm.parameters() if p.requires_grad).register_hook(lambda _: act())
+        next(pm._trained()).register_hook(lambda _: act())
     elif where == "clip":
         before(pm, "grad_norm", act)
     elif where == "optimizer":

@@ -12,6 +12,7 @@ What a DTensor cannot say is refused by name (`ForeignUseError`) instead of bein
 
 - A pipeline stage holds some of the parameters. A reduction over its gradients, such as the norm in
   `torch.nn.utils.clip_grad_norm_`, is not that of the model.
+- A hook on a parameter would never run: a step's backward passes through the blocks.
 - Experts that tokens travel to lie on other axes than the rest: nothing adds the two up.
 - Optimizer states of several stages have equal keys in a checkpoint unless the key names the parameter.
 
@@ -201,8 +202,18 @@ class ParameterShard(TensorShard):
         out.origin, out.source = origin, source
         out._is_param = True  # isinstance(out, nn.Parameter), as nn.Parameter itself marks tensors of other types
         if source.requires_grad:
-            out.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
+            hook: Any = torch.Tensor.register_post_accumulate_grad_hook
+            hook(out, _hand_over)
         return out
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused: a backward of `pm.step` passes through the blocks, not through here."""
+        raise ForeignUseError(
+            f"a hook on {self.origin.name} would never run in pm.step(): the blocks compute with local parts; read or "
+            "change .grad after pm.step(), when gradients are complete"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
 
     def refresh(self) -> None:
         """Follow the source to other memory: fully_shard pads an uneven shard at its first forward."""

@@ -158,5 +158,8 @@ def test_gradients_are_those_of_the_source() -> None:
         assert p.source.grad.tolist() == [5.0] * 4
         with pytest.raises(ForeignUseError, match="no DTensor"):
             p.grad = torch.ones(4)
+        for register in (p.register_hook, p.register_post_accumulate_grad_hook):
+            with pytest.raises(ForeignUseError, match="would never run"):
+                register(lambda _: None)
         torch.optim.SGD([p], lr=1.0).zero_grad()
         assert p.source.grad is None
