@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = "convert parity_processes".split()
+CORE = "convert parity_processes shards".split()
 MORE = (
-    "api capture compiled compression context documents encoder_decoder experts failure faithful hybrid_zero "
+    "api batch capture compiled compression context documents encoder_decoder experts failure faithful hybrid_zero "
     "local_shards losses modules offload parity_local parity_matrix pipeline precision recompute router_loss rules "
-    "runtime_ops runtime_program saved side_by_side split_backward zero"
+    "runtime_ops runtime_program saved side_by_side split_backward state zero"
 ).split()
 TESTS: Mapping[str, Sequence[str]] = {"core": CORE, "parity": [*CORE, *MORE]}
 PATIENCE = 5  # a test that waits for processes may take so many times longer than usual
