@@ -53,6 +53,9 @@ POLL_S = 0.5
 # Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
 SILENCE_NOTE_S = 30.0
 WAIT_NOTE_S = 10.0
+# Silence of rank 0 while it works that ends the waiting, however short the timeout: a long call that keeps Python's
+# lock, on a busy machine, leaves the questions of the others without an answer for seconds.
+LEAST_SILENCE_S = 20.0
 
 # Hosts that are tried at the start; a refused connection to one that never answered says nothing.
 _HOSTS_TRIED = 64
@@ -454,7 +457,8 @@ def work_of_first(what: str) -> Iterator[None]:
     against no timeout: the others ask rank 0, and write a line after WAIT_NOTE_S, then after twice as long each time.
 
     Raises:
-        DistError: (which ``guard`` explains) rank 0 is gone or has not answered within the timeout, or a rank failed.
+        DistError: (which ``guard`` explains) rank 0 is gone or has not answered within the timeout (or LEAST_SILENCE_S,
+            if that is longer), or a rank failed.
     """
     state = _state
     if state is None or state.world == 1 or 0 not in state.addresses:
@@ -484,7 +488,7 @@ def _await_first(state: Ranks, what: str) -> None:
             if answer["works_done"] >= state.works_awaited:
                 return
         failed = state.known.first(exits=True) is not None
-        if failed or answer is Silence.GONE or now - heard > state.timeout_s:
+        if failed or answer is Silence.GONE or now - heard > max(state.timeout_s, LEAST_SILENCE_S):
             raise WaitEnded(f"waited {now - begin:.0f} s for rank 0: {what}")
         if now - begin > note_s:
             note_s *= 2
