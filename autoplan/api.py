@@ -30,7 +30,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.files import write_whole
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
-from autoplan.runtime.agree import agreed, fingerprint
+from autoplan.runtime.agree import agreed, first_difference
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, init_process_group, watch, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
@@ -138,8 +138,7 @@ def parallelize(
     device = _start(cluster, timeout_s)
     if measured:
         cluster = _with_memory(cluster, device)
-    if world > 1:
-        _check_same_model(model, device)
+    _check_same_model(model, device)
     dtype = None if compute is None else getattr(torch, compute)
     captured = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype, verify), "capture")
     graph, verified = captured if captured is not None else (None, "")
@@ -405,24 +404,16 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 
 def _check_same_model(model: nn.Module, device: torch.device) -> None:
-    """CaptureError, on all ranks, if their models differ in names, shapes or dtypes: one all-reduced fingerprint."""
+    """CaptureError, on all ranks, if their models differ in names, shapes or dtypes."""
     everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    mine = fingerprint(everything, num_elements=0)
-    seen = torch.tensor([mine, -mine], device=device)
-    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-    if int(seen[0]) == -int(seen[1]):
-        return
-    outlines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outlines, {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in everything.items()})
-    for rank, theirs in enumerate(outlines):
-        for name in dict.fromkeys([*outlines[0], *theirs]):
-            here, there = outlines[0].get(name, "missing"), theirs.get(name, "missing")
-            if here != there:
-                raise CaptureError(
-                    f"the ranks have different models: {name} is {here} on rank 0 and {there} on rank {rank}; every "
-                    "rank passes the same model (its values may differ, rank 0's are used)"
-                )
-    raise AutoplanError("fingerprints of the ranks' models differ, but not their names, shapes and dtypes")
+    outlines = {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in everything.items()}
+    found = first_difference(outlines, device)
+    if found is not None:
+        here, there = found.of_first or "missing", found.of_rank or "missing"
+        raise CaptureError(
+            f"the ranks have different models: {found.name} is {here} on rank 0 and {there} on rank {found.rank}; "
+            "every rank passes the same model (its values may differ, rank 0's are used)"
+        )
 
 
 def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -7,9 +7,11 @@ same error, or none does, and the job goes on either way.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -100,6 +102,41 @@ def is_agreed(error: BaseException) -> bool:
 _MARK = "autoplan_agreed"
 
 
+class Difference(NamedTuple):
+    """The first entry in which a rank differs from rank 0; None stands for one that is missing."""
+
+    rank: int
+    name: str
+    of_first: str | int | None
+    of_rank: str | int | None
+
+
+def first_difference(entries: Mapping[str, str | int], device: torch.device | str) -> Difference | None:
+    """Compare entries with those of all ranks: one number is all-reduced, the entries travel only if it differs.
+
+    Args:
+        entries: by name. device: of the collective.
+
+    Returns: the same on all ranks; None if all have the same entries.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    digest = hashlib.blake2b(json.dumps(sorted(entries.items())).encode(), digest_size=8).digest()
+    mine = int.from_bytes(digest, "big") & _MASK
+    seen = torch.tensor([mine, -mine], device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    if int(seen[0]) == -int(seen[1]):
+        return None
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, dict(entries))
+    first = everybody[0]
+    for rank, theirs in enumerate(everybody):
+        for name in dict.fromkeys([*first, *theirs]):
+            if first.get(name) != theirs.get(name):
+                return Difference(rank, name, first.get(name), theirs.get(name))
+    raise RuntimeError("digests of the ranks' entries differ, but no entry does")
+
+
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 _MASK = (1 << 62) - 1  # its negative is an int64 too
@@ -129,9 +166,11 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(x: torch.Tensor, num_elements: int | None) -> int:
+    if num_elements == 0:
+        return 0  # nothing is computed, so that no device is waited for
     flat = x.reshape(-1)
     if num_elements is not None and flat.numel() > num_elements:
-        flat = flat[:: flat.numel() // num_elements] if num_elements else flat[:0]
+        flat = flat[:: flat.numel() // num_elements]
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     flat = flat.contiguous().view(_OF_SIZE[flat.element_size()]).to(torch.int64)

@@ -9,7 +9,6 @@ and in every `CONTENTS_EVERY`-th.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,15 +122,10 @@ class Batches:
             return None
         split = " ".join(f"{n}={self._mesh.size(n)}" for n in ("cp", "tp", "ep") if self._mesh.has(n))
         for symbol in ("s", "t"):
-            if symbol in env:
-                fits = functools.partial(self._fits, env, symbol)
-                near = self._nearest(env[symbol], fits)
-                if near is not None:
-                    return f"a sequence of {env[symbol]} tokens cannot be cut evenly over {split}; nearest: {near}"
+            near = self._nearest(env, symbol) if symbol in env else None
+            if near is not None:
+                return f"a sequence of {env[symbol]} tokens cannot be cut evenly over {split}; nearest: {near}"
         return f"a batch with {', '.join(f'{k}={v}' for k, v in env.items())} cannot be cut evenly over {split}"
-
-    def _fits(self, env: Mapping[str, int], symbol: str, length: int) -> bool:
-        return self._shared_evenly({**env, symbol: length})
 
     def _shared_evenly(self, env: Mapping[str, int]) -> bool:
         """True if every local size of this batch is a whole number."""
@@ -148,13 +142,12 @@ class Batches:
             return False
         return True
 
-    @staticmethod
-    def _nearest(length: int, fits: Callable[[int], bool]) -> str | None:
-        """The next shorter and longer lengths that fit; None if none is near."""
-        shorter = next((n for n in range(length - 1, 0, -1) if fits(n)), None)
-        longer = next((n for n in range(length + 1, 2 * length + 4096) if fits(n)), None)
-        found = [str(n) for n in (shorter, longer) if n is not None]
-        return " or ".join(found) or None
+    def _nearest(self, env: Mapping[str, int], symbol: str) -> str | None:
+        """The next shorter and longer lengths that can be shared; None if none is near."""
+        length = env[symbol]
+        ways = range(length - 1, 0, -1), range(length + 1, 2 * length + 4096)
+        found = [next((n for n in way if self._shared_evenly({**env, symbol: n})), None) for way in ways]
+        return " or ".join(str(n) for n in found if n is not None) or None
 
     # -- over all ranks ---------------------------------------------------------------------------------------------
 

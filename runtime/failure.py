@@ -35,7 +35,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from autoplan.runtime import activity, private
-from autoplan.runtime.agree import AgreedError, is_agreed
+from autoplan.runtime.agree import is_agreed
 from autoplan.runtime.news import Kind, News
 from autoplan.runtime.peers import Address, Listener, Silence, route_to
 from autoplan.runtime.ranks import Ranks
@@ -348,7 +348,7 @@ def guard(
     with _calling(call):
         try:
             yield
-        except (RankFailure, AgreedError):
+        except RankFailure:
             raise
         except BaseException as exc:
             alone = not dist.is_initialized() or dist.get_world_size() == 1

@@ -468,7 +468,7 @@ class ParallelModel:
         if self.spec.loss_count == "none":
             return 0
         count_valid: Any = self.stage.count
-        return sum(int(count_valid(**part)) for part in parts)
+        return int(sum(count_valid(**part) for part in parts))  # the device is waited for once
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}

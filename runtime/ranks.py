@@ -147,32 +147,26 @@ class Ranks:
     def note_gone(self, ranks: list[int]) -> News:
         """Take note that there are no such processes any more."""
         whose = "its process is" if len(ranks) == 1 else "their processes are"
-        news = News(
-            tuple(ranks),
-            Kind.GONE,
-            f"{whose} gone without a word: killed, out of memory, crashed or os._exit{self.last(*ranks)}",
-        )
-        self.known.add(news)
-        return news
+        reason = f"{whose} gone without a word: killed, out of memory, crashed or os._exit{self.last(*ranks)}"
+        return self._note(ranks, Kind.GONE, reason)
 
     def _note_silent(self, ranks: list[int], silent_s: float) -> News:
-        whose = (
-            ("does", "its process is stopped, or its machine") if len(ranks) == 1 else ("do", "stopped, or the machine")
-        )
-        news = News(
-            tuple(ranks),
-            Kind.SILENT,
-            f"{whose[0]} not answer for {silent_s:.0f} s: {whose[1]} hangs{self.last(*ranks)}",
-        )
-        self.known.add(news)
-        return news
+        one = len(ranks) == 1
+        cause = "its process is stopped, or its machine" if one else "stopped, or the machine"
+        verb = "does" if one else "do"
+        reason = f"{verb} not answer for {silent_s:.0f} s: {cause} hangs{self.last(*ranks)}"
+        return self._note(ranks, Kind.SILENT, reason)
 
     def _note_late(self, ranks: list[int], lives: Mapping[int, Mapping[str, Any]]) -> News:
         if not ranks:
             each = "; ".join(f"rank {r} {a['doing']}" for r, a in lives.items())
             return News((), Kind.UNKNOWN, f"a collective broke though every rank lives and waits: {each}")
         each = "; ".join(str(lives[r]["doing"]) for r in ranks)
-        news = News(tuple(ranks), Kind.LATE, f"lives, but did not come to the collective in which others wait: {each}")
+        reason = f"lives, but did not come to the collective in which others wait: {each}"
+        return self._note(ranks, Kind.LATE, reason)
+
+    def _note(self, ranks: list[int], kind: Kind, reason: str) -> News:
+        news = News(tuple(ranks), kind, reason)
         self.known.add(news)
         return news
 

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_iter, tree_map
 
 from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.offload import like_shard
 from autoplan.runtime.params import local_of
 from autoplan.runtime.spec import ParamSpec
 
@@ -80,10 +81,10 @@ class TensorShard(DTensor):
     origin: Origin
 
     @classmethod
-    def of(cls, local: torch.Tensor, spec: Any, origin: Origin, requires_grad: bool = False) -> TensorShard:
+    def of(cls, local: torch.Tensor, spec: Any, origin: Origin, requires_grad: bool = False) -> Self:
         """Wrap `local`, whose layout over the ranks is `spec` (a DTensorSpec); the memory is shared."""
         make: Any = cls
-        out: TensorShard = make(local, spec, requires_grad=requires_grad)
+        out: Self = make(local, spec, requires_grad=requires_grad)
         out.origin = origin
         return out
 
@@ -196,10 +197,8 @@ class ParameterShard(TensorShard):
     @staticmethod
     def over(source: nn.Parameter, spec: Any, origin: Origin) -> ParameterShard:
         """Show `source` (plain, or a DTensor over ZeRO's axes) as laid out by `spec`."""
-        local = local_of(source.detach())
-        make: Any = ParameterShard
-        out: ParameterShard = make(local, spec, requires_grad=source.requires_grad)
-        out.origin, out.source = origin, source
+        out = ParameterShard.of(local_of(source.detach()), spec, origin, source.requires_grad)
+        out.source = source
         out._is_param = True  # isinstance(out, nn.Parameter), as nn.Parameter itself marks tensors of other types
         if source.requires_grad:
             hook: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -235,14 +234,8 @@ class ParameterShard(TensorShard):
         if not isinstance(value, DTensor) or value.placements != self.placements:
             found = f"placements {value.placements}" if isinstance(value, DTensor) else "no DTensor"
             raise ForeignUseError(f"the gradient of {self.origin.name} has {found}; it must have {self.placements}")
-        local, source = value.to_local(), self.source
-        if isinstance(source, DTensor):
-            self.source.grad = DTensor.from_local(
-                local, source.device_mesh, source.placements, run_check=False, shape=source.shape,
-                stride=source.stride(),
-            )  # fmt: skip
-        else:
-            self.source.grad = local
+        local = value.to_local()
+        self.source.grad = like_shard(local, self.source, local.device)
 
 
 def _hand_over(shard: ParameterShard) -> None:

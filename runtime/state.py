@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autoplan.runtime.agree import AgreedRuntimeError, AgreedValueError, agree, fingerprint, raise_agreed
+from autoplan.runtime.agree import AgreedRuntimeError, AgreedValueError, agree, fingerprint, first_difference
 
 _SAMPLED = 4096  # elements of a tensor that ranks compare
 _MOST = 8  # names that one line of a message lists
@@ -83,27 +82,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _check_alike(state: Mapping[str, Any], device: torch.device) -> None:
     """AgreedValueError if ranks have different states, which would make copies of one parameter differ."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
     prints = {name: fingerprint({name: value}, _SAMPLED) for name, value in state.items()}
-    mine = hash_of(prints)
-    seen = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-    if int(seen[0]) == -int(seen[1]):
-        return
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, prints)
-    first = everybody[0]
-    for rank, theirs in enumerate(everybody):
-        for name in dict.fromkeys([*first, *theirs]):
-            if first.get(name) != theirs.get(name):
-                raise AgreedValueError(f"rank {rank} was given another state than rank 0: {name} differs")
-    raise_agreed("the states differ between ranks", AgreedValueError)
-
-
-def hash_of(prints: Mapping[str, int]) -> int:
-    """One fingerprint of several."""
-    total = 0
-    for name in sorted(prints):
-        total = (total * 1_000_003 + prints[name]) & ((1 << 62) - 1)
-    return total
+    found = first_difference(prints, device)
+    if found is not None:
+        raise AgreedValueError(f"rank {found.rank} was given another state than rank 0: {found.name} differs")

@@ -9,29 +9,12 @@ from typing import Any
 
 import models
 import torch
-from parity import Case, full_tensors, global_batch, make_model, part_of
+from parity import Case, global_batch, make_model, model_of, part_of
 
 import autoplan
-from autoplan.api import _aliases, _not_in
 from autoplan.cost_models.errors import AutoplanError
-from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.spec import ProgramSpec
 
 Batch = dict[str, Any]
-
-
-def program(case: Case, spec_json: str, sources: dict[str, str]) -> ParallelModel:
-    spec, model = ProgramSpec.from_json(spec_json), make_model(case.family, 0.0)
-    params, buffers = full_tensors(case, torch.float32)
-    return ParallelModel(
-        spec,
-        sources,
-        params,
-        buffers,
-        num_micro_batches=case.num_micro_batches,
-        aliases=_aliases(model),
-        extra_state=_not_in(spec, model, {**params, **buffers}),
-    )
 
 
 def _other_length(batch: Batch, length: int) -> Batch:
@@ -58,7 +41,7 @@ def batches(
     rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], faulty: int | None
 ) -> tuple[dict[str, str], list[float]]:
     """What a step with each fault says, on rank `faulty` or on all; losses of the good steps in between."""
-    pm = program(case, spec_json, sources)
+    pm = model_of(case, spec_json, sources, torch.float32)
     good = part_of(global_batch(case), pm.data_rank, pm.data_world)
     said, losses = {}, []
     for name, fault in FAULTS.items():
@@ -87,7 +70,7 @@ def states(
     rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]
 ) -> tuple[dict[str, str], bool, float]:
     """What wrong states say; whether nothing of them was loaded, and a good one altogether; the loss with it."""
-    pm = program(case, spec_json, sources)
+    pm = model_of(case, spec_json, sources, torch.float32)
     state = pm.state_dict()
     name, buffer = next(iter(state)), next(n for n in state if n.endswith("e_score_correction_bias"))
     last = rank == world - 1

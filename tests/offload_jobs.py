@@ -5,25 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from parity import Case, full_tensors, global_batch, part_of
+from parity import Case, global_batch, model_of, part_of
 from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of
-from autoplan.runtime.spec import ProgramSpec
 
 
 def _model(case: Case, spec_json: str, sources: dict[str, str]) -> ParallelModel:
     dtype = torch.float64 if case.precision == "native" else torch.float32
-    params, buffers = full_tensors(case, dtype)
-    return ParallelModel(
-        ProgramSpec.from_json(spec_json),
-        sources,
-        params,
-        buffers,
-        num_micro_batches=case.num_micro_batches,
-        dtype=dtype if case.precision == "native" else None,
-    )
+    return model_of(case, spec_json, sources, dtype)
 
 
 def held(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> dict[str, Any]:

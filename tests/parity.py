@@ -461,6 +461,26 @@ class Trained:
     ledger: list[tuple[str, str, int, str]]
 
 
+def model_of(
+    case: Case, spec_json: str, sources: dict[str, str], dtype: torch.dtype, optimizer: Any = None
+) -> ParallelModel:
+    """The program of a case on this rank, with the state that its model has."""
+    spec, model = ProgramSpec.from_json(spec_json), make_model(case.family, case.dropout)
+    params, buffers = full_tensors(case, dtype)
+    return ParallelModel(
+        spec,
+        sources,
+        params,
+        buffers,
+        num_micro_batches=case.num_micro_batches,
+        optimizer=optimizer,
+        dtype=dtype if case.precision == "native" else None,
+        aliases=_aliases(model),
+        extra_state=_not_in(spec, model, {**params, **buffers}),
+        compile=case.compile,
+    )
+
+
 def train_job(
     rank: int,
     world: int,
@@ -472,26 +492,13 @@ def train_job(
     optimizer: str,
 ) -> Trained | None:
     """`num_steps` steps on this rank; rank 0 reports the losses, the first gradients and the final parameters."""
-    dtype = getattr(torch, dtype_name)
-    params, buffers = full_tensors(case, dtype)
-    spec = ProgramSpec.from_json(spec_json)
     make = {
         "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
         "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
     }[optimizer]
     model = make_model(case.family, case.dropout)
-    pm = ParallelModel(
-        spec,
-        sources,
-        params,
-        buffers,
-        num_micro_batches=case.num_micro_batches,
-        optimizer=make,
-        dtype=dtype if case.precision == "native" else None,
-        aliases=_aliases(model),
-        extra_state=_not_in(spec, model, {**params, **buffers}),
-        compile=case.compile,
-    )
+    params = dict(model.named_parameters())
+    pm = model_of(case, spec_json, sources, getattr(torch, dtype_name), make)
     losses, gradients, norm, records = [], {}, 0.0, []
     for step in range(num_steps):
         batch = part_of(global_batch(case, step), pm.data_rank, pm.data_world)

@@ -6,33 +6,20 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import parity
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parity import Case, full_tensors, global_batch, part_of
+from parity import Case, global_batch, model_of, part_of
 from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of
 from autoplan.runtime.shards import ForeignUseError
-from autoplan.runtime.spec import ProgramSpec
 
 
 def program_of(case: Case, spec_json: str, sources: dict[str, str], optimizer: Any = None) -> ParallelModel:
     """The program of a case after one step."""
-    spec = ProgramSpec.from_json(spec_json)
-    params, buffers = full_tensors(case, torch.float64)
-    pm = ParallelModel(
-        spec,
-        sources,
-        params,
-        buffers,
-        num_micro_batches=case.num_micro_batches,
-        dtype=torch.float64,
-        optimizer=optimizer,
-        aliases=parity._aliases(parity.make_model(case.family, 0.0)),
-    )
+    pm = model_of(case, spec_json, sources, torch.float64, optimizer)
     pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
     return pm
 

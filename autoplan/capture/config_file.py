@@ -81,7 +81,7 @@ def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
     """Raise CaptureError for sizes that neither the file gives nor follow from what it gives."""
     try:
         usual = type(settings)()
-    except Exception:
+    except Exception:  # a class that cannot be built from nothing has no sizes that it could guess
         return
     inner, default, given = settings.get_text_config(), usual.get_text_config(), config
     for name in type(settings).sub_configs:
