@@ -38,7 +38,7 @@ from autoplan.runtime.program import load_module
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.state import IncompatibleKeys, check_state
-from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
+from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -161,6 +161,7 @@ class ParallelModel:
             copies = self._make_copies()
         # 16-bit sums are reduced as such, where they are: in the copies
         in_copies = copies is not None and precision is not None and precision.gradients != MASTER
+        leaf = copies.leaf if copies is not None else _itself
         with copies.in_place() if copies is not None and in_copies else nullcontext():
             for index, stage in self.stages.items():
                 mine = self._specs[index]
@@ -174,6 +175,7 @@ class ParallelModel:
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
+                    beside=leaf if reduces_beside(self.device.type) else None,
                 )
         # of what fully_shard leaves alone: experts without replicas
         return syncs, copies if copies is not None else self._make_copies()
@@ -659,6 +661,10 @@ class ParallelModel:
         micro_batches = f"{self.num_micro_batches} micro-batches"
         held = f"stage {', '.join(map(str, self.stages))}"
         return f"ParallelModel({self.spec.model}, {degrees}, {held}, {micro_batches})"
+
+
+def _itself(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
 
 
 def _like(value: Any, old: Any) -> Any:
