@@ -58,10 +58,10 @@ def raise_agreed(problem: str | None, error: type[AgreedError] = AgreedValueErro
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-    raise error(_listed(problems))
+    raise error(listed(problems))
 
 
-def _listed(problems: Sequence[str | None]) -> str:
+def listed(problems: Sequence[str | None]) -> str:
     """One text of all problems, each with the ranks that have it; plain where all ranks have the same."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):

@@ -180,29 +180,42 @@ def _exchange_addresses(state: Ranks) -> None:
     except OSError:
         host = "127.0.0.1"
     state.listener = Listener(host, state.answer, backlog=min(state.world, 1024))
-    keys = [f"{_ADDRESS}/{state.turn}/{rank}" for rank in range(state.world)]
-    # a call to the store of a stopped process would never return
-    timer = threading.Timer(state.timeout_s + GRACE_S, private.break_store, (state.store,))
-    timer.daemon = True
-    timer.start()
     try:
-        state.store.set(keys[state.rank], state.listener.address.to_json())
-        state.store.wait(keys, timedelta(seconds=state.timeout_s))
-        texts = state.store.multi_get(keys) if state.store.has_extended_api() else map(state.store.get, keys)
-        state.addresses = {r: Address.from_json(text) for r, text in enumerate(texts)}
-    except RuntimeError as error:
+        mine = state.listener.address.to_json()
+        texts = exchange(state.store, state.rank, state.world, f"{_ADDRESS}/{state.turn}", mine, state.timeout_s)
+    except BaseException:
         state.listener.close()
-        raise _missing(state, keys, error) from error
-    finally:
-        timer.cancel()
+        raise
+    state.addresses = {r: Address.from_json(text) for r, text in enumerate(texts)}
     hosts = {a.host: rank for rank, a in reversed(state.others.items())}  # the first rank of each
     state.ask({r: state.addresses[r] for r in sorted(hosts.values())[:_HOSTS_TRIED]}, GRACE_S)
 
 
-def _missing(state: Ranks, keys: list[str], error: RuntimeError) -> RankFailure:
+def exchange(store: Any, rank: int, world: int, name: str, text: str, timeout_s: float) -> list[str | bytes]:
+    """Every rank's text under `name`, by rank, through a key-value store: no process group is needed.
+
+    Raises:
+        RankFailure: a rank did not come within the timeout, or the store is gone.
+    """
+    keys = [f"{name}/{other}" for other in range(world)]
+    # a call to the store of a stopped process would never return
+    timer = threading.Timer(timeout_s + GRACE_S, private.break_store, (store,))
+    timer.daemon = True
+    timer.start()
+    try:
+        store.set(keys[rank], text)
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return list(store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))
+    except RuntimeError as error:
+        raise _missing(store, keys, timeout_s, error) from error
+    finally:
+        timer.cancel()
+
+
+def _missing(store: Any, keys: list[str], timeout_s: float, error: RuntimeError) -> RankFailure:
     with contextlib.suppress(RuntimeError):
-        absent = [rank for rank, key in enumerate(keys) if not state.store.check([key])]
-        late = f"did not begin to watch for failures within {state.timeout_s:g} s"
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        late = f"did not begin to watch for failures within {timeout_s:g} s"
         if len(absent) == 1:
             return RankFailure(absent[0], late)
         return RankFailure(None, f"ranks {', '.join(map(str, absent))} {late}")

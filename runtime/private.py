@@ -23,6 +23,8 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
 | TCPStore's client connection (/proc/self/fd) | its calls wait for a stopped host for ever; shut down, they raise | |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | |
+| ProcessGroup.bound_device_id | the device that the caller's group was made with (device_id=) | |
+| distributed.rendezvous.rendezvous | the store of the variables of torchrun before there is a group: ranks agree on devices first, since NCCL's first communicator with a device twice, or without one, hangs or dies | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
 A torch upgrade reads this table first; `make versions TORCH=...` runs the tests that cover each row on another version
@@ -38,6 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.pipelining.stage import _RecvInfo
@@ -75,6 +78,26 @@ def default_store() -> Store:
     store = dist.distributed_c10d._get_default_store()
     assert isinstance(store, Store)
     return store
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default process group was made with, None if it was made without one."""
+    found: torch.device | None = dist.distributed_c10d._get_default_group().bound_device_id
+    return found
+
+
+def rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
+    """Store, rank and number of ranks by the variables that torchrun sets, as `init_process_group` makes them."""
+    from torch.distributed.rendezvous import rendezvous as handler
+
+    store, rank, world = next(handler("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore("default_pg", store), rank, world
+
+
+def gpu_id(device: torch.device) -> str:
+    """What tells a GPU from all others, of whatever host and however it is numbered there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def store_endpoint(store: Store) -> tuple[str, int] | None:
