@@ -31,11 +31,12 @@ from autoplan.cost_models.profile import Profile
 from autoplan.files import write_whole
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
-from autoplan.runtime.agree import agreed, first_difference
+from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.whole import broadcast
 from autoplan.search.space import check_pins, space
 from autoplan.verify.check import Task
 from autoplan.verify.door import check_verify, verify_capture
@@ -407,20 +408,20 @@ def _check_same_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike."""
+    """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike.
+
+    They are read where they are, and what differs is brought to the hosts of the other ranks: of the device's memory it
+    takes a bucket (`autoplan.runtime.whole`).
+    """
     everything = {**parameters, **buffers}
-    prints = [float(t.double().sum()) + 1e-3 * float(t.double().abs().sum()) for t in everything.values()]
-    sums = torch.tensor(prints, device=device)
-    theirs = sums.clone()
-    dist.broadcast(theirs, 0)
-    different = (sums != theirs).to(torch.int32)
-    dist.all_reduce(different, op=dist.ReduceOp.MAX)
-    for (name, tensor), differs in zip(everything.items(), different.tolist(), strict=True):
+    prints = [fingerprint({"": t}) for t in everything.values()]
+    for (name, tensor), differs in zip(everything.items(), different(prints, device), strict=True):
         if differs:
-            moved = tensor.to(device).contiguous().clone()
-            dist.broadcast(moved, 0)
-            target = parameters if name in parameters else buffers
-            target[name] = moved
+            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if dist.get_rank() == 0:
+                value.copy_(tensor)
+            broadcast(value, 0, device)
+            (parameters if name in parameters else buffers)[name] = value
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

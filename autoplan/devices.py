@@ -26,7 +26,7 @@ from autoplan.runtime import private
 from autoplan.runtime.agree import agreed, listed, ranks_text
 from autoplan.runtime.failure import exchange, init_process_group, timeout_of, watch
 
-TYPES = ("cpu", "cuda")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # of the group that is made here, by the types that programs run on
 # A rank's number on its host: torchrun, Slurm, Open MPI, MPICH and Intel MPI.
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 # How many ranks there are on this host.
@@ -111,7 +111,7 @@ def read(requested: torch.device | str | None) -> torch.device | None:
         device = torch.device(requested)
     except (RuntimeError, TypeError) as exc:
         raise DeviceError(f"device={requested!r} is no device: use 'cpu', 'cuda' or 'cuda:1'") from exc
-    if device.type not in TYPES:
+    if device.type not in BACKENDS:
         raise DeviceError(f"device={str(device)!r}: programs run on the CPU or on CUDA; use 'cpu', 'cuda' or 'cuda:1'")
     return device
 
@@ -267,12 +267,15 @@ def start(
     else:
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # torch's stubs lack it
     placement = _meet(requested, kind, sight(model), store, rank, world, timeout_s)
-    options: dict[str, Any] = {"store": store, "rank": rank, "world_size": world}
-    if placement.device.type == "cuda":
-        # bound: the communicator forms now, and those of the mesh are split off it
-        init_process_group("nccl", timeout_s=timeout_s, device_id=placement.device, **options)
-    else:
-        init_process_group("gloo", timeout_s=timeout_s, **options)
+    # bound to the GPU: the communicator forms now, and those of the mesh are split off it
+    init_process_group(
+        BACKENDS[kind],
+        timeout_s=timeout_s,
+        device_id=placement.device if kind == "cuda" else None,
+        store=store,
+        rank=rank,
+        world_size=world,
+    )
     return placement
 
 
@@ -294,7 +297,7 @@ def _meet(
     timeout_s: float | None,
 ) -> Placement:
     host = socket.gethostname()
-    backend = "nccl" if seen.backends is None else seen.backends.get(kind, "")
+    backend = (BACKENDS if seen.backends is None else seen.backends).get(kind, "")
     try:
         device = pick(read(requested), kind, seen)
         mine = Place(str(device), private.gpu_id(device) if kind == "cuda" else "", host, backend)

@@ -12,7 +12,7 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | Tensor._post_accumulate_grad_hooks, Tensor._is_view (in split_backward.py) | a split backward writes .grad itself and calls what would follow; views cannot be detached in place | |
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run | 2.15: the callback wants to know who ends a backward, manual_backward_finalization_active: `end_of_backward` |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | |
-| DeviceMesh._concatenate (in zero.py) | hybrid ZeRO's mesh of replicas and shards, made of two axes of one mesh: slicing by two names does not know axes that were flattened | |
+| DeviceMesh(_init_backend=False) | a mesh of one rank without a communicator: nothing is sent over it | |
 | tensor._dtensor_spec.DTensorSpec, TensorMeta, placement_types._StridedShard (in shards.py) | a DTensor over memory that exists, without copies; a dim whose outer factors are not cut | |
 | _local_tensor.rank_map, enabled_local_tensor_mode, _c10d._prepare_collective_groups (in mesh.py, convert.py) | ranks that tests simulate in one process | up to 2.14 the last gives (ranks, offsets, offset), which spmd_types 0.3.1 unpacks, 2.15 only the first two: `mend_simulated_groups` |
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | |
@@ -36,6 +36,7 @@ import os
 import socket
 import stat
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _RecvInfo
 
 # True if torch allocates receive buffers at the receive and lets go of them when they are used.
@@ -78,6 +80,40 @@ def default_store() -> Store:
     store = dist.distributed_c10d._get_default_store()
     assert isinstance(store, Store)
     return store
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def form_groups(groups: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
+    """This rank's group of several that have no rank in common; None if it is in none. On all ranks, with the same.
+
+    Where the default group is bound to a device, all of them are split off its communicator at once (`split_group`):
+    one by one, every rank would take part in forming every group.
+    """
+    if bound_device() is not None:
+        return dist.split_group(split_ranks=[list(g) for g in groups], group_desc=description)
+    made = [dist.new_group(list(ranks), group_desc=description) for ranks in groups]
+    return next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
+
+
+def group_alone(world_size: int) -> dist.ProcessGroup:
+    """A group of this rank alone. Where the default group is bound to a device, all ranks ask for theirs together."""
+    if bound_device() is not None:
+        found = form_groups([[rank] for rank in range(world_size)], "autoplan_alone")
+        assert found is not None
+        return found
+    alone: dist.ProcessGroup = dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True, group_desc="autoplan_alone"
+    )
+    return alone
+
+
+def mesh_without_group(device_type: str, rank: int, name: str) -> DeviceMesh:
+    """A mesh of one rank, of which the size is asked for and nothing else."""
+    return DeviceMesh(device_type, [rank], mesh_dim_names=(name,), _init_backend=False)
 
 
 def bound_device() -> torch.device | None:
