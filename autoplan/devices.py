@@ -24,7 +24,7 @@ from torch import nn
 from autoplan.cost_models.errors import DeviceError
 from autoplan.runtime import private
 from autoplan.runtime.agree import agreed, listed, ranks_text
-from autoplan.runtime.failure import exchange, init_process_group, timeout_of, watch
+from autoplan.runtime.failure import exchange, give_back_at_exit, init_process_group, timeout_of, watch
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # of the group that is made here, by the types that programs run on
 # A rank's number on its host: torchrun, Slurm, Open MPI, MPICH and Intel MPI.
@@ -276,6 +276,7 @@ def start(
         rank=rank,
         world_size=world,
     )
+    give_back_at_exit()
     return placement
 
 

@@ -1,7 +1,11 @@
 """When one rank fails, every rank ends, within a stated time and with the reason of the rank that failed.
 
 What ends the others: gloo's connections close when the process of the failing rank ends, often when it leaves
-``guard``. With NCCL, or when a rank is stopped, hangs or lives on, it is the timeout of collectives: 10 minutes,
+``guard``. With NCCL a rank may wait for its device, where no error reaches it: its watch aborts the communicators once
+it knows that a rank failed, within a second or two, and the call into autoplan raises, whatever the device returned; a
+value that the script waits for between calls (``loss.item()``) is worth nothing then, and its next call raises. (Never
+run on a GPU. Where torch's own watchdog sees the broken connection first, it ends the process.) When a rank is stopped,
+hangs or lives on, it is the timeout of collectives: 10 minutes,
 ``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all groups to come, since those of a
 DeviceMesh do not inherit it: build meshes after ``init_process_group``.
 
@@ -87,6 +91,10 @@ class RankFailure(RuntimeError):
         super().__init__(reason if rank is None else f"rank {rank} failed: {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class Aborted(dist.DistError):
+    """The communicators of this rank were aborted, because another rank failed."""
 
 
 class WaitEnded(dist.DistError):
@@ -233,6 +241,7 @@ def _watch(state: Ranks) -> None:
             # all there is.
             logger.error("%s", _failure(news))
             told = True
+            _abort(state)
         ring = (r % state.world for r in range(state.rank + 1, state.rank + state.world))
         following = next((r for r in ring if not state.known.explains(r)), None)
         if following is not None:
@@ -247,6 +256,24 @@ def _watch(state: Ranks) -> None:
                 quiet_s = time.monotonic() - since
                 logger.warning("rank %d has not answered for %.0f s%s", following, quiet_s, state.last(following))
         host_since = _watch_host(state, host_since)
+
+
+def _abort(state: Ranks) -> None:
+    """Free a main thread that waits for its device in a collective to which a rank will not come."""
+    groups = private.nccl_groups()
+    if not groups:
+        return  # gloo says so itself
+    state.aborted = True  # first: the main thread goes on at once
+    try:
+        private.abort_communicators(groups)
+    except RuntimeError as exc:
+        logger.error("the communicators of rank %d could not be aborted: %s", state.rank, _describe(exc))
+
+
+def _check_whole() -> None:
+    """Aborted where what came out of collectives is worth nothing."""
+    if _state is not None and _state.aborted:
+        raise Aborted("the communicators of this rank were aborted")
 
 
 def _watch_host(state: Ranks, since: float | None) -> float | None:
@@ -276,6 +303,29 @@ def _exit(state: Ranks, thread: threading.Thread) -> None:
         state.tell()
     _end_watch(state)
     thread.join(3 * ANSWER_S)
+    _give_back(state)
+
+
+def give_back_at_exit() -> None:
+    """Destroy the default process group when the script ends: autoplan made it."""
+    if _state is not None:
+        _state.made_here = True
+        if _state.world == 1:  # nobody is watched
+            atexit.register(_give_back, _state)
+
+
+def _give_back(state: Ranks) -> None:
+    """Destroy the groups that were made here; where a rank failed, or a collective does not end, without waiting."""
+    if state is not _state or not dist.is_initialized():
+        return  # gone already, with the failure or by the caller
+    try:
+        failed = state.ended is not None or state.known.first(exits=False) is not None
+        if failed or not private.device_settles(GRACE_S):
+            private.abort_process_groups()
+        else:
+            private.give_back_groups(state.made_here)
+    except RuntimeError as exc:  # the script has ended, and its exit status is its own
+        logger.warning("the process groups of rank %d could not be given back: %s", state.rank, _describe(exc))
 
 
 def _end_watch(state: Ranks) -> None:
@@ -360,7 +410,9 @@ def guard(
     """
     with _calling(call):
         try:
+            _check_whole()
             yield
+            _check_whole()
         except RankFailure:
             raise
         except BaseException as exc:
@@ -429,7 +481,7 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
         return RankFailure(rank if state is None or rank is not None else state.rank, _describe(exc))
     if state.ended is not None and not dist.is_initialized():
         return RankFailure(*state.ended)  # what it does after a failure fails for that reason
-    if not is_broken_collective(exc):
+    if not is_broken_collective(exc) and not state.aborted:  # aborted, the device may say anything
         return _note_raised(state, exc)
     place = activity.of_traceback(exc.__traceback__)
     other = _failure(state.find_out(GRACE_S))

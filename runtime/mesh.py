@@ -7,7 +7,7 @@ atomic sub-axes, listed major to minor over the ranks; a *group* is a named prod
 
 Communicators are made when the mesh is, on every rank in the same order, and connected before the first step: one that
 forms beside running kernels waits for them. Axes of size 1 have none, and axes that span the same ranks share one (that
-of the whole world is the default group): each costs device memory (`cost_models/nccl.py`). ``close`` gives them back.
+of the whole world is the default group): each costs device memory (`cost_models/memory.py`). ``close`` gives them back.
 
 The same mesh serves real processes (gloo, NCCL), the fake process group, and ``LocalTensorMode``, where one process
 plays all ranks: whatever depends on the rank must then be a tensor that differs per rank
@@ -118,7 +118,7 @@ class AxisMesh:
         if len(partition) == 1 and len(partition[0]) == self.world_size:
             whole: dist.ProcessGroup = private.default_group()
             return whole
-        made = private.form_groups(partition, f"autoplan_{name}")
+        made = private.form_groups(partition, name)
         assert made is not None  # a partition has every rank
         self._made.append(made)
         return made
@@ -132,7 +132,7 @@ class AxisMesh:
         for axis, members in self._members.items():
             if axis in self._groups and {tuple(g) for g in self._partition(members)} >= {tuple(g) for g in groups}:
                 return self._groups[axis] if mine is not None else None
-        made = private.form_groups(groups, f"autoplan_{name}")
+        made = private.form_groups(groups, name)
         if made is not None:
             self._made.append(made)
         return made

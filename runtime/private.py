@@ -25,6 +25,8 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | |
 | ProcessGroup.bound_device_id | the device that the caller's group was made with (device_id=) | |
 | distributed.rendezvous.rendezvous | the store of the variables of torchrun before there is a group: ranks agree on devices first, since NCCL's first communicator with a device twice, or without one, hangs or dies | |
+| ProcessGroup.abort, ProcessGroupNCCL._group_start, _group_end, distributed_c10d._world.pg_names | aborts the NCCL communicators from the thread that knows of a failure, while the main thread waits for a kernel that never ends; torch's own tables stay, which the main thread reads. After `abort` torch's watchdog looks at their errors no more, so that it does not end the process (ProcessGroupNCCL::Watchdog::runLoop, terminateProcessGroup_) | |
+| ProcessGroup.group_desc | the groups that autoplan made, among the caller's | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
 A torch upgrade reads this table first; `make versions TORCH=...` runs the tests that cover each row on another version
@@ -35,6 +37,7 @@ import contextlib
 import os
 import socket
 import stat
+import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -82,17 +85,21 @@ def default_store() -> Store:
     return store
 
 
+OWN = "autoplan_"  # how descriptions of groups begin that are made here
+
+
 def default_group() -> dist.ProcessGroup:
     """The process group of all ranks."""
     return dist.distributed_c10d._get_default_group()
 
 
-def form_groups(groups: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
+def form_groups(groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
     """This rank's group of several that have no rank in common; None if it is in none. On all ranks, with the same.
 
     Where the default group is bound to a device, all of them are split off its communicator at once (`split_group`):
     one by one, every rank would take part in forming every group.
     """
+    description = OWN + name
     if bound_device() is not None:
         return dist.split_group(split_ranks=[list(g) for g in groups], group_desc=description)
     made = [dist.new_group(list(ranks), group_desc=description) for ranks in groups]
@@ -102,11 +109,11 @@ def form_groups(groups: Sequence[Sequence[int]], description: str) -> dist.Proce
 def group_alone(world_size: int) -> dist.ProcessGroup:
     """A group of this rank alone. Where the default group is bound to a device, all ranks ask for theirs together."""
     if bound_device() is not None:
-        found = form_groups([[rank] for rank in range(world_size)], "autoplan_alone")
+        found = form_groups([[rank] for rank in range(world_size)], "alone")
         assert found is not None
         return found
     alone: dist.ProcessGroup = dist.new_group(
-        [dist.get_rank()], use_local_synchronization=True, group_desc="autoplan_alone"
+        [dist.get_rank()], use_local_synchronization=True, group_desc=OWN + "alone"
     )
     return alone
 
@@ -168,6 +175,59 @@ def set_timeout(timeout: timedelta) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Set timeout is now only supported")
         dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def nccl_groups() -> list[dist.ProcessGroup]:
+    """The process groups with NCCL communicators, in the order in which torch ends them."""
+    names = dict(dist.distributed_c10d._world.pg_names)
+    return [g for g in sorted(names, key=lambda g: names[g], reverse=True) if _nccl_of(g) is not None]
+
+
+def abort_communicators(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End what runs or waits in NCCL on this rank's device. From any thread, more than once.
+
+    Afterwards a kernel of NCCL that others do not come to has ended, with whatever is in its memory, and the next
+    collective raises DistBackendError.
+    """
+    backend: Any = _nccl_of(groups[0])
+    backend._group_start()  # as `_abort_process_group`: else one communicator's abort may wait for another's
+    try:
+        for group in groups:
+            group.abort()
+    finally:
+        backend._group_end()
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """The NCCL backend of a group, None if it has none."""
+    if "cuda:nccl" not in dist.distributed_c10d._world.pg_backend_config.get(group, "").split(","):
+        return None
+    return group._get_backend(torch.device("cuda"))
+
+
+def device_settles(within_s: float) -> bool:
+    """Whether what is queued on the current device ends within this time; true where there is none in use."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    end = time.monotonic() + within_s
+    event.record()
+    while not event.query():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def give_back_groups(everything: bool) -> None:
+    """Destroy the process groups of this process: all, or those that autoplan made in a group of the caller's."""
+    if everything:
+        dist.destroy_process_group()
+        return
+    names = dict(dist.distributed_c10d._world.pg_names)
+    for group in sorted(names, key=lambda g: names[g], reverse=True):
+        if group.group_desc.startswith(OWN):
+            dist.destroy_process_group(group)
 
 
 def abort_process_groups() -> None:
