@@ -224,8 +224,7 @@ def give_back_groups(everything: bool) -> None:
     if everything:
         dist.destroy_process_group()
         return
-    names = dict(dist.distributed_c10d._world.pg_names)
-    for group in sorted(names, key=lambda g: names[g], reverse=True):
+    for group in reversed(list(dist.distributed_c10d._world.pg_names)):  # in one order on all ranks
         if group.group_desc.startswith(OWN):
             dist.destroy_process_group(group)
 
