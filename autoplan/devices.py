@@ -77,7 +77,8 @@ def sight(model: nn.Module | None = None) -> Sight:
     started = dist.is_initialized()
     return Sight(
         num_gpus,
-        torch.cuda.current_device() if num_gpus else 0,
+        # set_device starts CUDA; where nobody did, nobody chose, and a program on the CPU leaves it alone
+        torch.cuda.current_device() if num_gpus and torch.cuda.is_initialized() else 0,  # type: ignore[no-untyped-call]
         private.bound_device() if started else None,
         None if model is None else device_of(model),
         backends_of(dist.get_backend_config()) if started else None,

@@ -54,6 +54,8 @@ GRACE_S = 10.0
 ANSWER_S = 2.0
 # How often a rank asks the next one whether it lives.
 POLL_S = 0.5
+# How long a failing rank keeps its NCCL connections once the others were told: they look every POLL_S.
+HEAD_START_S = 2 * POLL_S
 # Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
 SILENCE_NOTE_S = 30.0
 WAIT_NOTE_S = 10.0
@@ -510,6 +512,9 @@ def _leave(failure: RankFailure) -> None:
         state.known.leave([state.rank])
         with contextlib.suppress(OSError):
             state.tell()
+        if not state.aborted and private.nccl_groups():
+            # torch's watchdog ends the processes that see connections of NCCL break: their own watch comes first
+            time.sleep(HEAD_START_S)
     with contextlib.suppress(Exception):
         private.abort_process_groups()
 

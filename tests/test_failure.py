@@ -401,6 +401,18 @@ def test_without_nccl_the_watch_aborts_nothing(monkeypatch, two_ranks):
     assert calls == [] and not two_ranks.aborted
 
 
+def test_the_rank_that_fails_tells_the_others_before_its_connections_break(monkeypatch, two_ranks):
+    calls = []
+    monkeypatch.setattr(dist.distributed_c10d, "_world", World({Communicator(calls, "0"): "cuda:nccl"}))
+    monkeypatch.setattr(failure, "HEAD_START_S", 0.125)
+    monkeypatch.setattr(Ranks, "tell", lambda state: calls.append("tell"))
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: calls.append(seconds))
+    monkeypatch.setattr(failure.private, "abort_process_groups", lambda: calls.append("abort all"))
+    with pytest.raises(RankFailure, match="rank 0 failed: KeyError"), guard():
+        raise KeyError("x")
+    assert calls[-3:] == ["tell", 0.125, "abort all"]
+
+
 ENDS = """
     import os, sys, warnings
     import torch, torch.distributed as dist
