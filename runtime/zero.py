@@ -286,13 +286,6 @@ class _ShardedSplit(_Sharded):
         self._reduced = is_last
 
 
-def hybrid_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """Of hybrid ZeRO: both meshes, of one axis each, as one of two."""
-    # Private torch API (see private.py): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`).
-    mesh: DeviceMesh = DeviceMesh._concatenate([replicas, shards])
-    return mesh
-
-
 def apply_zero(
     stage: nn.Module,
     mesh: DeviceMesh,
@@ -312,7 +305,7 @@ def apply_zero(
     Args:
         stage: has ``stage.blocks``, an nn.ModuleDict in execution order that holds every parameter of the stage.
         mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says. Two axes,
-            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over (see `hybrid_mesh`).
+            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over.
         zero: 0 to 3, see the table of this module.
         schedule: name of the pipeline schedule the stage will run under.
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
