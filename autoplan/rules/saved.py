@@ -227,7 +227,8 @@ def _vocab_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
 
 
 def _dropout_extra(f: OpFacts) -> tuple[int, ...]:
-    return (8, 8) if f.attrs["p"] else ()  # state and start of the counter-based generator (runtime/dropout.py)
+    """State and start of the counter-based generator; on a GPU its inputs, which the micro-batch has (dropout.py)."""
+    return (8, 8) if f.attrs["p"] and f.device_type == "cpu" else ()
 
 
 # -- what is needed only while it runs ---------------------------------------------------------------------------------
@@ -270,18 +271,16 @@ def _attention_workspace(f: OpFacts) -> tuple[int, ...]:
     return (0, rows + q.num_elements * 4 + repeated + scores)
 
 
-# int64 numbers that one block of the mask needs at a time (runtime/dropout.py)
-_DROPOUT_BLOCK = {"cpu": 1 << 18}
-_DROPOUT_BLOCK_ELSEWHERE = 1 << 26
+# int64 numbers that one block of the mask needs at a time on the CPU (runtime/dropout.py)
+_DROPOUT_BLOCK = 1 << 18
 
 
 def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
-    if not f.attrs["p"]:
+    if not f.attrs["p"] or f.device_type != "cpu":  # elsewhere one kernel draws and applies the mask
         return (0, 0)
     x = f.inputs[0]
-    block = min(x.num_elements, _DROPOUT_BLOCK.get(f.device_type, _DROPOUT_BLOCK_ELSEWHERE))
     # the mask while it is drawn; then the mask and the scaled input
-    both = x.num_elements + max(3 * 8 * block, x.num_bytes)
+    both = x.num_elements + max(3 * 8 * min(x.num_elements, _DROPOUT_BLOCK), x.num_bytes)
     return (both, both)
 
 
