@@ -93,8 +93,145 @@ def dropout(
         site,
         KEPT=kept,
         SCALE=scale,
-        COMPUTE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        COMPUTE=_compute(x),
         INDEX=tl.int32 if x.numel() < 1 << 30 else tl.int64,
         BLOCK=_BLOCK,
     )
+    return out
+
+
+_LOSS_BLOCK = 4096
+_LOSS_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["first", "total", "ignore"])
+def _loss_statistics(
+    logits_at,
+    target_at,
+    out_at,
+    rows,
+    classes,
+    first,
+    total,
+    ignore,
+    SUMMED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_at + row)
+    row_at = logits_at + row * classes
+    top = tl.full((), float("-inf"), COMPUTE)
+    exponentials = tl.full((), 0.0, COMPUTE)
+    summed = tl.full((), 0.0, COMPUTE)
+    for at in range(0, classes, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(row_at + column, mask=column < classes, other=float("-inf")).to(COMPUTE)
+        higher = tl.maximum(top, tl.max(x, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        exponentials = exponentials * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
+        top = higher
+        if SUMMED:
+            summed += tl.sum(tl.where(column < classes, x, 0.0), 0)
+
+    here = target - first
+    valid = target != ignore
+    inside = valid & (here >= 0) & (here < classes)
+    predicted = tl.load(row_at + here, mask=inside, other=0.0).to(COMPUTE)
+    predicted = tl.where(valid & ((target < 0) | (target >= total)), float("nan"), predicted)
+    tl.store(out_at + row, top)
+    tl.store(out_at + rows + row, exponentials)
+    tl.store(out_at + 2 * rows + row, predicted)
+    if SUMMED:
+        tl.store(out_at + 3 * rows + row, summed)
+
+
+@triton.jit(do_not_specialize=["first", "ignore"])
+def _loss_gradient(
+    logits_at,
+    target_at,
+    log_sum_exp_at,
+    grad_at,
+    out_at,
+    classes,
+    first,
+    ignore,
+    UNIFORM: tl.constexpr,
+    HIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_at + row)
+    valid = target != ignore
+    grad = tl.load(grad_at).to(COMPUTE)
+    x = tl.load(logits_at + row * classes + column, mask=column < classes, other=0.0)
+    probability = tl.exp(x.to(COMPUTE) - tl.load(log_sum_exp_at + row))
+    probability -= tl.full((), UNIFORM, COMPUTE)
+    probability -= tl.where(column == target - first, tl.full((), HIT, COMPUTE), 0.0)
+    # not left to a product with 0: an ignored token with non-finite logits must not give NaN
+    out = tl.where(valid, probability * grad, 0.0)
+    tl.store(out_at + row * classes + column, out.to(x.dtype), mask=column < classes)
+
+
+def _compute(x: torch.Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def loss_statistics(
+    logits: torch.Tensor, target: torch.Tensor, first: int, total: int, ignore_index: int, summed: bool
+) -> torch.Tensor:
+    """See `_statistics` of autoplan.runtime.loss."""
+    rows, classes = logits.shape
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    out = logits.new_empty((3 + summed, rows), dtype=wide)
+    if rows:
+        _loss_statistics[(rows,)](
+            logits,
+            target,
+            out,
+            rows,
+            classes,
+            first,
+            total,
+            ignore_index,
+            SUMMED=summed,
+            COMPUTE=_compute(logits),
+            BLOCK=min(_LOSS_BLOCK, triton.next_power_of_2(classes)),
+            num_warps=_LOSS_WARPS,
+        )
+    return out
+
+
+def loss_gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    total: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """See `_gradient` of autoplan.runtime.loss."""
+    rows, classes = logits.shape
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if rows:
+        block = min(_LOSS_BLOCK, triton.next_power_of_2(classes))
+        _loss_gradient[(rows, triton.cdiv(classes, block))](
+            logits,
+            target,
+            log_sum_exp,
+            grad,
+            out,
+            classes,
+            first,
+            ignore_index,
+            UNIFORM=label_smoothing / total,
+            HIT=1.0 - label_smoothing,
+            COMPUTE=_compute(logits),
+            BLOCK=block,
+            num_warps=_LOSS_WARPS,
+        )
     return out

@@ -6,6 +6,7 @@ Triton comes with torch's CUDA builds; without it these tests are skipped.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.runtime import dropout as dropouts
+from autoplan.runtime import loss as losses
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 triton = pytest.importorskip("triton")
@@ -136,3 +138,66 @@ def test_dropout_compiles_for_an_h100(an_h100: None, dtype: torch.dtype) -> None
         )
         text = kernel.asm["ptx"]
         assert "ld.global.v2.b64" in text if dtype == torch.float64 else "ld.global.v4.b32" in text
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in which the interpreter computes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("classes", [5, 4096, 9000])
+def test_the_loss_is_that_of_the_cpu(dtype: torch.dtype, smoothing: float, classes: int) -> None:
+    """One block, several, and one that is not full; ignored, foreign and wrong targets; what is not finite."""
+    generator = torch.Generator().manual_seed(classes)
+    logits = (torch.randn(7, classes, generator=generator, dtype=torch.float64) * 5).to(dtype)
+    first, total = classes, 3 * classes
+    target = torch.tensor([first, first + classes - 1, 0, -100, total, -1, first + 2])
+    logits[0, 1] = -math.inf
+    logits[2] = -math.inf
+    logits[3] = math.nan
+    where = losses._Classes(classes, total, first, -100)
+    want = losses._statistics(logits, target, where, smoothing > 0)
+    got = kernels.loss_statistics(logits, target, first, total, -100, smoothing > 0)
+    tolerance = dict(rtol=1e-13, atol=0.0) if dtype == torch.float64 else dict(rtol=1e-6, atol=1e-3)
+    rows = [0, 1, 2, 4, 5, 6]  # what becomes of the ignored one is not asked
+    assert want[2].isnan().tolist() == [False, False, False, False, True, True, False]
+    torch.testing.assert_close(got[:, rows], want[:, rows], equal_nan=True, **tolerance)
+
+    grad = torch.tensor(0.7, dtype=got.dtype)
+    log_sum_exp = torch.randn(7, generator=generator, dtype=got.dtype) + 12
+    want = losses._gradient(logits, target, log_sum_exp, grad, where, smoothing)
+    got = kernels.loss_gradient(logits, target, log_sum_exp, grad, first, total, -100, smoothing)
+    assert torch.count_nonzero(got[3]) == 0
+    error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(got, want, rtol=error, atol=error * 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_compiles_for_an_h100(an_h100: None, dtype: torch.dtype) -> None:
+    wide, compute = torch.float64, kernels.tl.float64
+    if dtype == torch.bfloat16:
+        wide, compute = torch.float32, kernels.tl.float32
+    i64 = torch.int64
+    forward = kernels._loss_statistics.warmup(
+        dtype,
+        i64,
+        wide,
+        512,
+        32000,
+        32000,
+        64000,
+        -100,
+        SUMMED=True,
+        COMPUTE=compute,
+        BLOCK=4096,
+        num_warps=8,
+        grid=(1,),
+    )
+    backward = kernels._loss_gradient.warmup(
+        dtype, i64, wide, wide, dtype, 32000, 32000, -100, UNIFORM=0.1, HIT=0.9, COMPUTE=compute, BLOCK=4096,
+        num_warps=8, grid=(1,),
+    )  # fmt: skip
+    for kernel in (forward, backward):
+        text = kernel.asm["ptx"]
+        assert "ld.global.v2.b64" in text if dtype == torch.float64 else "ld.global.v4.b32" in text
+        assert "atom." not in text
