@@ -21,6 +21,7 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
@@ -521,11 +522,7 @@ class ParallelModel:
         """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
         if self.loss_scaler is not None and self.loss_scaler.skipped:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for p, parameter in self._places():
-            grad = self._held(parameter).grad
-            if grad is not None and self._counts_here(p):
-                total += local_of(grad).to(torch.float64).pow(2).sum().to(self.device)
+        total = square_sum((grad for p, grad in self._gradients() if self._counts_here(p)), self.device)
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
         return total.sqrt()
@@ -535,11 +532,15 @@ class ParallelModel:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, as torch's does."""
         norm = self.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, parameter in self._places():
+        scale_((grad for _, grad in self._gradients()), factor)
+        return norm
+
+    def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Every gradient of this rank once, its own part, where the optimizer finds it."""
+        for p, parameter in self._places():
             grad = self._held(parameter).grad
             if grad is not None:
-                local_of(grad).mul_(factor.to(local_of(grad)))
-        return norm
+                yield p, local_of(grad)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
