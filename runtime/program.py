@@ -38,6 +38,7 @@ from autoplan.runtime.convert import (
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
+from autoplan.runtime.host_copies import kept_copies
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.recompute import Offload, Regions
 
@@ -100,7 +101,9 @@ class Block(nn.Module):
             return self.compute(*args, **kwargs)
         if self.recompute == "full":
             # no generator state to restore: dropout here is a function of its position
-            return checkpoint(self.compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return checkpoint(
+                self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept_copies, **kwargs
+            )
         if self.recompute == "offload":
             with Offload([*self.parameters(), *self.buffers()]) as moved:
                 self._ran.add(moved)
