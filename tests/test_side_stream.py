@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from parity import Case
+from test_saved import stage_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -288,3 +290,24 @@ def test_a_kept_graph_is_copied_again() -> None:
         (got,) = torch.autograd.grad(out, w)
     assert races.found == [] and torch.equal(got, want)
     assert any(stream == "copies" for stream, _, _ in races.log[before:])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+def test_a_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a Llama on the host, two passes in flight: gradients to the bit, no race, and every block but the
+    first of a pass fetches the one before it."""
+    case = Case(recompute="offload")
+    grads = []
+    for beside in (False, True):
+        with Races() as races:
+            side = races.side()
+            monkeypatch.setattr(SideStream, "of", lambda _, side=side if beside else None: side)
+            with stage_of(case) as (pm, inputs):
+                losses = [pm.stage(**inputs) for _ in range(2)]
+                for loss in losses:
+                    loss.backward()
+                grads.append({n: p.grad for n, p in pm.stage.named_parameters()})
+                follows = [b._follows for b in pm.stage.blocks.values() if b.recompute == "offload"]
+        assert races.found == [] and follows == [False, True, True, True]
+        assert any(stream == "copies" for stream, _, _ in races.log) is beside
+    assert all(torch.equal(g, grads[1][n]) for n, g in grads[0].items())
