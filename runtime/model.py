@@ -35,7 +35,7 @@ from autoplan.runtime.params import (
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
-from autoplan.runtime.program import load_module
+from autoplan.runtime.program import copy_beside_computing, load_module
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.state import IncompatibleKeys, check_state
@@ -268,6 +268,7 @@ class ParallelModel:
         )
         if self._plain_parameters:
             self._share_tied(stage, mine)
+        copy_beside_computing(stage, self.device)
         return stage
 
     def _dispatched(self, mine: StageSpec) -> list[nn.Parameter]:

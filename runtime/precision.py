@@ -173,7 +173,8 @@ class Copies:
         """The values of the masters, rounded."""
         with torch.no_grad():
             for c in self._copies:
-                c.copy.copy_(c.master if c.source is None else c.source)
+                # from pinned memory the stream that computes waits, not the host, and the device rounds
+                c.copy.copy_(c.master if c.source is None else c.source, non_blocking=True)
 
     def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
         """Take the values of masters, by their ids, from elsewhere (`autoplan.runtime.offload`)."""

@@ -16,8 +16,10 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | tensor._dtensor_spec.DTensorSpec, TensorMeta, placement_types._StridedShard (in shards.py) | a DTensor over memory that exists, without copies; a dim whose outer factors are not cut | |
 | _local_tensor.rank_map, enabled_local_tensor_mode, _c10d._prepare_collective_groups (in mesh.py, convert.py) | ranks that tests simulate in one process | up to 2.14 the last gives (ranks, offsets, offset), which spmd_types 0.3.1 unpacks, 2.15 only the first two: `mend_simulated_groups` |
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | |
+| aten._flash_attention_forward, _fused_sdp_choice (in sdpa.py) | windows, and causal masks that end with the keys, without a mask; which kernel torch would take | |
 | _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | |
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, autoplan/verify/wide.py) | counted collectives are told apart by forward, backward and recompute; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
+| _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from values of their own | |
 | nn.Module._parameters (in precision.py, model.py, params.py, capture/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
 | distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
