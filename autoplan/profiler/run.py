@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.cost_models.compute import class_of, has_near, interpolated_s
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
@@ -484,6 +484,13 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
 
 
 # -- what a model needs ------------------------------------------------------------------------------------------------
+
+
+def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
+    """What a model computes in, then that of its parameters where the optimizer has others: `dtypes` of measuring."""
+    used = [p.dtype for p in graph.params.values()]
+    computed = precision.compute or (max(sorted(set(used)), key=used.count) if used else "float32")
+    return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:
