@@ -155,7 +155,7 @@ def parallelize(
     seq_len, target_len = example_lengths(model, example_inputs)
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
     if known is None and measured:
-        known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device)
+        known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
     def chain() -> tuple[Plan, Program]:
         if graph is None:
@@ -310,16 +310,25 @@ def _machine_profile(
     pins: Mapping[str, Any],
     target_len: int | None = None,
     device: torch.device | None = None,
+    precision: str = "native",
 ) -> Profile | None:
     """What is known of this machine, after measuring what this model still needs; every rank calls it."""
-    from autoplan.profiler.run import cached_profile, graph_tasks, machine_key, measure_in_job, resolve, store
+    from autoplan.profiler.run import (
+        cached_profile,
+        graph_tasks,
+        machine_key,
+        main_dtypes,
+        measure_in_job,
+        resolve,
+        store,
+    )
 
     given = resolve()
     if given != "measure":
         return given
     key = machine_key(cluster.num_devices, cluster.device_type)
 
-    def wanted() -> tuple[str | None, list[ProfilerTask]]:
+    def wanted() -> tuple[str | None, list[ProfilerTask], tuple[str, ...]]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
         have = cached_profile(key)
@@ -330,14 +339,14 @@ def _machine_profile(
             for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
-        return (None if have is None else have.to_json()), missing
+        return (None if have is None else have.to_json()), missing, main_dtypes(graph, executed_precision(precision))
 
-    have_json, tasks = _agree(wanted, "listing what to measure")
+    have_json, tasks, dtypes = _agree(wanted, "listing what to measure")
     have = None if have_json is None else Profile.from_json(have_json)
     if have is not None and not tasks:
         return have
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
-    found = measure_in_job(tasks, budget_s, known=have, device=device)
+    found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
     if dist.get_rank() == 0:
         store(found, key)
     return found

@@ -17,11 +17,20 @@ import torch
 import torch.distributed as dist
 
 from autoplan import devices
+from autoplan.cost_models.config import precision_of
 from autoplan.cost_models.errors import AutoplanError, ProfileError
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.nodes import under_torchrun
 from autoplan.profiler.ops import Task
-from autoplan.profiler.run import DEFAULT_BUDGET_S, GRACE_S, graph_tasks, measure, measure_in_job, store
+from autoplan.profiler.run import (
+    DEFAULT_BUDGET_S,
+    GRACE_S,
+    graph_tasks,
+    main_dtypes,
+    measure,
+    measure_in_job,
+    store,
+)
 from autoplan.report.files import check_writable
 from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard
 
@@ -54,14 +63,13 @@ def profile_command(
     if alone and cluster_out is not None:
         check_writable(cluster_out)
     tasks: list[Task] = []
-    dtypes = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)
     if model is not None:
         from autoplan.catalog import load_model
 
         graph = load_model(model)
         tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE, "t": _COMMAND_SEQUENCE})
-        used = [p.dtype for p in graph.params.values()]
-        dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
+        dtypes = main_dtypes(graph, precision_of("native"))
     if alone:
         profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
         _hand_out(profile, out, cluster_out)

@@ -49,6 +49,11 @@ class Job:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.sharing = self.world if sharing is None else sharing
 
+    @property
+    def queued(self) -> bool:
+        """Whether the device works off a queue that the host fills."""
+        return self.timer is not None
+
     def until(self, share: float) -> Job:
         """The same job with a share of the time that is left."""
         now = time.monotonic()
@@ -97,12 +102,18 @@ class Job:
             while True:
                 self.barrier()
                 seconds, _ = self.timer.measure(work, None)
-                lead = self.slowest([float(self.timer.lead), float(self.timer.late)])
-                self.timer.lead = int(lead[0])  # the same for all: they start together
-                if not lead[1]:
+                if not self.was_late(self.timer.late):
                     return seconds
         self.barrier()
         start = time.perf_counter()
         work()
         self.synchronize()
         return time.perf_counter() - start
+
+    def was_late(self, late: bool) -> bool:
+        """Whether the host of some rank was (`late`: of this one). All get the longest lead, to start together."""
+        if self.timer is None:
+            return False
+        lead, any_late = self.slowest([float(self.timer.lead), float(late)])
+        self.timer.lead = int(lead)
+        return bool(any_late)

@@ -47,11 +47,11 @@ def _call(kind: str, num_bytes: int, mesh: AxisMesh, device: torch.device) -> Ca
     """One collective over the axis `group`, ready to run."""
     size, group = mesh.size("group"), mesh.group("group")
     rows = max(1, num_bytes // 4 // size)
-    whole = torch.zeros(rows * size, device=device)
+    whole = torch.randn(rows * size, device=device)  # what is all alike draws less power
     if kind == "all_reduce":
         return lambda: all_reduce(whole, "group", dst=I)
     if kind == "all_gather":
-        part = torch.zeros(rows, device=device)
+        part = torch.randn(rows, device=device)
         return lambda: all_gather(part, "group", dim=0, dst=I)
     if kind == "reduce_scatter":
         return lambda: reduce_scatter(whole, "group", dim=0)

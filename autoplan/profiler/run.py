@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,10 +30,11 @@ import torch.distributed as dist
 
 from autoplan import devices
 from autoplan.cost_models.compute import class_of, has_near, interpolated_s
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.profiler.clocks import large_product, measure_clock
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, lattice, spread
@@ -90,7 +91,8 @@ def software() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0]}
 
 
-_MEASURES = 2  # what a profile of a machine holds: raised when more is measured, so that an old one is not taken
+# What a profile of a machine holds, by type of device: raised when more is measured, so that an old one is not taken.
+_MEASURES = {"cpu": 2, "cuda": 3}
 
 
 def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
@@ -103,7 +105,7 @@ def machine_key(world_size: int, device_type: str, num_threads: int | None = Non
     nodes = num_nodes(world_size)
     world = f"n{nodes}-w{world_size}" if nodes > 1 else f"w{world_size}"
     version = ".".join(software()["torch"].split(".")[:2])
-    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}-m{_MEASURES}"
+    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}-m{_MEASURES[device_type]}"
 
 
 def cached_profile(key: str) -> Profile | None:
@@ -190,16 +192,22 @@ def _backend(device: torch.device) -> str:
 def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
     """One record per operation: the mean of the ranks' medians, the widest spread."""
 
-    def together(times: Sequence[Timing]) -> Timing:
+    def together(given: Iterable[Timing | None]) -> Timing | None:
+        times = [t for t in given if t is not None]
+        if not times:
+            return None
         median = sum(t.median for t in times) / len(times)
         return Timing(median, min(t.low for t in times), max(t.high for t in times), sum(t.repeats for t in times))
 
-    out = []
-    for records in zip(*parts, strict=True):
-        backwards = [r.backward_s for r in records if r.backward_s is not None]
-        forward = together([r.forward_s for r in records])
-        out.append(OpRecord(records[0].work, forward, together(backwards) if backwards else None))
-    return out
+    return [
+        OpRecord(
+            records[0].work,
+            together(r.forward_s for r in records) or records[0].forward_s,
+            together(r.backward_s for r in records),
+            *(together(r.host_s(phase) for r in records) for phase in PHASES),
+        )
+        for records in zip(*parts, strict=True)
+    ]
 
 
 @dataclass
@@ -268,7 +276,7 @@ def measure_in_job(
         tasks: operations of a model (`autoplan.profiler.tasks`), measured first.
         budget_s: bound of the time; a few seconds more for what is running when it is over.
         known: what was measured before: not measured again, and merged into the result.
-        dtypes: of the general shapes.
+        dtypes: of the general shapes; what the model computes in first, then that of its parameters if it is another.
         general: also collectives, fixed costs and shapes not tied to the model, unless `known` has them.
         device: what is measured, this rank's; None: as `autoplan.parallelize` picks it.
 
@@ -311,7 +319,7 @@ def _measure(
     # The speed of a shared machine changes by half within minutes: operations of one size measured one after the other
     # would differ from those of another by that.
     tasks = spread(tasks)
-    clock = Clock(job.device)
+    clock = Clock(job.device, job.timer)
     notes, machine = _Notes([f"operations: {clock.name}"]), Machine(job, nodes)
     notes.lines += machine.begin(hardware(job.device))
     profile = Profile(
@@ -335,10 +343,12 @@ def _measure(
     if tasks:
         ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, _OF_THE_MODEL)
     if general:
-        others = [t for t in every_step_tasks(dtypes[0]) if t.work.key not in profile.by_key]
+        others = [t for d in dtypes for t in every_step_tasks(d) if t.work.key not in profile.by_key]
         ops += _measure_tasks(job.until(0.4), clock, others, notes, "operations of every step")
     if general and not profile.overheads:
         profile = replace(profile, overheads=measure_overheads(job.until(0.6), profile))
+    if general and job.queued and not profile.host_overheads:
+        profile = replace(profile, host_overheads=measure_overheads(job.until(0.5), profile, host=True))
     if general and "overlap_fraction" not in profile.overheads and job.goes_on():
         profile = replace(profile, overheads={**profile.overheads, **measure_interference(job)})
     if general:  # what the model needs itself, before shapes that are not its own
@@ -347,16 +357,20 @@ def _measure(
         if left:
             notes.lines = [line for line in notes.lines if not line.endswith(_OF_THE_MODEL)]
             ops += _measure_tasks(job.until(0.9), clock, left, notes, _OF_THE_MODEL)
-    if general and (known is None or not known.held_out):
-        size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
-        for i, dtype in enumerate(dtypes):
-            part = job.until(1.0 / (len(dtypes) - i))
+    if general and job.queued and not profile.clock and job.goes_on():
+        profile = replace(profile, clock=measure_clock(job.until(0.7), large_product(job.device)))
+        notes.lines += [] if profile.clock else [f"{_NO_TIME}the clock of sustained load"]
+    size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
+    if general and (known is None or not known.held_out or job.queued):
+        missing = [d for d in dtypes if not (job.queued and _has_general(profile, held_out(d, *size)))]
+        for i, dtype in enumerate(missing):
+            part = job.until(1.0 / (len(missing) - i))
             # the general shapes get what the model's own left, and a quarter of that checks them
             grid = [t for t in lattice(dtype, *size) if t.work.key not in profile.by_key]
             ops += _measure_tasks(part.until(0.75), clock, grid, notes, f"general shapes in {dtype}")
             so_far = replace(profile, ops=(*profile.ops, *_only(ops)))
             checks = _measure_tasks(part, clock, held_out(dtype, *size), notes, f"held-out shapes in {dtype}")
-            if i == 0:
+            if dtype == dtypes[0]:
                 profile = replace(profile, held_out={**profile.held_out, **_check(so_far, checks)})
             ops += checks
     notes.lines += machine.end()
@@ -367,6 +381,11 @@ def _measure(
         failed={**profile.failed, **notes.failed},
         notes=tuple(dict.fromkeys((*profile.notes, *notes.lines))),
     )
+
+
+def _has_general(profile: Profile, checks: Sequence[Task]) -> bool:
+    """Whether general shapes were measured in the dtype of `checks`; a model may have one or the other of them."""
+    return 2 * sum(t.work.key in profile.by_key for t in checks) > len(checks)
 
 
 def _only(ops: Sequence[OpRecord]) -> list[OpRecord]:
@@ -481,6 +500,13 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
 
 
 # -- what a model needs ------------------------------------------------------------------------------------------------
+
+
+def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
+    """What a model computes in, then that of its parameters where the optimizer has others: `dtypes` of measuring."""
+    used = [p.dtype for p in graph.params.values()]
+    computed = precision.compute or (max(sorted(set(used)), key=used.count) if used else "float32")
+    return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:
