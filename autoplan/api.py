@@ -32,6 +32,7 @@ from autoplan.files import write_whole
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
 from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
+from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from autoplan.profiler.ops import Task as ProfilerTask
 
 T = TypeVar("T")
+AUTO = "auto"
+_BACKEND = "inductor"
 
 
 @guarded("parallelize", passing=(AutoplanError,))
@@ -62,7 +65,7 @@ def parallelize(
     seed: int = 0,
     timeout_s: float | None = None,
     check: bool = False,
-    compile: bool | str = False,
+    compile: bool | str = "auto",
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
@@ -92,8 +95,9 @@ def parallelize(
             folder.
         seed: of dropout.
         compile: run every block through torch.compile: True for its default backend (inductor, which needs a C++
-            compiler on the CPU), or the name of one. A compiled block decides itself what it keeps, so that recompute
-            is none, full or offload, and is priced with fused kernels.
+            compiler on the CPU), or the name of one; False: not. 'auto': on CUDA where a plan with compiled blocks has
+            the lower price (`pm.plan.compiled` says it), not on the CPU. A compiled block decides itself what it keeps,
+            so that recompute is none, full or offload, and is priced with fused kernels.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
         precision: 'native' computes in the dtypes of the model; 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits ('bf16-grad16': gradients are summed in 16 bits, too), fp16 with
@@ -160,7 +164,15 @@ def parallelize(
     def chain() -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        plan, program = plan_program(graph, cluster, pins, batch, seq_len, known, bool(compile), target_len, precision)
+        given = (graph, cluster, pins, batch, seq_len, known)
+
+        def planned(compiled: bool) -> tuple[Plan, Program]:
+            return plan_program(*given, compiled, target_len, precision)
+
+        if compile == AUTO:
+            plan, program = cheaper_program(planned) if compiles_by_itself(device) else planned(False)
+        else:
+            plan, program = planned(bool(compile))
         if check:
             _type_check(program)
         return replace(plan, capture=verified), program
@@ -186,7 +198,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(program.spec, model, {**parameters, **buffers}),
-        compile="inductor" if compile is True else compile or None,
+        compile=None if not plan.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
     pm.plan = plan
@@ -264,7 +276,25 @@ def plan_program(
     found = search_plan(request)
     evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
     plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence, precision)
-    return plan, compile_program(graph, layouts)
+    return replace(plan, compiled=compiled), compile_program(graph, layouts)
+
+
+def cheaper_program(planned: Callable[[bool], tuple[Plan, Program]]) -> tuple[Plan, Program]:
+    """Of a program op by op (`planned(False)`) and one with compiled blocks: that whose step has the lower price.
+
+    Pins that compiled blocks do not take (regions of recompute) leave the first; what fits only with compiled blocks,
+    the second. Where neither can be planned, what is wrong with the first is raised.
+    """
+    refused: AutoplanError | None = None
+    found = []
+    for compiled in (False, True):
+        try:
+            found.append(planned(compiled))
+        except AutoplanError as exc:
+            refused = refused or exc
+    if not found:
+        raise refused or AutoplanError("nothing was planned")
+    return min(found, key=lambda x: float("inf") if x[0].estimate is None else x[0].estimate.step_time_s.mid)
 
 
 def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:

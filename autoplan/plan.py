@@ -51,6 +51,7 @@ class Plan:
     estimate: Estimate | None = None  # None: the degrees were given, not searched
     version: int = PLAN_VERSION
     precision: str = "native"
+    compiled: bool = False  # blocks run through torch.compile
     capture: str = ""  # whether the captured graph is the module (autoplan.verify); empty: it was given as a graph
 
     def to_json(self) -> str:
@@ -74,7 +75,7 @@ class Plan:
         lines = [
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
             f"{copies}{held} micro-batches={c.num_micro_batches} schedule={c.schedule}"
-            f"{'' if self.precision == 'native' else f' precision={self.precision}'}"
+            f"{'' if self.precision == 'native' else f' precision={self.precision}'}{' compiled' * self.compiled}"
         ]
         if self.estimate is not None:
             step, peak = self.estimate.step_time_s, self.estimate.peak_memory_bytes

@@ -90,6 +90,7 @@ def _one(layout: Layout, rank: int, device: torch.device) -> Row:
     pm = autoplan.parallelize(
         _model(layout.family, device), autoplan.Cluster.local(WORLD, device.type), optimizer=OPTIMIZER,
         example_inputs={n: x[:part] for n, x in whole.items()}, pins=pins, global_batch_size=SIZE.batch, verify=False,
+        device=device, compile=False,
     )  # fmt: skip
     mine = {n: x[pm.data_rank * part : (pm.data_rank + 1) * part] for n, x in whole.items()}
     loss = float(pm.step(mine))

@@ -68,7 +68,7 @@ def program(
         del pins["recompute"]
     return autoplan.parallelize(
         model, cluster, optimizer=OPTIMIZER if optimizer else None, example_inputs=batch, pins=pins, profile=profile,
-        global_batch_size=len(batch["input_ids"]), compile=compile, verify=False,
+        global_batch_size=len(batch["input_ids"]), compile=compile, verify=False, device=run.device,
     )  # fmt: skip
 
 

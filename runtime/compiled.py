@@ -1,13 +1,13 @@
 """torch.compile of the blocks of a stage: each block's `compute`, inside what ZeRO and recompute hang on the block.
 
 Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention and plain
-losses are traced, collectives and the vocabulary-parallel operations are nodes that AOTAutograd looks into (they are
-functional collectives and plain operations, whose shapes no value decides), so that a compiler fuses up to them and
-overlaps around them. What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts
-(the host needs their counts), dropout (a kernel of its own), attention over a cut sequence (point-to-point transfers).
-Assertions of types, which do nothing but while type-checking, are left out. Another batch size or sequence length
-compiles again, from then on for all sizes. torch compiles nothing while a dispatch mode watches, `record_collectives`
-for one: what is recorded there runs op by op.
+losses are traced, collectives, dropout and the vocabulary-parallel operations are nodes that AOTAutograd looks into
+(they are functional collectives and plain operations, whose shapes no value decides), so that a compiler fuses up to
+them. What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts (the host needs
+their counts), attention over a cut sequence (point-to-point transfers), all-to-alls (spmd_types calls them in place, on
+a process group that no graph can copy). Assertions of types, which do nothing but while type-checking, are left out.
+Another batch size or sequence length compiles again, from then on for all sizes. torch compiles nothing while a
+dispatch mode watches, `record_collectives` for one: what is recorded there runs op by op.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.runtime.fused import has_triton
 from autoplan.runtime.program import Block
 
-__all__ = ["compile_blocks"]
+__all__ = ["compile_blocks", "compiles_by_itself"]
 
 # names of an emitted module: nodes of a graph, each with forward and backward of its own
 _NODES = (
-    "all_gather all_reduce all_to_all reduce_scatter slice_ to_partial to_replicate vocab_parallel_cross_entropy_sum "
-    "vocab_parallel_embedding"
+    "all_gather all_reduce dropout reduce_scatter slice_ to_partial to_replicate "
+    "vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
-_APART = "context_part dropout experts".split()
+_APART = ("all_to_all", "context_part", "experts")
 _ASSERTIONS = ("typed", "vary")
 _CUTS = ("gather", "ring", "ulysses")  # arguments of attention: the axis over which the sequence is cut
+
+
+def compiles_by_itself(device: torch.device) -> bool:
+    """Whether blocks may be compiled without being asked for: on CUDA, where Triton is, which inductor needs there."""
+    return device.type == "cuda" and has_triton()
 
 
 def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["one_kernel"]
+__all__ = ["has_triton", "one_kernel"]
 
 _LIBRARY = torch.library.Library("autoplan_fused", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
@@ -32,13 +32,14 @@ for _schema in _SCHEMAS:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether kernels written in Triton can be compiled here, inductor's among them."""
     return importlib.util.find_spec("triton") is not None
 
 
 def one_kernel(device: torch.device) -> bool:
     """True if the operators here are to be used for tensors on this device."""
-    return device.type == "meta" or (device.type == "cuda" and _has_triton())
+    return device.type == "meta" or (device.type == "cuda" and has_triton())
 
 
 def _kernels() -> Any:

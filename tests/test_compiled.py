@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +27,12 @@ from parity import (
 )
 from parity_matrix import refusal
 
-from autoplan.runtime.compiled import compile_blocks
+import autoplan.runtime.compiled
+from autoplan.api import cheaper_program
+from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.plan import Plan
+from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
 from autoplan.runtime.model import ParallelModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
@@ -108,6 +116,8 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
         (Case("llama", tp=2, compile="aot_eager"), ()),
         (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
         (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
+        (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
+        (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
         pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.exhaustive),
         (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
         pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
@@ -121,7 +131,7 @@ def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case,
     assert found.loss == pytest.approx(want_loss, rel=1e-12)
     assert worst(found.gradients, want)[0] < 1e-12
     assert found.num_graphs >= 3
-    named = {name for name in ("attention", "experts", "dropout") if name in "".join(found.breaks)}
+    named = {name for name in ("all_to_all", "attention", "experts", "dropout") if name in "".join(found.breaks)}
     assert named == set(apart)
     assert bool(found.breaks) is bool(apart), found.breaks
 
@@ -145,3 +155,34 @@ def test_regions_and_compiled_blocks_exclude_each_other() -> None:
         message = refusal(Case(compile="aot_eager", recompute=how))
         assert "compiled blocks" in message and "nearest legal: recompute='full'" in message
     assert not refusal(Case(compile="aot_eager", recompute="full"))
+
+
+def _planned(eager_s: float | None, compiled_s: float | None) -> Callable[[bool], tuple[Plan, Any]]:
+    """What `parallelize` plans with: steps of these prices, or a refusal."""
+
+    def planned(compiled: bool) -> tuple[Plan, Any]:
+        seconds = compiled_s if compiled else eager_s
+        if seconds is None:
+            raise PinError(f"refused, compiled={compiled}")
+        step = SimpleNamespace(step_time_s=Quantity.spread(seconds, 0.0, Tag.ASSUMED))
+        return cast(Plan, SimpleNamespace(estimate=step, compiled=compiled)), None
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("eager_s", "compiled_s", "compiles"), [(2.0, 1.0, True), (1.0, 2.0, False), (1.0, None, False)]
+)
+def test_blocks_are_compiled_where_that_is_cheaper(eager_s, compiled_s, compiles) -> None:
+    assert cheaper_program(_planned(eager_s, compiled_s))[0].compiled is compiles
+    assert cheaper_program(_planned(None, 1.0))[0].compiled
+    with pytest.raises(PinError, match="compiled=False"):
+        cheaper_program(_planned(None, None))
+
+
+def test_a_cpu_compiles_nothing_by_itself(monkeypatch) -> None:
+    monkeypatch.setattr(autoplan.runtime.compiled, "has_triton", lambda: True)
+    assert not compiles_by_itself(torch.device("cpu"))
+    assert compiles_by_itself(torch.device("cuda"))
+    monkeypatch.setattr(autoplan.runtime.compiled, "has_triton", lambda: False)
+    assert not compiles_by_itself(torch.device("cuda"))
