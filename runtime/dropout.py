@@ -6,7 +6,8 @@ number the elements of the local tensor in the order in which the ranks happen t
 
 The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) used as a
 counter-based generator: output i of the stream with state s is mix(s + i * golden), with Stafford's 64-bit mixer number
-13. It is done in int64 tensor arithmetic, where products wrap around modulo 2**64 on every device.
+13. It is done in int64 tensor arithmetic, where products wrap around modulo 2**64 on every device; on GPUs in one
+kernel that reads the tensor and writes the result, forward and backward alike (autoplan.runtime.fused).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import spmd_types
 import torch
 from spmd_types import R, V, rules
 
+from autoplan.runtime.fused import one_kernel
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 
 Factor = tuple[int, int, tuple[str, ...] | Literal["batch"]]
@@ -127,7 +129,8 @@ def _strides(index: tuple[Factor, ...]) -> list[int]:
 
 def _counters(first: torch.Tensor | int, factors: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """int64, flattened: ``first`` + the increments of these (local size, global stride) factors, times golden."""
-    counter = torch.as_tensor(first, dtype=torch.int64, device=device).reshape(1)
+    # full, not tensor: no copy from the host
+    counter = (torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first).reshape(1)
     for local, stride in factors:
         digit = torch.arange(local, dtype=torch.int64, device=device) * _signed(stride * _GOLDEN % (1 << 64))
         counter = (counter.unsqueeze(1) + digit).reshape(-1)
@@ -146,10 +149,42 @@ def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p
     outer = _counters(state + (start + 1) * _GOLDEN, factors[:split], state.device).unsqueeze(1)
     # By blocks: on the CPU to stay in the cache (5 times as fast), elsewhere to bound the int64 transients. Not too
     # many of them, for FakeTensorMode, where each operation costs the same whatever its size.
-    rows = max(block // columns, -(-outer.shape[0] // 256))
-    threshold = round((1.0 - p) * (1 << _BITS))
+    rows = max(block // max(columns, 1), -(-outer.shape[0] // 256))
+    threshold = _kept_below(p)
     parts = [_shift(_mix_(part + inner), 64 - _BITS) < threshold for part in torch.split(outer, rows)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(-1)
+
+
+def _merged(index: tuple[Factor, ...]) -> tuple[list[int], list[int]]:
+    """Local sizes and global strides of the factors, major to minor; what is one factor globally too is one here."""
+    sizes, strides = [1], [0]
+    for (local, _, _), stride in zip(index, _strides(index), strict=True):
+        if sizes[-1] == 1 or strides[-1] == local * stride:
+            sizes[-1], strides[-1] = sizes[-1] * local, stride
+        elif local > 1:
+            sizes.append(local)
+            strides.append(stride)
+    return sizes, strides
+
+
+def _kept_below(p: float) -> int:
+    """An element is kept if the upper 53 bits of its draw are below this."""
+    return round((1.0 - p) * (1 << _BITS))
+
+
+def _scale(p: float) -> float:
+    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
+
+
+def _fused_arguments(mesh: AxisMesh, index: tuple[Factor, ...], p: float, site: int) -> tuple[Any, ...]:
+    """What `torch.ops.autoplan_fused.dropout` takes after the tensor and its rng."""
+    first, batch_stride = 0, 0
+    for (local, _, axes), stride in zip(index, _strides(index), strict=True):
+        if axes == "batch":
+            batch_stride = stride
+        else:
+            first += mesh.coordinate(axes) * local * stride
+    return (site, *_merged(index), first, batch_stride, _kept_below(p), _scale(p))
 
 
 class _Dropout(torch.autograd.Function):
@@ -157,14 +192,22 @@ class _Dropout(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, rng: torch.Tensor, mesh: AxisMesh, index: tuple[Factor, ...], p: float, site: int
     ) -> torch.Tensor:
-        # Two scalars instead of the mask; the mesh is not consulted in backward, which may run in another thread.
+        # The mask is drawn again in backward. The mesh is not consulted there: it may run in another thread.
+        ctx.index, ctx.p = index, p
+        if one_kernel(x.device):
+            ctx.fused = _fused_arguments(mesh, index, p, site)
+            ctx.save_for_backward(rng)
+            return _apply_fused(x, rng, ctx.fused)
+        ctx.fused = None
         state, start = _stream(rng, site), _start(rng, mesh, index)
         ctx.save_for_backward(state, start)
-        ctx.index, ctx.p = index, p
         return _apply(x, state, start, index, p)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        if ctx.fused is not None:
+            (rng,) = ctx.saved_tensors
+            return _apply_fused(grad, rng, ctx.fused), None, None, None, None, None
         state, start = ctx.saved_tensors
         return _apply(grad, state, start, ctx.index, ctx.p), None, None, None, None, None
 
@@ -188,8 +231,13 @@ class _Dropout(torch.autograd.Function):
         return rules.einsum("...->...", x, linear_in=(0,))
 
 
+def _apply_fused(x: torch.Tensor, rng: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.autoplan_fused.dropout(x.contiguous(), rng.contiguous(), *arguments)
+    return out
+
+
 def _apply(
     x: torch.Tensor, state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p: float
 ) -> torch.Tensor:
     kept = _mask(state, start, index, p).reshape(x.shape)
-    return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0)
+    return torch.where(kept, x * _scale(p), 0)

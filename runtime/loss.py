@@ -2,10 +2,17 @@
 
 A sum, not a mean: the caller divides by the number of valid tokens of the whole batch, which is known before the first
 backward, so that the result depends neither on micro-batches nor on the data-parallel split.
+
+On GPUs one kernel reads the logits for a token's maximum, sum of exponentials and target, and one reads them again for
+the gradient (autoplan.runtime.fused). Elsewhere the sharded loss does so in chunks of tokens. Maximum and sum are those
+of the local classes first, rescaled by exp(local maximum - maximum) after the all-reduce of maxima, as online softmax
+does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import spmd_types
@@ -15,7 +22,10 @@ from spmd_types import I, V, rules
 from torch.nn import functional
 
 from autoplan.runtime.convert import as_constant_beside
+from autoplan.runtime.fused import one_kernel
 from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def cross_entropy_sum(
@@ -23,18 +33,25 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """``F.cross_entropy(logits, target, reduction='sum', ...)``, except that bf16 and fp16 are summed in float32.
 
-    A sum over thousands of tokens does not fit the 8 bits of bf16; its gradient is unaffected.
+    A sum over thousands of tokens does not fit the 8 bits of bf16; its gradient is unaffected. On GPUs the softmax of
+    16-bit logits is computed in float32 too, and nothing as large as the logits is kept beside them.
 
     Args:
         logits: [N, C], or [N, C, ...] as ``F.cross_entropy`` takes it.
-        target: int64 [N] or [N, ...], class numbers or ``ignore_index``.
+        target: int64 [N] or [N, ...], class numbers or ``ignore_index``. On GPUs others make the sum NaN.
         ignore_index: targets that count neither in the sum nor in the gradient.
         label_smoothing: mass spread evenly over the classes.
 
     Returns:
         [], float32 for bf16 and fp16 logits, else of the dtype of the logits; 0 if every target is ignored.
     """
-    half = logits.dtype in (torch.bfloat16, torch.float16)
+    if one_kernel(logits.device) and logits.dim() == 2 and target.dim() == 1:
+        _check(logits, target, label_smoothing, "cross_entropy_sum")
+        fused: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
+            logits, target, None, (), ignore_index, label_smoothing
+        )
+        return fused
+    half = logits.dtype in _HALF
     loss = functional.cross_entropy(
         logits,
         target,
@@ -60,7 +77,7 @@ def vocab_parallel_cross_entropy_sum(
     Args:
         logits_local: [..., C / size(axis)], an even contiguous chunk of the classes; V on ``axis``.
         target: int64 [...], global class numbers or ``ignore_index``; R or I on ``axis``. Other numbers outside
-            ``range(C)`` are not detected (``F.cross_entropy`` raises).
+            ``range(C)`` make the sum NaN (``F.cross_entropy`` raises).
         axis: the axis or axes that shard the classes, major to minor.
         ignore_index: targets that count neither in the sum nor in the gradient.
         label_smoothing: mass spread evenly over all C classes.
@@ -71,19 +88,21 @@ def vocab_parallel_cross_entropy_sum(
     Raises:
         ValueError: a target whose shape is not that of the tokens, or label_smoothing outside [0, 1].
     """
-    if target.shape != logits_local.shape[:-1]:
-        raise ValueError(
-            f"vocab_parallel_cross_entropy_sum: target has shape {tuple(target.shape)}, "
-            f"the logits {tuple(logits_local.shape)} need {tuple(logits_local.shape[:-1])}"
-        )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(
-            f"vocab_parallel_cross_entropy_sum: label_smoothing is {label_smoothing}; it must be in [0, 1]"
-        )
-    loss: torch.Tensor = _VocabParallelCrossEntropySum.apply(  # type: ignore[no-untyped-call]
+    _check(logits_local, target, label_smoothing, "vocab_parallel_cross_entropy_sum")
+    loss: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
         logits_local, target, current_mesh(), axis, ignore_index, label_smoothing
     )
     return loss
+
+
+def _check(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, name: str) -> None:
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{name}: target has shape {tuple(target.shape)}, "
+            f"the logits {tuple(logits.shape)} need {tuple(logits.shape[:-1])}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing is {label_smoothing}; it must be in [0, 1]")
 
 
 def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
@@ -94,59 +113,145 @@ def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...])
     return x
 
 
-class _VocabParallelCrossEntropySum(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Classes:
+    """Of which classes the logits are: ``count`` of ``total``, from ``first`` on (a tensor for simulated ranks)."""
+
+    count: int
+    total: int
+    first: int | torch.Tensor
+    ignore_index: int
+
+    def here(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(local class numbers, True where the target is one of them): of the others the numbers are 0."""
+        local = target - self.first
+        inside = (local >= 0) & (local < self.count) & (target != self.ignore_index)
+        return local.masked_fill_(~inside, 0), inside
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    """Rows that are computed at a time: on the CPU as many as stay in the cache, elsewhere to bound what is transient.
+
+    Not too many, for FakeTensorMode, where each operation costs the same whatever its size.
+    """
+    rows, classes = logits.shape
+    size = max(CHUNK[logits.device.type == "cpu"] // max(classes, 1), -(-rows // CHUNKS), 1)
+    return [slice(i, i + size) for i in range(0, rows, size)]
+
+
+CHUNK = {True: 1 << 18, False: 1 << 26}
+"""Logits of a chunk, if they are on the CPU or not."""
+CHUNKS = 256
+"""As many chunks at most."""
+
+
+def _statistics(logits: torch.Tensor, target: torch.Tensor, classes: _Classes, summed: bool) -> torch.Tensor:
+    """[3 or 4, tokens], in float32 or wider: maximum, sum of exponentials beneath it, logit of the target where it is
+    here (else 0; NaN for a target that is no class), and with ``summed`` the sum, all over the local classes."""
+    if one_kernel(logits.device):
+        out: torch.Tensor = torch.ops.autoplan_fused.loss_statistics(
+            logits, target, classes.first, classes.total, classes.ignore_index, summed
+        )
+        return out
+    local, inside = classes.here(target)
+    parts = []
+    for rows in _chunks(logits):
+        wide = logits[rows].float() if logits.dtype in _HALF else logits[rows]
+        top = wide.amax(-1)
+        predicted = wide.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1)
+        total = [wide.sum(-1)] if summed else []
+        base = top.masked_fill(top == -math.inf, 0).unsqueeze(-1)
+        shifted = wide.sub_(base) if logits.dtype in _HALF else wide - base
+        parts.append(torch.stack([top, shifted.exp_().sum(-1), predicted, *total]))
+    out = torch.cat(parts, 1) if parts else logits.new_zeros((3 + summed, 0)).float()
+    wrong = ((target < 0) | (target >= classes.total)) & (target != classes.ignore_index)
+    out[2].masked_fill_(~inside, 0).masked_fill_(wrong, math.nan)
+    return out
+
+
+def _gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    grad: torch.Tensor,
+    classes: _Classes,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """The gradient of the logits, given that of the sum."""
+    if one_kernel(logits.device):
+        fused: torch.Tensor = torch.ops.autoplan_fused.loss_gradient(
+            logits, target, log_sum_exp, grad, classes.first, classes.total, classes.ignore_index, label_smoothing
+        )
+        return fused
+    local, inside = classes.here(target)
+    valid = (target != classes.ignore_index).unsqueeze(-1)
+    hit = (inside.to(log_sum_exp.dtype) * (label_smoothing - 1.0)).unsqueeze(-1)
+    scale = torch.where(valid, grad, 0)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for rows in _chunks(logits):
+        if logits.dtype in _HALF:
+            probability = logits[rows].float().sub_(log_sum_exp[rows].unsqueeze(-1)).exp_()
+        else:
+            probability = torch.sub(logits[rows], log_sum_exp[rows].unsqueeze(-1), out=out[rows]).exp_()
+        if label_smoothing > 0:
+            probability.sub_(label_smoothing / classes.total)
+        probability.scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows]).mul_(scale[rows])
+        # not left to the product: an ignored token with non-finite logits must not give NaN
+        probability.masked_fill_(~valid[rows], 0)
+        if logits.dtype in _HALF:
+            out[rows] = probability
+    return out
+
+
+class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,
         target: torch.Tensor,
-        mesh: AxisMesh,
+        mesh: AxisMesh | None,
         axes: Axes,
         ignore_index: int,
         label_smoothing: float,
     ) -> torch.Tensor:
-        classes = logits.shape[-1]
-        groups = mesh.groups_of(axes)
-        local = target - mesh.index_tensor(axes, target.device) * classes
-        inside = (local >= 0) & (local < classes) & (target != ignore_index)
-        valid = target != ignore_index
+        count = logits.shape[-1]
+        first: int | torch.Tensor = 0
+        if mesh is not None and one_kernel(logits.device):
+            first = mesh.coordinate(axes) * count
+        elif mesh is not None:
+            first = mesh.index_tensor(axes, target.device) * count
+        classes = _Classes(count, count * (1 if mesh is None else mesh.size(axes)), first, ignore_index)
+        groups = () if mesh is None else mesh.groups_of(axes)
 
-        shifted = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        top = _all_reduce(shifted.amax(-1), "max", groups)
-        shifted = shifted - top.unsqueeze(-1)
-        predicted = shifted.gather(-1, local.masked_fill(~inside, 0).unsqueeze(-1)).squeeze(-1).masked_fill_(~inside, 0)
-        parts = [predicted, shifted.sum(-1)] if label_smoothing > 0 else [predicted]
-        # In place: the logits are the largest tensor of the program. Only this last use of the shifted values may be.
-        parts.append(shifted.exp_().sum(-1))
-        sums = _all_reduce(torch.stack(parts), "sum", groups)
-
-        log_sum = sums[-1].log()
-        loss = (log_sum - sums[0]) * (1.0 - label_smoothing)
+        flat = target.reshape(-1)
+        found = _statistics(_rows(logits), flat, classes, label_smoothing > 0)
+        top = _all_reduce(found[0], "max", groups)
+        found[1].mul_((found[0] - top).exp_().masked_fill_(found[0] == -math.inf, 0))
+        sums = _all_reduce(found[1:], "sum", groups)
+        log_sum = sums[0].log()
+        loss = (log_sum - (sums[1] - top)) * (1.0 - label_smoothing)
         if label_smoothing > 0:
-            loss = loss + (log_sum - sums[1] / (classes * mesh.size(axes))) * label_smoothing
+            loss = loss + (log_sum - (sums[2] / classes.total - top)) * label_smoothing
+
         # The softmax is recomputed in backward: keeping it would hold a second tensor as large as the logits.
-        ctx.save_for_backward(logits, local.masked_fill(~inside, -1), valid, top + log_sum)
+        kept = (first,) if isinstance(first, torch.Tensor) else ()
+        ctx.save_for_backward(logits, target, top + log_sum, *kept)
+        # the mesh is not consulted in backward, which may run in another thread
+        ctx.classes = replace(classes, first=0) if kept else classes
         ctx.label_smoothing = label_smoothing
-        ctx.classes = classes * mesh.size(axes)
-        return loss.masked_fill(~valid, 0).sum()
+        return loss.masked_fill_(flat == ignore_index, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        logits, local, valid, log_sum_exp = ctx.saved_tensors
-        probability = (logits.to(log_sum_exp.dtype) - log_sum_exp.unsqueeze(-1)).exp_()
-        if ctx.label_smoothing > 0:
-            probability.sub_(ctx.label_smoothing / ctx.classes)
-        hit = (local >= 0).to(probability.dtype) * (ctx.label_smoothing - 1.0)
-        probability.scatter_add_(-1, local.clamp_min(0).unsqueeze(-1), hit.unsqueeze(-1))
-        # where, not a product: an ignored token with non-finite logits must not give NaN.
-        scale = torch.where(valid, grad, 0).unsqueeze(-1)
-        probability = torch.where(valid.unsqueeze(-1), probability.mul_(scale), 0)
-        return probability.to(logits.dtype), None, None, None, None, None
+        logits, target, log_sum_exp, *kept = ctx.saved_tensors
+        classes = replace(ctx.classes, first=kept[0]) if kept else ctx.classes
+        out = _gradient(_rows(logits), target.reshape(-1), log_sum_exp, grad, classes, ctx.label_smoothing)
+        return out.view(logits.shape), None, None, None, None, None
 
     @staticmethod
-    def spmd_typecheck(*, logits: torch.Tensor, target: torch.Tensor, mesh: AxisMesh, axes: Axes) -> Any:
+    def spmd_typecheck(*, logits: torch.Tensor, target: torch.Tensor, mesh: AxisMesh | None, axes: Axes) -> Any:
         loss = rules.einsum("...v,...->", logits, as_constant_beside(target, logits))
-        for key in mesh.type_axes(axes):
+        for key in () if mesh is None else mesh.type_axes(axes):
             if spmd_types.get_local_type(target).get(key) is V:
                 raise spmd_types.SpmdTypeError(
                     f"vocab_parallel_cross_entropy_sum: target is V on {key}, which shards the classes; "
@@ -154,3 +259,8 @@ class _VocabParallelCrossEntropySum(torch.autograd.Function):
                 )
             loss = rules.all_reduce(loss, key, src=V, dst=I)
         return loss
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """[tokens, local classes], each row contiguous."""
+    return logits.reshape(-1, logits.shape[-1]).contiguous()

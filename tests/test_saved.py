@@ -42,6 +42,7 @@ from autoplan.rules.saved import RULES, OpFacts, TensorFacts, saved_rule
 from autoplan.rules.strategies import Strategy
 from autoplan.rules.strides import elementwise, is_contiguous, reshaped
 from autoplan.rules.table import BUILDERS
+from autoplan.runtime.loss import cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.search.activations import activations
@@ -144,9 +145,25 @@ def test_an_operation_keeps_what_the_table_says(case: OpCase, turned: bool, one_
 def test_every_operation_has_a_line() -> None:
     """Every op of the rule table, and nothing else but the special forms."""
     attention = {f"attention_{form}" for form in ("own_mask", "learned_mask", "written_out", "windowed")}
-    forms = {"vocab_embedding", "vocab_cross_entropy"} | attention
+    forms = {"vocab_embedding", "vocab_cross_entropy", "cross_entropy_in_one_kernel"} | attention
     assert set(RULES) - forms - {"experts"} == set(BUILDERS) - {"experts"}
     assert forms < set(RULES)
+
+
+def test_the_loss_on_a_gpu_keeps_the_logits_and_one_number_per_token() -> None:
+    """What autograd is given on meta, which stands for the GPU; nothing as large as the logits is made in forward."""
+    logits = torch.empty(64, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    target, kept = torch.empty(64, dtype=torch.int64, device="meta"), []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x), LiveBytes() as live:  # type: ignore[func-returns-value]
+        cross_entropy_sum(logits, target)
+    shapes = (TensorFacts((64, 1000), "bfloat16", True), TensorFacts((64,), "int64", False))
+    facts = OpFacts("cross_entropy_sum", {}, shapes, (TensorFacts((), "float32", True),), None, "cuda")
+    rule = saved_rule(facts)
+    assert rule.extra is not None and rule.workspace is not None
+    extra = [x for x in kept if x is not logits and x.numel() != 1 and x.dtype != torch.int64]
+    assert [x.numel() * x.element_size() for x in extra] == list(rule.extra(facts))
+    assert live.peak_bytes < 64 * 4 * 12 < logits.numel()
+    assert rule.workspace(facts)[0] < logits.numel()
 
 
 def test_an_unknown_operation_is_an_error() -> None:

@@ -33,14 +33,21 @@ class Job:
         device: where tensors of the group's backend live.
         deadline: of `time.monotonic()`.
         timer: of the device's queue; made where the device has one.
+        sharing: ranks that share the memory of this rank's device; None: all of them do.
     """
 
     def __init__(
-        self, device: torch.device, deadline: float, bar: Bar | None = None, timer: DeviceTimer | None = None
+        self,
+        device: torch.device,
+        deadline: float,
+        bar: Bar | None = None,
+        timer: DeviceTimer | None = None,
+        sharing: int | None = None,
     ) -> None:
         self.device, self.deadline, self.bar = device, deadline, bar or Quiet()
         self.timer = cuda_timer(device) if timer is None and device.type == "cuda" else timer
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.sharing = self.world if sharing is None else sharing
 
     @property
     def queued(self) -> bool:
@@ -50,7 +57,7 @@ class Job:
     def until(self, share: float) -> Job:
         """The same job with a share of the time that is left."""
         now = time.monotonic()
-        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer)
+        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer, self.sharing)
 
     def goes_on(self) -> bool:
         """False once rank 0's time is over. Also brings the ranks together, so that they measure the same at once."""
@@ -75,6 +82,10 @@ class Job:
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return [float(v) for v in values.tolist()]
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.slowest([float(here)])[0])
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""

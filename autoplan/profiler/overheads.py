@@ -30,7 +30,7 @@ from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_program, decoder_tasks, tiny_program
 from autoplan.runtime.convert import I, all_gather, all_reduce, record_collectives, reduce_scatter
-from autoplan.runtime.mesh import use_mesh
+from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.spec import ProgramSpec
@@ -52,7 +52,14 @@ class _Runs:
     def __init__(self, job: Job, links: Profile, host: bool) -> None:
         self.job, self.links, self.host = job, links, host
         self._dispatch: dict[str, float] = {}
+        self._meshes: list[AxisMesh] = []
         self._late = False
+
+    def close(self) -> None:
+        """Give the communicators of all programs back. A collective."""
+        self.job.barrier()
+        for mesh in self._meshes:
+            mesh.close()
 
     def model(
         self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = WIDTH, num_params: int = 1
@@ -64,7 +71,9 @@ class _Runs:
         """A program, ready to be run."""
         spec, sources = program
         parameters = {p.name: torch.ones(p.shape) for stage in spec.stages for p in stage.params}
-        return ParallelModel(spec, sources, parameters, {}, device=self.job.device)
+        pm = ParallelModel(spec, sources, parameters, {}, device=self.job.device)
+        self._meshes.append(pm.mesh)
+        return pm
 
     def median(self, run: Callable[[], object]) -> float:
         """Median over repeats of the slowest rank's seconds, after a warm-up."""
@@ -158,6 +167,7 @@ def measure_overheads(job: Job, links: Profile, host: bool = False) -> dict[str,
         if not job.goes_on():
             break
         out.update(measure())
+    runs.close()
     names = sorted(out)
     values = job.slowest([out[n] for n in names]) if names else []
     return {n: max(0.0, v) for n, v in zip(names, values, strict=True)}

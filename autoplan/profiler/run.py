@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from autoplan import devices
 from autoplan.cost_models.compute import class_of, has_near, interpolated_s
 from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.errors import ProfileError
@@ -183,6 +184,11 @@ class _Shown:
 # -- measuring on the ranks of a job -----------------------------------------------------------------------------------
 
 
+def _backend(device: torch.device) -> str:
+    """What carries the collectives of this device's tensors."""
+    return devices.backends_of(dist.get_backend_config())[device.type]
+
+
 def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
     """One record per operation: the mean of the ranks' medians, the widest spread."""
 
@@ -213,8 +219,10 @@ class _Notes:
 
 
 def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[OpRecord]:
-    """As many of the tasks as there is time for, on all ranks at once."""
-    cache, limit = cache_bytes(job.device), memory_bytes(job.device) / (4 * job.world)
+    """As many of the tasks as there is time for, on all ranks at once. What one rank cannot run, none measures."""
+    cache = cache_bytes(job.device)
+    # the least that any rank may use of the memory it shares, so that all leave out the same
+    limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
     found: list[OpRecord] = []
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
@@ -224,11 +232,16 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes,
             if 8 * task.num_bytes > limit:
                 notes.failed[task.work.key] = "too large for this machine's memory"
                 continue
+            record, problem = None, ""
             try:
-                found.append(measure_op(task, clock, cache))
+                record = measure_op(task, clock, cache)
             except (RuntimeError, ValueError, TypeError) as exc:
-                # An operation that cannot run by itself is left to interpolation; every rank sees the same.
-                notes.failed[task.work.key] = f"{type(exc).__name__}: {str(exc)[:120]}"
+                # an operation that cannot run by itself is left to interpolation
+                problem = f"{type(exc).__name__}: {str(exc)[:120]}"
+            if job.anywhere(record is None):
+                notes.failed[task.work.key] = next(filter(None, job.gather(problem)))
+            elif record is not None:
+                found.append(record)
             job.bar.advance(task.work.key)
     return _merge_ranks(job.gather(found))
 
@@ -255,6 +268,7 @@ def measure_in_job(
     dtypes: Sequence[str] = ("float32",),
     progress: bool = True,
     general: bool = True,
+    device: torch.device | str | None = None,
 ) -> Profile:
     """Measure inside a running torch.distributed job; call it on every rank with the same arguments.
 
@@ -264,17 +278,20 @@ def measure_in_job(
         known: what was measured before: not measured again, and merged into the result.
         dtypes: of the general shapes; what the model computes in first, then that of its parameters if it is another.
         general: also collectives, fixed costs and shapes not tied to the model, unless `known` has them.
+        device: what is measured, this rank's; None: as `autoplan.parallelize` picks it.
 
     Returns: the profile, the same on every rank.
-    Raises: RankFailure if a rank failed, with its node; ProfileError if the nodes have different numbers of ranks.
+    Raises: DeviceError, the same on every rank, as `autoplan.parallelize`; RankFailure if a rank failed, with its node;
+        ProfileError if the nodes have different numbers of ranks.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    requested = devices.read(device)
+    placement = devices.place(requested, devices.kind_of(requested, devices.sight()))
     tasks = [t for t in tasks if known is None or t.work.key not in known.settled]
     shown = _Shown(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
     )
     try:
-        job = Job(device, time.monotonic() + budget_s, shown)
+        job = Job(placement.device, time.monotonic() + budget_s, shown, sharing=placement.on_device)
         with guard():
             identities = job.gather(identity())
         nodes = agree(identities)
@@ -310,7 +327,7 @@ def _measure(
         job.device.type,
         job.world,
         torch.get_num_threads(),
-        {**hardware(job.device), "backend": dist.get_backend(), **machine.shape()},
+        {**hardware(job.device), "backend": _backend(job.device), **machine.shape()},
         software(),
         datetime.date.today().isoformat(),
     )
@@ -384,17 +401,16 @@ def _worker(
 ) -> None:
     torch.set_num_threads(arguments.pop("num_threads"))
     try:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         dist.init_process_group(
-            backend,
+            "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=processes,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
         )
-        profile = measure_in_job(**arguments)
+        profile = measure_in_job(**arguments, device=device)
         dist.barrier()
         dist.destroy_process_group()
         pipe.send(("ok", profile.to_json() if rank == 0 else ""))

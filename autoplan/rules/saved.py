@@ -219,15 +219,16 @@ def _cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
     return (logits.num_bytes, DTYPE_BYTES[logits.dtype], *smoothed)
 
 
-def _vocab_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
-    """Local class numbers, which are valid, log-sum-exp; the logits themselves are x0 (runtime/loss.py)."""
+def _fused_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
+    """Log-sum-exp; on the CPU where the local classes begin. Logits and targets are x0 and x1 (runtime/loss.py)."""
     logits, target = f.inputs
-    tokens = target.num_elements
-    return (tokens * DTYPE_BYTES["int64"], tokens, tokens * _statistics(logits.dtype))
+    begin = (DTYPE_BYTES["int64"],) if f.special and f.device_type == "cpu" else ()
+    return (target.num_elements * _statistics(logits.dtype), *begin)
 
 
 def _dropout_extra(f: OpFacts) -> tuple[int, ...]:
-    return (8, 8) if f.attrs["p"] else ()  # state and start of the counter-based generator (runtime/dropout.py)
+    """State and start of the counter-based generator; on a GPU its inputs, which the micro-batch has (dropout.py)."""
+    return (8, 8) if f.attrs["p"] and f.device_type == "cpu" else ()
 
 
 # -- what is needed only while it runs ---------------------------------------------------------------------------------
@@ -248,12 +249,23 @@ def _cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
     return (0, f.inputs[0].num_bytes)
 
 
-def _vocab_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
-    logits = f.inputs[0]
-    wide = logits.num_elements * _statistics(logits.dtype)
-    cast = wide if logits.dtype in _HALF else 0
-    # forward: (a float32 copy and) the shifted logits; backward: probabilities and their product, one of them returned
-    return (wide + cast, 2 * wide - (logits.num_bytes if cast else wide))
+# logits that the sharded loss computes at a time on the CPU, and how many times at most (runtime/loss.py)
+_LOSS_CHUNK, _LOSS_CHUNKS = 1 << 18, 256
+
+
+def _fused_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
+    logits, target = f.inputs
+    tokens, wide = target.num_elements, _statistics(logits.dtype)
+    per_token = tokens * 4 * wide  # statistics; forward before, backward after the logits are read
+    if f.device_type != "cpu":
+        return (per_token, 0)
+    classes = logits.shape[-1]
+    rows = min(tokens, max(_LOSS_CHUNK // classes, -(-tokens // _LOSS_CHUNKS), 1))
+    # class numbers and which are here; then the shifted logits of a chunk, in the backward only where the gradient,
+    # which they become, has another dtype
+    numbers = tokens * (DTYPE_BYTES["int64"] + 1)
+    chunk = rows * classes * wide
+    return (numbers + per_token + chunk, numbers + 2 * tokens * wide + (chunk if logits.dtype in _HALF else 0))
 
 
 def _attention_workspace(f: OpFacts) -> tuple[int, ...]:
@@ -270,18 +282,16 @@ def _attention_workspace(f: OpFacts) -> tuple[int, ...]:
     return (0, rows + q.num_elements * 4 + repeated + scores)
 
 
-# int64 numbers that one block of the mask needs at a time (runtime/dropout.py)
-_DROPOUT_BLOCK = {"cpu": 1 << 18}
-_DROPOUT_BLOCK_ELSEWHERE = 1 << 26
+# int64 numbers that one block of the mask needs at a time on the CPU (runtime/dropout.py)
+_DROPOUT_BLOCK = 1 << 18
 
 
 def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
-    if not f.attrs["p"]:
+    if not f.attrs["p"] or f.device_type != "cpu":  # elsewhere one kernel draws and applies the mask
         return (0, 0)
     x = f.inputs[0]
-    block = min(x.num_elements, _DROPOUT_BLOCK.get(f.device_type, _DROPOUT_BLOCK_ELSEWHERE))
     # the mask while it is drawn; then the mask and the scaled input
-    both = x.num_elements + max(3 * 8 * block, x.num_bytes)
+    both = x.num_elements + max(3 * 8 * min(x.num_elements, _DROPOUT_BLOCK), x.num_bytes)
     return (both, both)
 
 
@@ -296,17 +306,19 @@ def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
 
 
 def _experts_extra(f: OpFacts) -> tuple[int, ...]:
-    """Besides tokens and routing weights (autoplan.runtime.experts): which token each row is, and the first product."""
+    """Besides tokens and routing weights (autoplan.runtime.experts): which token each row is, and the first product.
+    Not counted: 4 bytes per expert, behind which row its rows end, where all experts are one product."""
     rows, _, inner, width = experts_rows(f)
     first = inner * (2 if f.attrs.get("gated", True) else 1)
     return (rows * DTYPE_BYTES["int64"], rows * first * width)
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    # forward: what is between the products, what the experts return, the same weighted; backward: gradients that
-    # arrive, weighted or not, the activated gate, its product with up, gradients of both and of the first product, rows
+    # forward: activated gate and its product with up, that and what the experts return, or this and the same weighted
+    # (weights of another dtype); backward: activated gate, its product with up, gradients of both, of the gate and of
+    # the first product, or gradients that arrive and, of what is between the products, the first two and its gradient
     rows, hidden, inner, width = experts_rows(f)
-    return (rows * (inner + 2 * hidden) * width, rows * (3 * hidden + 6 * inner) * width)
+    return (rows * 2 * max(inner, hidden) * width, rows * max(6 * inner, 4 * inner + hidden) * width)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -347,8 +359,9 @@ RULES: dict[str, SavedRule] = {
     "embedding": _rule("x1<0", form=Form.NEW),
     "vocab_embedding": _rule(form=Form.NEW, extra=_vocab_embedding_extra),
     "cross_entropy_sum": _rule("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace),
-    "vocab_cross_entropy": _rule(
-        "x0<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
+    **dict.fromkeys(
+        ("vocab_cross_entropy", "cross_entropy_in_one_kernel"),
+        _rule("x0<0 x1<0", form=Form.NEW, extra=_fused_cross_entropy_extra, workspace=_fused_cross_entropy_workspace),
     ),
     "attention": _rule(
         "x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_attention_workspace
@@ -392,6 +405,8 @@ def rule_name(f: OpFacts) -> str:
     """Which line of the table holds for an operation: that of its name, or of a form that keeps something else."""
     if f.special in RULES:
         return f.special
+    if f.op == "cross_entropy_sum" and f.device_type != "cpu":
+        return "cross_entropy_in_one_kernel"
     if f.op == "attention":
         if f.attrs.get("window") is not None and f.attrs["window"] < f.inputs[0].shape[2]:
             return "attention_windowed"

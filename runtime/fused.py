@@ -1,0 +1,69 @@
+"""Operators that are one kernel on a GPU: ``torch.ops.autoplan_fused.*``, written in Triton (triton_kernels.py).
+
+Where there is no Triton the callers compute the same from torch's operators: on the CPU always. On ``meta`` the
+operators stand for the GPU's: that is how kernels and bytes are counted without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["one_kernel"]
+
+_LIBRARY = torch.library.Library("autoplan_fused", "DEF")  # type: ignore[no-untyped-call]
+_SCHEMAS = (
+    # x with the mask of autoplan.runtime.dropout, drawn at the positions first + rng[2] * batch_stride + the sum of
+    # (digit * stride) over the digits of the element's number to the bases `sizes`
+    "dropout(Tensor x, Tensor rng, int site, int[] sizes, int[] strides, int first, int batch_stride, int kept, "
+    "float scale) -> Tensor",
+    # `_statistics` and `_gradient` of autoplan.runtime.loss
+    "loss_statistics(Tensor logits, Tensor target, int first, int total, int ignore_index, bool summed) -> Tensor",
+    "loss_gradient(Tensor logits, Tensor target, Tensor log_sum_exp, Tensor grad, int first, int total, "
+    "int ignore_index, float label_smoothing) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def one_kernel(device: torch.device) -> bool:
+    """True if the operators here are to be used for tensors on this device."""
+    return device.type == "meta" or (device.type == "cuda" and _has_triton())
+
+
+def _kernels() -> Any:
+    return importlib.import_module("autoplan.runtime.triton_kernels")  # imports triton
+
+
+def _on_cuda(name: str) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        with torch.cuda.device(x.device):
+            out: torch.Tensor = getattr(_kernels(), name)(x, *rest)
+            return out
+
+    return run
+
+
+def _like_first(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _statistics_like(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty((3 + rest[-1], logits.shape[0]), dtype=dtype)
+
+
+_SHAPES = {"dropout": _like_first, "loss_statistics": _statistics_like, "loss_gradient": _like_first}
+for _name, _shape in _SHAPES.items():
+    _LIBRARY.impl(_name, _on_cuda(_name), "CUDA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"autoplan_fused::{_name}", _shape, lib=_LIBRARY)

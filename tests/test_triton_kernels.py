@@ -1,0 +1,203 @@
+"""The Triton kernels: run by Triton's interpreter on the CPU, equal to torch's operators; compiled for sm_90.
+
+Triton comes with torch's CUDA builds; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoplan.runtime import dropout as dropouts
+from autoplan.runtime import loss as losses
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+
+triton = pytest.importorskip("triton")
+
+from autoplan.runtime import triton_kernels as kernels  # noqa: E402
+
+# Triton decides at its import whether it interprets or compiles.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_under_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rN", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
+
+
+@pytest.fixture
+def an_h100() -> Iterator[None]:
+    """A driver that says it has one, for compiling alone."""
+    if INTERPRETED:
+        pytest.skip("compiles nothing")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    driver.set_active(Driver())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):  # without a GPU there was no driver before
+            driver.reset_active()
+
+
+@pytest.fixture
+def mesh() -> Iterator[AxisMesh]:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        mesh = AxisMesh([("dp", 2), ("tp", 2), ("cp", 2)], {})
+        with use_mesh(mesh):
+            yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+INDICES: dict[str, tuple[dropouts.Factor, ...]] = {
+    "flat": ((3000, 3000, ()),),
+    "batch": ((3, 3, "batch"), (5, 5, ()), (7, 7, ())),
+    "batch inside": ((9, 9, ()), (4, 4, "batch"), (8, 8, ())),
+    "sharded": ((2, 2, "batch"), (3, 6, ("cp",)), (4, 8, ("tp",))),
+    "sharded twice": ((2, 8, ("cp", "tp")), (3, 3, "batch"), (1, 1, ()), (5, 10, ("tp",)), (2, 2, ())),
+    "empty": ((0, 0, "batch"), (4, 4, ())),
+}
+GENERATORS = [(0, 0, 0), (-(2**62), 10**6, 10**5), (2**63 - 1, 3, 1)]
+
+
+@interpreted
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_dropout_is_that_of_the_cpu(mesh: AxisMesh, name: str, dtype: torch.dtype) -> None:
+    index = INDICES[name]
+    x = torch.randn([f[0] for f in index]).to(dtype)
+    for p, site in [(0.1, 77), (0.5, 0), (1.0, 3)]:
+        for generator in GENERATORS:
+            rng = torch.tensor(generator)
+            want = dropouts.dropout(x, p, rng, site, index)
+            got = kernels.dropout(x, rng, *dropouts._fused_arguments(mesh, index, p, site))
+            assert torch.equal(got != 0, want != 0)
+            if dtype == torch.bfloat16:  # the interpreter cuts bits off where the hardware rounds
+                torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
+            else:
+                assert torch.equal(got, want)
+
+
+@interpreted
+def test_another_site_is_another_mask(mesh: AxisMesh) -> None:
+    x, rng, index = torch.ones(3000), torch.tensor([1, 2, 3]), INDICES["flat"]
+    first, second = (kernels.dropout(x, rng, *dropouts._fused_arguments(mesh, index, 0.5, site)) for site in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_dropout_compiles_for_an_h100(an_h100: None, dtype: torch.dtype) -> None:
+    for wide in (False, True):
+        kernel = kernels._dropout.warmup(
+            dtype,
+            dtype,
+            torch.int64,
+            1 << 20,
+            (1 << 14, 64),
+            (1 << 40, 1),
+            0,
+            1 << 40,
+            7,
+            KEPT=1 << 52,
+            SCALE=2.0,
+            COMPUTE=kernels.tl.float64 if dtype == torch.float64 else kernels.tl.float32,
+            INDEX=kernels.tl.int64 if wide else kernels.tl.int32,
+            BLOCK=1024,
+            grid=(1,),
+        )
+        text = kernel.asm["ptx"]
+        assert "ld.global.v2.b64" in text if dtype == torch.float64 else "ld.global.v4.b32" in text
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in which the interpreter computes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("classes", [5, 4096, 9000])
+def test_the_loss_is_that_of_the_cpu(dtype: torch.dtype, smoothing: float, classes: int) -> None:
+    """One block, several, and one that is not full; ignored, foreign and wrong targets; what is not finite."""
+    generator = torch.Generator().manual_seed(classes)
+    logits = (torch.randn(7, classes, generator=generator, dtype=torch.float64) * 5).to(dtype)
+    first, total = classes, 3 * classes
+    target = torch.tensor([first, first + classes - 1, 0, -100, total, -1, first + 2])
+    logits[0, 1] = -math.inf
+    logits[2] = -math.inf
+    logits[3] = math.nan
+    where = losses._Classes(classes, total, first, -100)
+    want = losses._statistics(logits, target, where, smoothing > 0)
+    got = kernels.loss_statistics(logits, target, first, total, -100, smoothing > 0)
+    tolerance = dict(rtol=1e-13, atol=0.0) if dtype == torch.float64 else dict(rtol=1e-6, atol=1e-3)
+    rows = [0, 1, 2, 4, 5, 6]  # what becomes of the ignored one is not asked
+    assert want[2].isnan().tolist() == [False, False, False, False, True, True, False]
+    torch.testing.assert_close(got[:, rows], want[:, rows], equal_nan=True, **tolerance)
+
+    grad = torch.tensor(0.7, dtype=got.dtype)
+    log_sum_exp = torch.randn(7, generator=generator, dtype=got.dtype) + 12
+    want = losses._gradient(logits, target, log_sum_exp, grad, where, smoothing)
+    got = kernels.loss_gradient(logits, target, log_sum_exp, grad, first, total, -100, smoothing)
+    assert torch.count_nonzero(got[3]) == 0
+    error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(got, want, rtol=error, atol=error * 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_compiles_for_an_h100(an_h100: None, dtype: torch.dtype) -> None:
+    wide, compute = torch.float64, kernels.tl.float64
+    if dtype == torch.bfloat16:
+        wide, compute = torch.float32, kernels.tl.float32
+    i64 = torch.int64
+    forward = kernels._loss_statistics.warmup(
+        dtype,
+        i64,
+        wide,
+        512,
+        32000,
+        32000,
+        64000,
+        -100,
+        SUMMED=True,
+        COMPUTE=compute,
+        BLOCK=4096,
+        num_warps=8,
+        grid=(1,),
+    )
+    backward = kernels._loss_gradient.warmup(
+        dtype, i64, wide, wide, dtype, 32000, 32000, -100, UNIFORM=0.1, HIT=0.9, COMPUTE=compute, BLOCK=4096,
+        num_warps=8, grid=(1,),
+    )  # fmt: skip
+    for kernel in (forward, backward):
+        text = kernel.asm["ptx"]
+        assert "ld.global.v2.b64" in text if dtype == torch.float64 else "ld.global.v4.b32" in text
+        assert "atom." not in text
