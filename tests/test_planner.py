@@ -24,6 +24,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.errors import AutoplanError, PinError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.profile import OpRecord, Profile, Timing
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TensorWork, Workload
 from autoplan.planner import InfeasibleReport, NothingFits, PlanRequest, StoppedError, estimate_config, search_plan
@@ -144,8 +145,19 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
     c = cluster(pp * dp, 1 << 40, draw(st.sampled_from([0.0, 1e-6, 1e-4])))
     if draw(st.booleans()):  # where what ZeRO moves once per step hides behind whole stages
         c = replace(c, device_type="cuda", device=replace(c.device, overlap_fraction=draw(st.sampled_from([0.0, 0.8]))))
-    pricer = Pricer(work, config, Costs(c, None, Mode.COMPILED), searched=draw(st.booleans()))
+    known = draw(st.sampled_from([None, 0.0, 1e-4, 1e-2])) if c.device_type == "cuda" else None
+    profile = None if known is None else with_host(known)
+    pricer = Pricer(work, config, Costs(c, profile, Mode.COMPILED), searched=draw(st.booleans()))
     return pricer, draw(st.floats(1e5, 4e7)) + pricer.memory.fixed
+
+
+def with_host(seconds: float) -> Profile:
+    """A profile that knows nothing but what the host needs: so long for everything."""
+    t, x = Timing(1e-6, 1e-6, 1e-6, 1), TensorWork((8,), "float32", True)
+    host = Timing(seconds, seconds, seconds, 1)
+    names = "zero_block_forward_s zero_gather_s zero_reduce_s micro_batch_s pipeline_action_s optimizer_step_s comm_s"
+    record = OpRecord(OpWork("dropout", (x,), (x,), (), 8.0, 64.0), t, t, host, host)
+    return Profile("host", "cuda", 1, 1, ops=(record,), host_overheads=dict.fromkeys(names.split(), seconds))
 
 
 @settings(max_examples=80)

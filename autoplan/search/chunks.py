@@ -160,8 +160,9 @@ class ChunkCutter:
     def free_bound_s(self) -> float:
         """Its step, if memory were without end: what offloading cannot beat either."""
         if self._free_s is None:
-            split = SCHEDULES[self.schedule].split_backward
-            if split and self.pricer.costs.overhead_s("split_layer_s"):  # which layers that run again do not have
+            costs, split = self.pricer.costs, SCHEDULES[self.schedule].split_backward
+            walks = costs.overhead_s("split_layer_s") or costs.host_fixed_s("split_layer_s").mid
+            if split and walks:  # which layers that run again do not have
                 self._free_s = self.quick_bound_s()
             else:
                 self._free_s = self.pricer.step_s(self.chunks, self._pinned())
