@@ -50,14 +50,14 @@ class Batches:
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
+        # Counting labels and agreeing on them wait for the device, and with it for what was copied there before.
+        self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches, on the device. The batch has no `problem`."""
+        """The micro-batches, on the device once `settle` has returned. The batch has no `problem`."""
+        whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
         size = batch[self._spec.inputs[0]].shape[0] // self._num
-        return [
-            {n: batch[n][i * size : (i + 1) * size].to(self._device) for n in self._spec.inputs}
-            for i in range(self._num)
-        ]
+        return [{n: x[i * size : (i + 1) * size] for n, x in whole.items()} for i in range(self._num)]
 
     def problem(self, batch: Any) -> str | None:
         """Why this rank cannot run a step of this batch now; None if it can."""
