@@ -468,12 +468,13 @@ class ParallelModel:
         # full, not tensor: no copy from the host
         return torch.full((), counts.labels, dtype=self._loss_dtype, device=self.device)
 
-    def _count(self, parts: list[dict[str, torch.Tensor]]) -> int:
+    def _count(self, parts: list[dict[str, torch.Tensor]]) -> int | torch.Tensor:
         """What the mean of the loss runs over, in this rank's micro-batches."""
         if self.spec.loss_count == "none":
             return 0
         count_valid: Any = self.stage.count
-        return int(sum(count_valid(**part) for part in parts))  # the device is waited for once
+        counted: torch.Tensor = sum(count_valid(**part) for part in parts)
+        return counted
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
