@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import models
@@ -22,7 +23,7 @@ from device_counter import DeviceCounter
 from harness import pool
 
 import autoplan
-from autoplan.runtime import convert, ring
+from autoplan.runtime import convert, fused, ring
 from autoplan.runtime.convert import I, R
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
@@ -173,6 +174,30 @@ def test_an_operation_keeps_its_budget(name: str) -> None:
         assert _SLACK * per_element <= counter.moved_bytes / counted.elements <= per_element + 0.1, said
     collectives = len(counted.forward.of("collective")) + len(counted.backward.of("collective"))
     assert collectives == budget.collectives, counted.forward.report("collective")
+
+
+@pytest.mark.parametrize("lacking", ["the package triton", "a C compiler", "Python.h", "nothing"])
+def test_what_triton_needs_is_looked_for(lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU without it runs by torch's operators, and says so once."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if lacking == "the package triton" else object())
+    monkeypatch.setattr("shutil.which", lambda name: None if lacking == "a C compiler" else f"/bin/{name}")
+    where = tmp_path / "none" if lacking == "Python.h" else tmp_path
+    monkeypatch.setattr("sysconfig.get_paths", lambda **_: {"include": str(where)})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    fused._has_triton.cache_clear()
+    try:
+        gpu = torch.device("cuda")
+        if lacking == "nothing":
+            assert fused.one_kernel(gpu)
+        else:
+            with pytest.warns(UserWarning, match=lacking):
+                assert not fused.one_kernel(gpu)
+            assert not fused.one_kernel(gpu), "once"
+        assert not fused.one_kernel(torch.device("cpu"))
+    finally:
+        fused._has_triton.cache_clear()
 
 
 def test_the_budget_sees_an_operation_that_is_not_fused() -> None:
