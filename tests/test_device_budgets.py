@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import models
 import pytest
@@ -24,6 +24,7 @@ from harness import pool
 
 import autoplan
 from autoplan.runtime import convert, fused, ring
+from autoplan.runtime.attention import attention
 from autoplan.runtime.convert import I, R
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
@@ -53,13 +54,14 @@ def a_mesh() -> Iterator[AxisMesh]:
 
 @dataclass(frozen=True)
 class Budget:
-    """Kernels and bytes per element, forward and backward; and collectives."""
+    """Kernels and bytes per element, forward and backward; and collectives. ``device``: where they are counted."""
 
     forward_kernels: int
     forward_bytes: float
     backward_kernels: int
     backward_bytes: float
     collectives: int = 0
+    device: Literal["cpu", "meta"] = "meta"
 
 
 def on_meta(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
@@ -92,6 +94,15 @@ def _embedding() -> Made:
     ids = on_meta(TOKENS, dtype=torch.int64, grad=False)
     table = on_meta(4 * TOKENS, HIDDEN)
     return lambda w: vocab_parallel_embedding(ids, w, "tp"), [table], TOKENS * HIDDEN
+
+
+def _attention(groups: int, masked: bool) -> Callable[[], Made]:
+    def make() -> Made:
+        q, k, v = (torch.zeros(1, heads, 128, 64, requires_grad=True) for heads in (8, groups, groups))
+        mask = torch.ones(1, 1, 128, 128, dtype=torch.bool, device=q.device).tril() if masked else None
+        return lambda q, k, v: attention(q, k, v, causal=not masked, scale=None, mask=mask), [q, k, v], q.numel()
+
+    return make
 
 
 def _moved(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Made]:
@@ -131,7 +142,12 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "slice, dim 1": (_moved(lambda x: convert.slice_(x, "tp", 1, I)), Budget(1, 3, 1, 4, collectives=1)),
     "to replicate": (_moved(lambda x: convert.to_replicate(x, "tp")), Budget(0, 0, 0, 0, collectives=1)),
     "all-to-all": (_moved(lambda x: convert.all_to_all(x, "tp", 0, 1)), Budget(3, 8, 1, 4, collectives=2)),
-    # float32, of which one could do: `out` twice read and written, a product between
+    # float32, several passes where one could do: `out` twice read and written, a product between
+    # float32 queries, keys, values and result, and again with gradients; keys of a group are not repeated. On the CPU:
+    # on meta torch writes the scores out.
+    "attention, causal": (_attention(8, False), Budget(1, 16, 1, 32, device="cpu")),
+    "attention, grouped": (_attention(2, False), Budget(1, 10, 1, 20, device="cpu")),
+    "attention, grouped, masked": (_attention(2, True), Budget(4, 12.3, 1, 21, device="cpu")),
     "ring: join": (_join, Budget(12, 29.2, 0, 0)),
 }
 _SLACK = 0.75
@@ -162,7 +178,7 @@ def count(make: Callable[[], Made], device: Any = "meta") -> Counted:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_keeps_its_budget(name: str) -> None:
     make, budget = OPERATIONS[name]
-    counted = count(make)
+    counted = count(make, budget.device)
     for which, counter, kernels, per_element in (
         ("forward", counted.forward, budget.forward_kernels, budget.forward_bytes),
         ("backward", counted.backward, budget.backward_kernels, budget.backward_bytes),
