@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan import devices
 from autoplan.capture.cache import cached
 from autoplan.capture.cast import computing_in
 from autoplan.capture.export import capture
@@ -30,11 +31,12 @@ from autoplan.cost_models.profile import Profile
 from autoplan.files import write_whole
 from autoplan.plan import Plan, searched_plan
 from autoplan.planner import PlanRequest, search_plan
-from autoplan.runtime.agree import agreed, first_difference
+from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
-from autoplan.runtime.failure import guarded, init_process_group, watch, work_of_first
+from autoplan.runtime.failure import guarded, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.whole import broadcast
 from autoplan.search.space import check_pins, space
 from autoplan.verify.check import Task
 from autoplan.verify.door import check_verify, verify_capture
@@ -64,6 +66,7 @@ def parallelize(
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
+    device: torch.device | str | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
 
@@ -100,18 +103,23 @@ def parallelize(
         verify: True: the captured graph is run on rank 0 and compared with the module, loss and gradients, where that
             takes some seconds at most (of a large Hugging Face model on fewer layers of its config); `pm.plan.capture`
             says what was compared. 'required': whatever it takes, and an error where it cannot be done. False: not.
+        device: 'cpu', 'cuda', 'cuda:1' or a torch.device. None: the GPU that the model is on, that the process group is
+            bound to or that `torch.cuda.set_device` chose, else the GPU of this rank's number on its host (LOCAL_RANK,
+            SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK), the only one it sees, or the CPU where there is none, or where
+            the process group is one of gloo alone. NCCL takes one rank per GPU; several can share one in a group of
+            gloo that you make, with device='cuda'.
         timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
 
     Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
         `pm.plan`, `pm.source`.
-    Raises: PinError, CaptureError, NothingFits and other AutoplanErrors, the same on every rank.
+    Raises: DeviceError, PinError, CaptureError, NothingFits and other AutoplanErrors, the same on every rank.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     world = dist.get_world_size() if dist.is_initialized() else world
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     measured = isinstance(cluster, str)
     if isinstance(cluster, str):
-        cluster = Cluster.parse(cluster, world, device_type)
+        own = model if isinstance(model, nn.Module) else None
+        cluster = Cluster.parse(cluster, world, devices.kind_of(devices.read(device), devices.sight(own)))
     if cluster.num_devices != world:
         raise PinError(
             f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
@@ -135,9 +143,10 @@ def parallelize(
             f"{absent[0]!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
         )
     known = Profile.load(profile) if isinstance(profile, str) else profile
-    device = _start(cluster, timeout_s)
+    placement = devices.start(device, cluster.device_type, timeout_s, model)
+    device = placement.device
     if measured:
-        cluster = _with_memory(cluster, device)
+        cluster = _with_memory(cluster, placement)
     _check_same_model(model, device)
     dtype = None if compute is None else getattr(torch, compute)
     captured = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype, verify), "capture")
@@ -146,7 +155,7 @@ def parallelize(
     seq_len, target_len = example_lengths(model, example_inputs)
     batch = global_batch_size or default_global_batch(pins, world, shape[0])
     if known is None and measured:
-        known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len)
+        known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
     def chain() -> tuple[Plan, Program]:
         if graph is None:
@@ -281,11 +290,11 @@ def _capture(
     return graph, verify_capture(Task(model, graph, example_inputs, loss_fn, dtype), verify)
 
 
-def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
-    """The memory this rank really has: of its GPU and its share of the host's, or its share of the machine's."""
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cluster.devices_per_node
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+def _with_memory(cluster: Cluster, placement: devices.Placement) -> Cluster:
+    """The memory this rank really has: its share of its GPU and of the host's, or of the machine's."""
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // placement.on_host
+    if placement.device.type == "cuda":
+        total = torch.cuda.get_device_properties(placement.device).total_memory // placement.on_device
         return cluster.with_(memory_gb=_USABLE * total / 1e9, host_memory_gb=_USABLE * share / 1e9)
     return cluster.with_(memory_gb=_USABLE * share / 1e9)
 
@@ -300,16 +309,26 @@ def _machine_profile(
     seq_len: int,
     pins: Mapping[str, Any],
     target_len: int | None = None,
+    device: torch.device | None = None,
+    precision: str = "native",
 ) -> Profile | None:
     """What is known of this machine, after measuring what this model still needs; every rank calls it."""
-    from autoplan.profiler.run import cached_profile, graph_tasks, machine_key, measure_in_job, resolve, store
+    from autoplan.profiler.run import (
+        cached_profile,
+        graph_tasks,
+        machine_key,
+        main_dtypes,
+        measure_in_job,
+        resolve,
+        store,
+    )
 
     given = resolve()
     if given != "measure":
         return given
     key = machine_key(cluster.num_devices, cluster.device_type)
 
-    def wanted() -> tuple[str | None, list[ProfilerTask]]:
+    def wanted() -> tuple[str | None, list[ProfilerTask], tuple[str, ...]]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
         have = cached_profile(key)
@@ -320,39 +339,20 @@ def _machine_profile(
             for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
-        return (None if have is None else have.to_json()), missing
+        return (None if have is None else have.to_json()), missing, main_dtypes(graph, executed_precision(precision))
 
-    have_json, tasks = _agree(wanted, "listing what to measure")
+    have_json, tasks, dtypes = _agree(wanted, "listing what to measure")
     have = None if have_json is None else Profile.from_json(have_json)
     if have is not None and not tasks:
         return have
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
-    found = measure_in_job(tasks, budget_s, known=have)
+    found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
     if dist.get_rank() == 0:
         store(found, key)
     return found
 
 
 _PROFILE_BUDGET_S = 60.0
-
-
-def _start(cluster: Cluster, timeout_s: float | None) -> torch.device:
-    """Process group and device of this rank."""
-    if cluster.device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        device = torch.device("cpu")
-    if dist.is_initialized():  # by the caller: watch it, and give the groups to come the timeout
-        watch(timeout_s)
-    else:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            init_process_group(backend, timeout_s=timeout_s)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so in its stubs
-            init_process_group(backend, timeout_s=timeout_s, store=store, rank=0, world_size=1)
-    return device
 
 
 def _agree(work: Callable[[], T], what: str) -> T:
@@ -417,20 +417,20 @@ def _check_same_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike."""
+    """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike.
+
+    They are read where they are, and what differs is brought to the hosts of the other ranks: of the device's memory it
+    takes a bucket (`autoplan.runtime.whole`).
+    """
     everything = {**parameters, **buffers}
-    prints = [float(t.double().sum()) + 1e-3 * float(t.double().abs().sum()) for t in everything.values()]
-    sums = torch.tensor(prints, device=device)
-    theirs = sums.clone()
-    dist.broadcast(theirs, 0)
-    different = (sums != theirs).to(torch.int32)
-    dist.all_reduce(different, op=dist.ReduceOp.MAX)
-    for (name, tensor), differs in zip(everything.items(), different.tolist(), strict=True):
+    prints = [fingerprint({"": t}) for t in everything.values()]
+    for (name, tensor), differs in zip(everything.items(), different(prints, device), strict=True):
         if differs:
-            moved = tensor.to(device).contiguous().clone()
-            dist.broadcast(moved, 0)
-            target = parameters if name in parameters else buffers
-            target[name] = moved
+            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if dist.get_rank() == 0:
+                value.copy_(tensor)
+            broadcast(value, 0, device)
+            (parameters if name in parameters else buffers)[name] = value
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -6,19 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Group
-from autoplan.cost_models.config import MASTER_BYTES, Mode, ParallelConfig, Precision, groups_of, modules_of
+from autoplan.cost_models.config import MASTER_BYTES, Launch, Mode, ParallelConfig, Precision, groups_of, modules_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.host import host_s, waited_s
+from autoplan.cost_models.host import host_op_s, host_s, slack_s, waited_s
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.schedule import num_copies
 from autoplan.cost_models.units import dtype_bytes
-from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Workload, backward_follows
+from autoplan.cost_models.work import (
+    Again,
+    BlockWork,
+    CommWork,
+    Gathered,
+    OpWork,
+    ParamWork,
+    Workload,
+    backward_follows,
+)
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
 # Seconds to start one of the copies that a collective of a list of tensors makes, one per rank, from C++: half of what
 # an operation from Python takes. Assumed.
 _LIST_COPY_S = 5e-6
+SELECTIVE = "selective"
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
@@ -29,7 +39,8 @@ class OpTimes:
 
     `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
     `host_*`: what the host needs to start them; `attention`: the part of its core, by phase; `groups`: what computing a
-    group of regions again runs; `modules`, `host_modules`: what computing modules again runs.
+    group of regions again runs; `modules`, `host_modules`: what computing modules again runs. `host_again`: of groups
+    and `selective`, where a profile has the host's part.
     """
 
     forward: Quantity
@@ -42,6 +53,7 @@ class OpTimes:
     groups: Mapping[str, Quantity] = field(default_factory=dict)
     modules: Quantity = ZERO
     host_modules: Quantity = ZERO
+    host_again: Mapping[str, Quantity] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -68,6 +80,11 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             if again is None
             else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
             ZERO if again is None else host_s(block, "forward", costs, again),
+            {
+                name: host_s(block, "forward", costs, Again(frozenset(ops)))
+                for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
+                if costs.measures_host
+            },
         )
     return out
 
@@ -143,6 +160,10 @@ class BlockCost:
     optimizer: Quantity
     reduced_bytes: Mapping[str, float]
     waited: Mapping[str, Quantity]  # for the host to start kernels, by phase
+    waited_once: Quantity  # for it to start what ZeRO 1 and 2 move once per step
+    slack: Mapping[str, Quantity]  # how long the host is idle, by phase, and in the update ("optimizer")
+    waited_split: Quantity  # for it to walk over the graph where the backward is in two parts
+    again: Quantity  # its forward once more, in a backward
     hidden_again: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
     reduce: Quantity  # of ZeRO 1 (0, if beside the backward), and over replicas of the shards: once per step, whole
@@ -168,13 +189,13 @@ class BlockCost:
     @property
     def again_s(self) -> Quantity:
         """Its forward once more, parameters at hand, less what it hides."""
-        return _beyond(self.forward + self.comm_s("forward") + self.waited["forward"], self.hidden_again)
+        return _beyond(self.again, self.hidden_again)
 
     def repeated(self, how: str) -> Quantity:
         """What a choice of recompute adds to a backward."""
         if how == "full":
             return self.again_s
-        if how == "selective":
+        if how == SELECTIVE:
             return self.selective
         if how == "offload":
             return self.offload
@@ -260,11 +281,6 @@ class BlockPricer:
             shown[phase] = shown.get(phase, ZERO) + seconds.less(hidden)
         for phase, seconds in shown.items():
             comm["cp", phase] = comm.get(("cp", phase), ZERO) + seconds
-        hosts = {"forward": times.host_forward, "backward": times.host_backward}
-        launched = {}
-        for phase, ops in (("forward", times.forward), ("backward", times.backward)):
-            busy = ops + total([q for (_, when), q in comm.items() if when == phase])
-            launched[phase] = waited_s(hosts[phase], busy, self.costs.options.launch)
         gather, reduce, sharded = self._zero(block)
         across, stage = self._across_replicas(block), self.config.zero_stage
         hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
@@ -282,26 +298,62 @@ class BlockPricer:
         wait = waits[2 if moved.mid > reduce.mid else 1]
         both = self._beside(moved, behind) + wait
         beside = self._beside(moved, behind + times.forward) + wait
+        zero = {
+            "forward": (hidden_gather if stage == 3 else ZERO) + hooks["forward"],
+            "backward": (both if stage == 3 else hidden_reduce if stage == 2 else ZERO) + hooks["backward"],
+        }
+        accumulate, optimizer = self._accumulate(block), self._optimizer(block)
+        busy = {
+            phase: ops + total([q for (_, when), q in comm.items() if when == phase])
+            for phase, ops in (("forward", times.forward), ("backward", times.backward))
+        }
+        hosts, once, update = self._hosts(block, times)
+        if self.costs.measures_host:  # all that the device does; what is fitted was fitted without
+            busy = {"forward": busy["forward"] + zero["forward"],
+                    "backward": busy["backward"] + zero["backward"] + accumulate}  # fmt: skip
+        launch = self.costs.options.launch
+        launched = {phase: waited_s(hosts[phase], busy[phase], launch) for phase in _PHASES}
+        slack = {phase: slack_s(hosts[phase], busy[phase], launch) for phase in _PHASES}
+
+        def more(phase: str, host: Quantity, device: Quantity = ZERO) -> Quantity:
+            """What the host, and the device, add to a phase that do this beside the rest of it."""
+            after = device + waited_s(hosts[phase] + host, busy[phase] + device, launch)
+            return _beyond(after, launched[phase])
+
+        computed_again = times.forward + total([q for (_, when), q in comm.items() if when == "forward"])
+        if self.costs.measures_host:
+            again = more("backward", times.host_forward, computed_again)
+        else:
+            again = computed_again + launched["forward"]
         return BlockCost(
             forward=times.forward,
             backward=times.backward,
             weight=times.weight,
             comm=comm,
-            accumulate=self._accumulate(block),
-            selective=times.selective,
-            zero_forward=(hidden_gather if stage == 3 else ZERO) + hooks["forward"],
-            zero_backward=(both if stage == 3 else hidden_reduce if stage == 2 else ZERO) + hooks["backward"],
+            accumulate=accumulate,
+            selective=more("backward", times.host_again[SELECTIVE], times.selective)
+            if times.host_again
+            else times.selective,
+            zero_forward=zero["forward"],
+            zero_backward=zero["backward"],
             zero_first=hidden_gather if stage in (1, 2) else ZERO,
             zero_last=hidden_last if stage else ZERO,
             per_step=per_step,
-            optimizer=self._optimizer(block),
+            optimizer=optimizer + waited_s(update, optimizer, launch),
             reduced_bytes={} if self.reduces_beside else self._reduced(block),
             waited=launched,
+            waited_once=total([more(phase, once[phase]) for phase in _PHASES if once[phase].mid]),
+            slack={**slack, "optimizer": slack_s(update, optimizer, launch)},
+            waited_split=more("backward", self.costs.host_fixed_s("split_layer_s")),
+            again=again,
             hidden_again=_beyond(both, beside) if stage == 3 else ZERO,
             gather=gather if stage in (1, 2) else ZERO,
             reduce=(reduce if stage == 1 else ZERO) + across + self._all_reduces(block),
-            groups=self._groups(times, comm),
-            modules=self._modules(block, times, comm, hosts["backward"]),
+            groups={
+                group: more("backward", times.host_again[group], seconds) if times.host_again else seconds
+                for group, seconds in self._groups(times, comm).items()
+            },
+            modules=self._modules(block, times, busy["backward"], hosts["backward"]),
             offload=self._offload(block),
             moved=self._moved(block),
         )
@@ -330,9 +382,43 @@ class BlockPricer:
         gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
         return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
 
-    def _modules(
-        self, block: BlockWork, times: OpTimes, comm: Mapping[tuple[str, str], Quantity], host: Quantity
-    ) -> Quantity:
+    def _hosts(self, block: BlockWork, times: OpTimes) -> tuple[dict[str, Quantity], dict[str, Quantity], Quantity]:
+        """Seconds of the host in every forward and backward, in the first and last of a step beyond that, and in the
+        update. What the runtime adds to operations is there where a profile measured it."""
+        every = {"forward": times.host_forward, "backward": times.host_backward}
+        once = dict.fromkeys(_PHASES, ZERO)
+        stage, m = self.config.zero_stage, self.config.num_micro_batches // num_copies(self.config.schedule)
+        if not self.costs.measures_host or self.costs.options.launch is Launch.FULL_GRAPHS:
+            return every, once, ZERO
+        for expert in REPLICAS:
+            mine = [p for p in block.params if p.expert is expert]
+            if self._share(expert) == 1 or not mine:
+                continue
+            for phase in _PHASES:
+                every[phase] += self.costs.host_fixed_s(f"zero_block_{phase}_s")
+            size = float(sum(p.num_elements * dtype_bytes(p.dtype) for p in mine))
+            gather = self.costs.zero_host_s("gather", len(mine), size)
+            trained = [p for p in mine if p.trainable]
+            grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in trained)
+            reduce = self.costs.zero_host_s("reduce", len(trained), grads) if trained else ZERO
+            if stage == 3:
+                every["forward"] += gather
+                every["backward"] += gather if self._gathers_again(block) else ZERO
+            else:
+                once["forward"] += gather
+            (every if stage >= 2 else once)["backward"] += reduce
+        trained = [p for p in block.params if p.trainable]
+        for p in trained if m > 1 else ():
+            work = self.costs.accumulate_work(p.num_elements, self._grad_dtype(p.dtype))
+            every["backward"] += host_op_s(work, "forward", self.costs) * ((m - 1) / m)
+        update = [self.costs.host_fixed_s(self._tensor_name(p)) for p in trained]
+        return every, once, total(update)
+
+    def _tensor_name(self, p: ParamWork) -> str:
+        """The constant of a parameter in the optimizer."""
+        return "zero_optimizer_tensor_s" if self._share(p.expert) > 1 else "optimizer_tensor_s"
+
+    def _modules(self, block: BlockWork, times: OpTimes, busy: Quantity, host: Quantity) -> Quantity:
         """What they compute and send again, and what starting that adds to waiting for the host in the backward."""
         if block.modules is None:
             return ZERO
@@ -345,7 +431,6 @@ class BlockPricer:
                 hidden = self.hidden.get(family, 0.0) if family in self.costs.options.overlap else 0.0
                 sent.append(seconds.less(seconds * hidden))
         device = times.modules + total(sent)
-        busy = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
         launch = self.costs.options.launch
         waited = waited_s(host + times.host_modules, busy + device, launch)
         return _beyond(device + waited, waited_s(host, busy, launch))
@@ -488,8 +573,7 @@ class BlockPricer:
             out += [update(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
         for p in block.params:
             if p.trainable:
-                sharded = self._share(p.expert) > 1
-                out.append(self.costs.fixed_s("zero_optimizer_tensor_s" if sharded else "optimizer_tensor_s"))
+                out.append(self.costs.fixed_s(self._tensor_name(p)))
         return total(out)
 
 

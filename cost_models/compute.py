@@ -1,6 +1,7 @@
 """Time of one operation on one rank: measured, else interpolated between measured shapes, else the roofline.
 
-    exact key in the profile       -> MEASURED, with its spread
+    exact key in the profile       -> MEASURED, with its spread; products and attention, which draw most power, at the
+                                      clock of sustained load, the interval reaching down to that of short bursts
     measured shapes of its class   -> FITTED: t = c0 + c1 flops + c2 bytes (c >= 0, least squares of the relative error)
                                       times the residual of the nearest measured shapes (inverse distance in log space);
                                       the interval is the held-out error
@@ -77,6 +78,8 @@ _ENOUGH = 4
 _NEAR = 2.0
 
 _PRODUCTS = frozenset({"linear", "matmul"})
+# What a device slows down when it is short of power: its clock falls, that of its memory does not.
+_POWER_LIMITED = _PRODUCTS | {"attention", "experts"}
 _VIEW_OPS = (  # a sum over other ranks is a collective, priced as such
     "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full batch_sum batch_part"
 )
@@ -567,8 +570,10 @@ def op_s(
     if profile is not None:
         alone = replace(work, attrs=tuple(a for a in work.attrs if not a[0].startswith(("fused_", "context_"))))
         found = profile.op_s(alone, phase) or interpolated_s(alone, phase, profile)
-    if found is None:
+    if found is None or profile is None:
         return roofline_s(work, phase, device, mode, options, constants)
+    if work.op in _POWER_LIMITED:
+        found = Quantity(found.low, found.mid * profile.sustained, found.high * profile.sustained, found.tag)
     if mode is not Mode.EAGER and (work.op in ELEMENTWISE or work.op in VIEWS):
         share = 0.0 if work.op in VIEWS else _FUSED_SHARE[mode]
         return Quantity(found.low * share, found.mid * share, found.high * share, Tag.ASSUMED)

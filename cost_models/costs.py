@@ -63,6 +63,21 @@ class Costs:
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
 
+    @property
+    def measures_host(self) -> bool:
+        """True if the profile has the host's part of everything apart from the device's."""
+        return self.profile is not None and self.profile.has_host
+
+    def host_fixed_s(self, name: str) -> Quantity:
+        """The host's part of a measured constant of the runtime; nothing where it was not measured apart."""
+        seconds = 0.0 if self.profile is None else self.profile.host_overheads.get(name, 0.0)
+        return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
+
+    def zero_host_s(self, what: str, num_tensors: int, num_bytes: float) -> Quantity:
+        """Of the host for one gather or reduction (`what`) of a block, its collective with it; see `zero_copy_s`."""
+        fixed, per_tensor, per_byte = (self.host_fixed_s(f"zero_{what}_{n}") for n in ("s", "tensor_s", "byte_s"))
+        return fixed + per_tensor * num_tensors + per_byte * num_bytes
+
     def _device(self, work: OpWork) -> Device:
         """The device with the peak of the dtype that this operation's products run in."""
         device = self.cluster.device
@@ -121,11 +136,13 @@ class Costs:
 
         Megatron's fused kernels add while they write the gradient: it is read once more, that is all.
         """
-        if num_elements < 1:
-            return ZERO
+        return ZERO if num_elements < 1 else self.forward_s(self.accumulate_work(num_elements, dtype))
+
+    def accumulate_work(self, num_elements: float, dtype: str) -> OpWork:
+        """What that is as an operation."""
         tensor = TensorWork((round(num_elements),), dtype)
         moved = (1.0 if self.mode is Mode.FUSED else 3.0) * tensor.num_bytes
-        return self.forward_s(OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved))
+        return OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved)
 
     def zero_copy_s(self, what: str, num_bytes: float, num_tensors: int, num_ranks: int) -> Quantity:
         """Seconds that fully_shard spends around one gather or reduction (`what`) of a block of `num_bytes`.

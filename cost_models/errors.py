@@ -6,6 +6,7 @@ AutoplanError(ValueError)
   RuleError         an op without a rule, or a rule that does not fit its operands
   LayoutError       a layout or conversion that cannot exist
   ProfileError      a measured profile that is unknown, broken, or of another machine
+  DeviceError       a rank without a device to run on, or devices that do not go together
   PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
   InfeasibleError   nothing satisfies the constraints
 """
@@ -38,6 +39,10 @@ class LayoutError(AutoplanError):
 
 class ProfileError(AutoplanError):
     """A measured profile that is unknown, broken, or of another machine."""
+
+
+class DeviceError(AutoplanError):
+    """A rank without a device to run on, or ranks whose devices do not go together."""
 
 
 class PinError(AutoplanError):

@@ -156,7 +156,16 @@ class _Table:
         self.first = per_unit(lambda b: b.zero_first)
         self.last = per_unit(lambda b: b.zero_last)
         self.per_step = per_unit(lambda b: b.per_step)
+        self.waited_once = per_unit(lambda b: b.waited_once)
+        self.waited_split = per_unit(lambda b: b.waited_split, again=True)
+        self._units, self._blocks, self._which = workload.units, blocks, which
         self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
+
+    def slack(self, units: Sequence[int], *phases: str) -> float:
+        """How long the host is idle in `phases` of units: the more, the shorter the step."""
+        which = {"low": "high", "mid": "mid", "high": "low"}[self._which]
+        names = [n for u in units for n in self._units[u]]
+        return sum(float(getattr(self._blocks[n].slack[phase], which)) for phase in phases for n in names)
 
     def repeated(self, unit: int, how: str) -> float:
         """What a choice of recompute adds to the backward of a unit."""
@@ -199,6 +208,9 @@ class Pricer:
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
         self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
         self.action_s = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
+        # of the host, where it was measured apart: a pass over a chunk, beside its blocks
+        each = costs.host_fixed_s("pipeline_action_s") if config.pp > 1 else costs.host_fixed_s("micro_batch_s") * 0.5
+        self.host_pass_s, self.host_update_s = each.mid, costs.host_fixed_s("optimizer_step_s").mid
         # What ZeRO gathers in the first forward and reduces in the last backward holds up the next stage where the
         # stage's own thread does it (gloo). On GPUs it has a stream of its own: all ranks gather at the same time, and
         # what a stage sends upstream does not wait for its reductions, so that a step pays for one rank's.
@@ -291,8 +303,24 @@ class Pricer:
         for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
             ends.append(end + self._reductions_s(units, which))
             once.append(0.0 if self.chained else self._once_s(units, table))
-            updates.append(sum(table.optimizer[u] for u in units))
+            updates.append(sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table))
         return max(ends) + max(once) + max(updates) + self.fixed_s
+
+    def _pass_wait_s(self, units: Sequence[int], table: _Table, phase: str) -> float:
+        """Seconds that the host adds to a pass over a chunk beyond its blocks: what these do not leave it time for."""
+        return max(0.0, self.host_pass_s - table.slack(units, phase)) if self.host_pass_s else 0.0
+
+    def _update_wait_s(self, units: Sequence[int], table: _Table) -> float:
+        """The same of a call of `optimizer.step()`, which follows the last backward at once."""
+        slack = table.slack(units, "backward", "optimizer") if self.host_update_s else 0.0
+        return max(0.0, self.host_update_s - slack)
+
+    def _waits(self, ranges: Sequence[range], units: Sequence[int], mine: Sequence[int]) -> Quantity:
+        """What of the host's belongs to no block, over a step of a rank with the chunks `mine`."""
+        table = self._tables["mid"]
+        passes = sum(self._pass_wait_s(ranges[k], table, phase) for k in mine for phase in ("forward", "backward"))
+        seconds = self.runs * passes + self._update_wait_s(units, table)
+        return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
     def _once_s(self, units: Sequence[int], table: _Table) -> float:
         """Seconds of what ZeRO 1 and 2 move once per step that a rank's computing does not hide.
@@ -329,12 +357,16 @@ class Pricer:
             whole = self._whole(units, how)
             out.append(
                 ChunkTimes(
-                    sum(table.forward[u] for u in units) + fixed,
-                    sum(table.backward[u] for u in units) + repeated + self.action_s,
+                    sum(table.forward[u] for u in units) + fixed + self._pass_wait_s(units, table, "forward"),
+                    sum(table.backward[u] for u in units)
+                    + repeated
+                    + self.action_s
+                    + self._pass_wait_s(units, table, "backward"),
                     max(0.0, sum(table.weight[u] for u in units) - sum(table.weight_of_layers[u] for u in whole)),
                     sum(table.first[u] for u in units) if self.chained else 0.0,
                     sum(table.last[u] for u in units) if self.chained else 0.0,
-                    split * sum(self.workload.layers[u] for u in units if u not in whole),
+                    split * sum(self.workload.layers[u] for u in units if u not in whole)
+                    + sum(table.waited_split[u] for u in units if u not in whole),
                 )
             )
         return out
@@ -445,7 +477,8 @@ class Pricer:
     def _reductions_s(self, units: Sequence[int], which: str) -> float:
         """Seconds of that, and of what else a rank reduces once per step."""
         table = self._table(which)
-        return sum(table.per_step[u] for u in units) + sum(float(getattr(q, which)) for q in self._all_reduces(units))
+        once = sum(table.per_step[u] for u in units) + sum(table.waited_once[u] for u in units)
+        return once + sum(float(getattr(q, which)) for q in self._all_reduces(units))
 
     def _all_reduces(self, units: Sequence[int]) -> list[Quantity]:
         """The same by group, with the copies into buffers and back where they were measured."""
@@ -561,6 +594,7 @@ class Pricer:
         coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
         out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
         out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
+        out["launch"] += total([b.waited_once for b in blocks]) + self._waits(ranges, rank_units[rank], mine)
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
         hops = zip(cuts, self._boundaries, strict=True)

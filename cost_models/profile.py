@@ -7,6 +7,10 @@
 The text form is JSON, schema version 2. It is checked on reading: ProfileError names the field and what was expected.
 Times are seconds of one call on one rank while all ranks of the job run the same (co-running processes share memory
 bandwidth): the median, and the quartiles as its spread.
+
+A device that works off a queue (CUDA) has two times of everything: its own, by its events, and the host's, which fills
+the queue (`host_forward_s`, `host_backward_s`, `host_overheads`). A pass takes the longer of the two (`host.py`). On a
+CPU the one time holds both, and the host's are left out.
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ OVERHEADS = (
     "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
     "optimizer_tensor_s",  # and of one more tensor in it, beside its elements
     "zero_optimizer_tensor_s",  # the same of a shard that fully_shard made
+    "comm_s",  # starting one collective inside a block: of the host alone, the links have the rest
     "clip_s",  # fixed cost of clip_grad_norm_
     "clip_tensor_s",  # and of one more tensor in it
     # a collective beside products that take as long, no seconds: the share of the shorter that the other hid, and how
@@ -65,6 +70,9 @@ OVERHEADS = (
     "overlap_compute_slowdown",
     "overlap_collective_slowdown",
 )
+# Seconds of one large product: in short bursts, as operations are measured, and in the last of many seconds without a
+# pause, when the device is as warm and as short of power as in training.
+CLOCK = ("burst_s", "sustained_s")
 _BANDWIDTH_BYTES = 1 << 20  # messages of this size tell a bandwidth
 # The error of an interpolation that was never checked against held-out measurements.
 UNKNOWN_ERROR = 0.5
@@ -86,11 +94,20 @@ class Timing:
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One measured operation. `backward_s` is None if no gradient flows through it."""
+    """One measured operation. `backward_s` is None if no gradient flows through it.
+
+    `host_*`: what the host needs to queue it, where the device works off a queue; None elsewhere.
+    """
 
     work: OpWork
     forward_s: Timing
     backward_s: Timing | None = None
+    host_forward_s: Timing | None = None
+    host_backward_s: Timing | None = None
+
+    def host_s(self, phase: str) -> Timing | None:
+        """Of the host in one phase."""
+        return self.host_forward_s if phase == "forward" else self.host_backward_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +158,9 @@ class ErrorStats:
 class Profile:
     """Measurements of one kind of machine.
 
-    `held_out`: errors by op class or collective; `failed`: why an operation cannot be measured, by `OpWork.key`;
+    `host_overheads`: of the host alone, by the same names as `overheads`, which then are of the device (but for what
+    the host does before the first forward, when the device has nothing to do: `step_s`, `micro_batch_s`); `clock`: see
+    CLOCK; `held_out`: errors by op class or collective; `failed`: why an operation cannot be measured, by `OpWork.key`;
     `notes`: how it was measured, and what there was no time for; `machine`: provenance that no price depends on, as the
     profiler found it (topology, clocks before and after, nodes).
     """
@@ -160,6 +179,18 @@ class Profile:
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
+    host_overheads: Mapping[str, float] = field(default_factory=dict)
+    clock: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def has_host(self) -> bool:
+        """True if the host was measured apart from the device."""
+        return any(r.host_forward_s is not None for r in self.ops)
+
+    @property
+    def sustained(self) -> float:
+        """How many times as long as in short bursts a large product takes in training, at least 1; 1: not measured."""
+        return max(1.0, self.clock["sustained_s"] / self.clock["burst_s"]) if self.clock else 1.0
 
     @cached_property
     def by_key(self) -> dict[str, OpRecord]:
@@ -247,6 +278,8 @@ class Profile:
             failed={**self.failed, **other.failed},
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
             machine={**self.machine, **other.machine},
+            host_overheads={**self.host_overheads, **other.host_overheads},
+            clock=dict(other.clock or self.clock),
         )
 
     # -- text form ---------------------------------------------------------------------------------------------------
@@ -270,6 +303,9 @@ class Profile:
                 for k, e in sorted(self.held_out.items())
             },
         }
+        for what, seconds in (("host_overheads", self.host_overheads), ("clock", self.clock)):
+            if seconds:
+                head[what] = {k: _short(v) for k, v in sorted(seconds.items())}
         if self.machine:
             head["machine"] = dict(sorted(self.machine.items()))
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
@@ -410,6 +446,7 @@ def _op_json(r: OpRecord) -> dict[str, Any]:
         "moved_bytes": r.work.moved_bytes,
         "forward_s": _timing_json(r.forward_s),
         "backward_s": None if r.backward_s is None else _timing_json(r.backward_s),
+        **{f"host_{p}_s": _timing_json(t) for p in PHASES if (t := r.host_s(p)) is not None},
     }
 
 
@@ -507,7 +544,8 @@ def _read_timing(f: _Field) -> Timing:
 
 
 def _read_op(f: _Field) -> OpRecord:
-    f.only("op", "inputs", "outputs", "attrs", "flops", "moved_bytes", "forward_s", "backward_s")
+    host = [f"host_{phase}_s" for phase in PHASES]
+    f.only("op", "inputs", "outputs", "attrs", "flops", "moved_bytes", "forward_s", "backward_s", *host)
     work = OpWork(
         f.get("op").text(),
         tuple(_read_tensor(t) for t in f.get("inputs").each()),
@@ -517,7 +555,12 @@ def _read_op(f: _Field) -> OpRecord:
         f.get("moved_bytes").number(),
     )
     backward = f.get("backward_s")
-    return OpRecord(work, _read_timing(f.get("forward_s")), None if backward.value is None else _read_timing(backward))
+    return OpRecord(
+        work,
+        _read_timing(f.get("forward_s")),
+        None if backward.value is None else _read_timing(backward),
+        *(_read_timing(f.get(name)) if name in f.value else None for name in host),
+    )
 
 
 def _read_link(f: _Field) -> LinkRecord:
@@ -537,14 +580,23 @@ def _read_stats(f: _Field) -> ErrorStats:
     return ErrorStats(f.get("count").count(), *(f.get(name).number() for name in ("median", "p90", "max")))
 
 
+def _read_overheads(f: _Field) -> dict[str, float]:
+    overheads = {k: v.number() for k, v in f.items()}
+    for name in overheads:
+        if name not in OVERHEADS:
+            raise ProfileError(f"{f.source}: {f.path}.{name} is not known; known: {', '.join(OVERHEADS)}")
+    return overheads
+
+
+def _read_clock(f: _Field) -> dict[str, float]:
+    f.only(*CLOCK)
+    return {name: f.get(name).number(positive=True) for name in CLOCK}
+
+
 def _read_profile(f: _Field) -> Profile:
     if f.get("schema").value != SCHEMA_VERSION:
         raise f.get("schema").fail(f"{SCHEMA_VERSION}, the version this autoplan reads")
     f.only("schema", *Profile.__dataclass_fields__)
-    overheads = {k: v.number() for k, v in f.get("overheads").items()}
-    for name in overheads:
-        if name not in OVERHEADS:
-            raise ProfileError(f"{f.source}: overheads.{name} is not known; known: {', '.join(OVERHEADS)}")
     return Profile(
         name=f.get("name").text(),
         device_type=f.get("device_type").text(DEVICE_TYPES),
@@ -555,9 +607,11 @@ def _read_profile(f: _Field) -> Profile:
         date=f.get("date").text(),
         ops=tuple(_read_op(r) for r in f.get("ops").each()),
         links=tuple(_read_link(r) for r in f.get("links").each()),
-        overheads=overheads,
+        overheads=_read_overheads(f.get("overheads")),
         held_out={k: _read_stats(v) for k, v in f.get("held_out").items()},
         failed={k: v.text() for k, v in f.get("failed").items()},
         notes=tuple(n.text() for n in f.get("notes").each()),
         machine={k: v.value for k, v in f.get("machine").items()} if "machine" in f.value else {},
+        host_overheads=_read_overheads(f.get("host_overheads")) if "host_overheads" in f.value else {},
+        clock=_read_clock(f.get("clock")) if "clock" in f.value else {},
     )

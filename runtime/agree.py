@@ -58,10 +58,10 @@ def raise_agreed(problem: str | None, error: type[AgreedError] = AgreedValueErro
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-    raise error(_listed(problems))
+    raise error(listed(problems))
 
 
-def _listed(problems: Sequence[str | None]) -> str:
+def listed(problems: Sequence[str | None]) -> str:
     """One text of all problems, each with the ranks that have it; plain where all ranks have the same."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):
@@ -137,6 +137,15 @@ def first_difference(entries: Mapping[str, str | int], device: torch.device | st
     raise RuntimeError("digests of the ranks' entries differ, but no entry does")
 
 
+def different(prints: Sequence[int], device: torch.device | str) -> list[bool]:
+    """Which of these numbers below 2**62 differ between ranks, the same on all. A collective: one all-reduce."""
+    if not prints:
+        return []
+    seen = torch.tensor([[p, -p] for p in prints], dtype=torch.int64, device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    return [most != -least for most, least in seen.tolist()]
+
+
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 _MASK = (1 << 62) - 1  # its negative is an int64 too
@@ -165,6 +174,9 @@ def fingerprint(tensors: Mapping[str, Any], num_elements: int | None = None) -> 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_CHUNK = 1 << 20  # elements at a time: what is computed on the way is a few times as large as they are
+
+
 def _bits(x: torch.Tensor, num_elements: int | None) -> int:
     if num_elements == 0:
         return 0  # nothing is computed, so that no device is waited for
@@ -173,6 +185,13 @@ def _bits(x: torch.Tensor, num_elements: int | None) -> int:
         flat = flat[:: flat.numel() // num_elements]
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat.contiguous().view(_OF_SIZE[flat.element_size()]).to(torch.int64)
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1 + 0x7F4A7C15
-    return int((flat * weights).sum())  # wraps at 2**64
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for begin in range(0, flat.numel(), _CHUNK):
+        part = flat[begin : begin + _CHUNK].contiguous()
+        part = part.view(_OF_SIZE[part.element_size()]).to(torch.int64)
+        weights = torch.arange(begin + 1, begin + 1 + part.numel(), device=part.device).mul_(0x9E3779B1).add_(_OFFSET)
+        total += weights.mul_(part).sum()
+    return int(total)  # wraps at 2**64
+
+
+_OFFSET = 0x7F4A7C15

@@ -8,6 +8,7 @@ from torch.nn import functional
 from autoplan.runtime.context import gathered_attention, gathered_documents, to_heads, to_sequence
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.ring import ring_attention, same_document
+from autoplan.runtime.sdpa import choose_for, flash, sdpa
 
 
 def attention(
@@ -95,9 +96,7 @@ def attention(
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
         causal = False
-    return functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, scale=scale, enable_gqa=heads != groups
-    )
+    return sdpa(q, k, v, mask=mask, causal=causal, scale=scale)
 
 
 def _windowed(
@@ -108,10 +107,12 @@ def _windowed(
     scale: float | None,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same in blocks of `window` queries, each of which sees its own block of keys and the one before it: the
-    arithmetic grows with s * window, not with s^2. Blocks are a dim of the batch."""
+    """The same by flash where that does; else in blocks of `window` queries, each of which sees its own block of keys
+    and the one before it: the arithmetic grows with s * window, not with s^2. Blocks are a dim of the batch."""
+    if choose_for(q, k, v, masked=documents is not None, causal="end", window=True) == "flash":
+        return flash(q, k, v, scale=scale, window=window)
     b, heads, s, _ = q.shape
-    groups, num_blocks = k.shape[1], -(-s // window)
+    num_blocks = -(-s // window)
     after = num_blocks * window - s  # causal: no query sees what is added behind the last one
 
     def blocks(x: torch.Tensor, before: int) -> torch.Tensor:
@@ -128,8 +129,6 @@ def _windowed(
         rows = functional.pad(documents, (0, after), value=behind).unfold(1, window, window)
         columns = functional.pad(documents, (window, after), value=behind).unfold(1, 2 * window, window)
         seen = seen & same_document(rows.flatten(0, 1), columns.flatten(0, 1))[:, None]
-    out = functional.scaled_dot_product_attention(
-        blocks(q, 0), blocks(k, window), blocks(v, window), attn_mask=seen, scale=scale, enable_gqa=heads != groups
-    )
+    out = sdpa(blocks(q, 0), blocks(k, window), blocks(v, window), mask=seen, scale=scale)
     out = out.reshape(b, num_blocks, heads, window, v.shape[3]).transpose(1, 2)
     return out.flatten(2, 3)[:, :, :s]

@@ -1,12 +1,18 @@
 """torch.compile of the blocks of a stage: each block's `compute`, inside what ZeRO and recompute hang on the block.
 
-Equal layers share their compiled code (parameters are inputs of it). What communicates, or has a backward of its own,
-runs as it is between compiled parts: a graph break at each. Assertions of types, which do nothing but while
-type-checking, are left out. Another batch size or sequence length compiles again, from then on for all sizes.
+Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention and plain
+losses are traced, collectives and the vocabulary-parallel operations are nodes that AOTAutograd looks into (they are
+functional collectives and plain operations, whose shapes no value decides), so that a compiler fuses up to them and
+overlaps around them. What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts
+(the host needs their counts), dropout (a kernel of its own), attention over a cut sequence (point-to-point transfers).
+Assertions of types, which do nothing but while type-checking, are left out. Another batch size or sequence length
+compiles again, from then on for all sizes. torch compiles nothing while a dispatch mode watches, `record_collectives`
+for one: what is recorded there runs op by op.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +24,14 @@ from autoplan.runtime.program import Block
 
 __all__ = ["compile_blocks"]
 
-# names of an emitted module that are run as they are: collectives, and autograd functions of the runtime
-_APART = (
-    "all_gather all_reduce all_to_all attention context_part cross_entropy_sum dropout experts reduce_scatter slice_ "
-    "to_partial to_replicate vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
+# names of an emitted module: nodes of a graph, each with forward and backward of its own
+_NODES = (
+    "all_gather all_reduce all_to_all reduce_scatter slice_ to_partial to_replicate vocab_parallel_cross_entropy_sum "
+    "vocab_parallel_embedding"
 ).split()
+_APART = "context_part dropout experts".split()
 _ASSERTIONS = ("typed", "vary")
+_CUTS = ("gather", "ring", "ulysses")  # arguments of attention: the axis over which the sequence is cut
 
 
 def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
@@ -36,8 +44,11 @@ def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "induct
     Returns: how many blocks there are.
     """
     names = vars(sys.modules[type(stage).__module__])
+    for name in _NODES:
+        names[name] = torch.compiler.allow_in_graph(names[name])  # type: ignore[no-untyped-call]
     for name in _APART:
         names[name] = torch.compiler.disable(names[name])  # type: ignore[no-untyped-call]
+    names["attention"] = _attention(names["attention"])
     for name in _ASSERTIONS:
         names[name] = _value
     blocks = [m for m in stage.modules() if isinstance(m, Block)]
@@ -45,6 +56,18 @@ def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "induct
         block.compiled = True
         block.compute = torch.compile(block.compute, backend=backend)  # type: ignore[method-assign]
     return len(blocks)
+
+
+def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Traced where the whole sequence is here, else apart."""
+    apart: Callable[..., torch.Tensor] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(attention)
+    def called(*args: Any, **how: Any) -> torch.Tensor:
+        cut = any(how.get(name) is not None for name in _CUTS)
+        return apart(*args, **how) if cut else attention(*args, **how)
+
+    return called
 
 
 def _value(x: Any, *_: Any, **__: Any) -> Any:

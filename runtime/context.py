@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.ring import gathered, same_document
+from autoplan.runtime.sdpa import choose_for, flash, sdpa
 
 
 def context_length(s: int, axis: str) -> int:
@@ -163,24 +163,40 @@ def gathered_attention(
         [b, h, 2 l, e].
     """
     mesh = current_mesh()
-    ranks, index, grouped = mesh.size(axis), mesh.coordinate(axis), q.shape[1] != k.shape[1]
+    ranks, index = mesh.size(axis), mesh.coordinate(axis)
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     whole = None if documents is None else gathered_documents(documents, axis)
     if not causal:
         same = None if documents is None or whole is None else same_document(documents, whole)[:, None]
-        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=same, scale=scale, enable_gqa=grouped)
+        return sdpa(q, keys, values, mask=same, scale=scale)
     length = q.shape[2] // 2
     out = []
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
-        low = 0 if window is None else max(0, first - window + 1)  # no query of the chunk sees further back
-        query = torch.arange(first, end, device=q.device)[:, None]
-        distance = query - torch.arange(low, end, device=q.device)[None]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        if whole is not None:
-            seen = seen & same_document(whole[:, first:end], whole[:, low:end])[:, None]
-        part = functional.scaled_dot_product_attention(
-            chunk, keys[:, :, low:end], values[:, :, low:end], attn_mask=seen, scale=scale, enable_gqa=grouped
-        )
-        out.append(part)
+        own = None if whole is None else whole[:, first:end]
+        out.append(_of_chunk(chunk, keys[:, :, :end], values[:, :, :end], scale, window, own, whole))
     return torch.cat(out, dim=2)
+
+
+def _of_chunk(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    own: torch.Tensor | None,
+    whole: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention of queries that end with the keys; documents `own` of the queries, [b, l], and `whole`, [b, t]
+    and what follows the keys."""
+    end = keys.shape[2]
+    first = end - q.shape[2]
+    low = 0 if window is None else max(0, first - window + 1)  # no query sees further back
+    keys, values = keys[:, :, low:], values[:, :, low:]
+    if choose_for(q, keys, values, masked=own is not None, causal="end", window=window is not None) == "flash":
+        return flash(q, keys, values, scale=scale, window=window)
+    distance = torch.arange(first, end, device=q.device)[:, None] - torch.arange(low, end, device=q.device)[None]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if own is not None and whole is not None:
+        seen = seen & same_document(own, whole[:, low:end])[:, None]
+    return sdpa(q, keys, values, mask=seen, scale=scale)

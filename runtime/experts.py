@@ -1,8 +1,22 @@
-"""Experts of a mixture on local tensors: rows sorted by expert, one product per expert, summed back by token."""
+"""Experts of a mixture on local tensors: rows sorted by expert, multiplied, summed back by token.
+
+Products of all experts are one kernel where there is one (:func:`grouped_kernel`), else one for each expert. How often
+the host waits for the device in a forward; its backward, and the forward that recompute runs again, never do:
+
+| experts | one kernel | a product each |
+|---|---|---|
+| all here | 0 | 1 |
+| sharded over ranks that have the same tokens | 1 | 1 |
+| tokens travel to them | 1 | 1 |
+
+Rows are held once per choice, [t k, h] and [t k, f] of what is chosen on this rank, and no more where they are summed:
+the sum over the k choices of a token reads them in place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import spmd_types
@@ -12,6 +26,7 @@ from spmd_types import P, V, rules
 from torch.nn import functional
 
 from autoplan.runtime.convert import as_constant_beside
+from autoplan.runtime.host_copies import to_host
 from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
 
 
@@ -85,7 +100,7 @@ def experts(
     if apart and dispatch is not None:
         return _dispatched(hidden, index, weights, gate_up, down, act, gated, dispatch, inner)
     mesh = None if axes is None else current_mesh()
-    out: torch.Tensor = _Experts.apply(hidden, index, weights, gate_up, down, act, gated, mesh, axes)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Experts.apply(hidden, index, weights, gate_up, down, act, gated, mesh, axes, None)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -100,67 +115,48 @@ def _dispatched(
     axis: str,
     inner: str | None,
 ) -> torch.Tensor:
-    """A token once per expert that it chose, sorted by expert, to the rank that has it; results the same way back."""
+    """A token once per expert that it chose, sorted by expert, to the rank that has it; results the same way back.
+
+    Where experts are split over `inner`, what arrived goes to all parts, and what they make of it comes back and is
+    summed. All numbers of rows are exchanged first, and come to the host in one copy.
+    """
     mesh = current_mesh()
-    group, ranks, num_local = mesh.group(axis), mesh.size(axis), gate_up.shape[0]
-    flat = index.flatten()
-    chosen = flat.argsort(stable=True)
-    here = torch.bincount(flat, minlength=ranks * num_local)
-    if here.numel() > ranks * num_local:
-        raise ValueError(f"experts: an index is beyond the {ranks * num_local} experts of {ranks} ranks")
-    token = chosen // index.shape[1]
-    rows, sent = hidden.index_select(0, token), here.view(ranks, -1).sum(1).tolist()
-    come: list[int] = []
+    ranks, ways = mesh.size(axis), 1 if inner is None else mesh.size(inner)
+    num_local = gate_up.shape[0]
+    total = ranks * num_local
+    by_expert, chosen = index.flatten().sort(stable=True)
+    here = torch.searchsorted(by_expert, torch.arange(total + 1, device=index.device)).diff()
+    there = theirs = here  # of each rank in turn, rows of each of my experts; the same of each part of those in turn
     if ranks > 1:
-        here = _exchange(here, [num_local] * ranks, [num_local] * ranks, group)  # for each of my experts, by rank
-        come = here.view(ranks, -1).sum(1).tolist()
-        rows = _Exchange.apply(rows, sent, come, group)  # type: ignore[no-untyped-call]
+        there = _exchange(here, [num_local] * ranks, [num_local] * ranks, mesh.group(axis))
+        theirs = there
     if inner is not None:
-        rows = _of_all_parts(rows, here, num_local, gate_up, down, act, gated, inner)
-    else:
-        rows = _sorted_rows(rows, here, num_local, gate_up, down, act, gated)
+        theirs = _exchange(there.repeat(ways), [total] * ways, [total] * ways, mesh.group(inner))
+    known = to_host(torch.cat((here, there, theirs)))
+    if sum(known[:total]) != chosen.numel():
+        raise ValueError(f"experts: an index is beyond the {total} experts of {ranks} ranks")
+    sent, come = _sums(known[:total], num_local), _sums(known[total : 2 * total], num_local)
+    parts = _sums(known[2 * total :], total)
+    rows: torch.Tensor = _Spread.apply(hidden, chosen, index.shape[1])  # type: ignore[no-untyped-call]
     if ranks > 1:
-        rows = _Exchange.apply(rows, come, sent, group)  # type: ignore[no-untyped-call]
-    back = rows.index_select(0, chosen.argsort()).view(*index.shape, -1)  # not index_add, which would keep its rows
-    return (back * weights.unsqueeze(-1)).to(hidden.dtype).sum(1)
-
-
-def _sorted_rows(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    num_local: int,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    act: Callable[[torch.Tensor], torch.Tensor],
-    gated: bool,
-) -> torch.Tensor:
-    """Rows through their experts; `counts` says how many are of the first, the second, ... of each source in turn."""
-    sources = counts.numel() // num_local
-    local = torch.arange(num_local, device=counts.device).repeat(sources).repeat_interleave(counts)
-    ones = torch.ones(local.shape[0], 1, dtype=rows.dtype, device=rows.device)
-    out: torch.Tensor = _Experts.apply(rows, local.unsqueeze(1), ones, gate_up, down, act, gated, None, None)  # type: ignore[no-untyped-call]
+        rows = _Exchange.apply(rows, sent, come, mesh.group(axis))  # type: ignore[no-untyped-call]
+    each, shape = [rows.shape[0]] * ways, rows.shape
+    if inner is not None:
+        rows = _Exchange.apply(rows.repeat(ways, 1), each, parts, mesh.group(inner))  # type: ignore[no-untyped-call]
+    grouped = in_one_product(rows, gate_up, down)
+    order, groups = _of_sources(theirs, known[2 * total :], num_local, grouped)
+    rows = _Experts.apply(rows, order.unsqueeze(1), None, gate_up, down, act, gated, None, None, groups)  # type: ignore[no-untyped-call]
+    if inner is not None:
+        rows = _Exchange.apply(rows, parts, each, mesh.group(inner))  # type: ignore[no-untyped-call]
+        rows = rows.view(ways, *shape).sum(0)
+    if ranks > 1:
+        rows = _Exchange.apply(rows, come, sent, mesh.group(axis))  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Combine.apply(rows, weights, chosen)  # type: ignore[no-untyped-call]
     return out
 
 
-def _of_all_parts(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    num_local: int,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    act: Callable[[torch.Tensor], torch.Tensor],
-    gated: bool,
-    axis: str,
-) -> torch.Tensor:
-    """Rows through experts of which each rank of an axis has a part: to all of them, and the sum of what comes back."""
-    group, ways = current_mesh().group(axis), current_mesh().size(axis)
-    each = [counts.numel()] * ways
-    theirs = _exchange(counts.repeat(ways), each, each, group)
-    sent, come = [rows.shape[0]] * ways, theirs.view(ways, -1).sum(1).tolist()
-    every = _Exchange.apply(rows.repeat(ways, 1), sent, come, group)  # type: ignore[no-untyped-call]
-    made = _sorted_rows(every, theirs, num_local, gate_up, down, act, gated)
-    parts: torch.Tensor = _Exchange.apply(made, come, sent, group)  # type: ignore[no-untyped-call]
-    return parts.view(ways, *rows.shape).sum(0)
+def _sums(counts: list[int], size: int) -> list[int]:
+    return [sum(counts[i : i + size]) for i in range(0, len(counts), size)]
 
 
 def _exchange(rows: torch.Tensor, sent: list[int], come: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -184,76 +180,239 @@ class _Exchange(torch.autograd.Function):
         return _exchange(grad, ctx.come, ctx.sent, ctx.group), None, None, None
 
 
-def _products(x: torch.Tensor, counts: list[int], matrices: torch.Tensor) -> torch.Tensor:
-    """Rows of every expert times its matrix: [rows, i], [e, i, o] -> [rows, o]."""
-    out = x.new_empty(x.shape[0], matrices.shape[2])
-    for rows, matrix, to in zip(torch.split(x, counts), matrices, torch.split(out, counts), strict=True):
-        torch.mm(rows, matrix, out=to)
-    return out
+class _Spread(torch.autograd.Function):
+    """[t, h] -> [t k, h]: rows in the order `chosen` of places in [t, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, chosen: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.tokens, ctx.k = hidden.shape[0], k
+        return hidden.index_select(0, chosen // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (chosen,) = ctx.saved_tensors
+        return _by_token(grad, chosen, ctx.tokens, ctx.k), None, None
 
 
-def _outer(a: torch.Tensor, b: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Of every expert, the sum over its rows of the outer products: [rows, i], [rows, o] -> [e, i, o]."""
-    out = a.new_empty(len(counts), a.shape[1], b.shape[1])
-    for left, right, to in zip(torch.split(a, counts), torch.split(b, counts), out, strict=True):
-        torch.mm(left.T, right, out=to)  # of no rows: zeros
-    return out
+class _Combine(torch.autograd.Function):
+    """[t k, h] in the order `chosen` of places in [t, k], and their weights [t, k] -> [t, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, chosen)
+        return _by_token(rows, chosen, weights.shape[0], weights.shape[1], weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        rows, weights, chosen = ctx.saved_tensors
+        for_rows = for_weights = None
+        arrived = grad.index_select(0, chosen // weights.shape[1])
+        if ctx.needs_input_grad[1]:
+            for_weights = _of_weights(arrived, rows, weights, chosen)
+        if ctx.needs_input_grad[0]:
+            for_rows = arrived.mul_(weights.flatten()[chosen].unsqueeze(1))
+        return for_rows, for_weights, None
+
+
+def _by_token(
+    rows: torch.Tensor, chosen: torch.Tensor, t: int, k: int, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[rows, h] -> [t, h]: of every token the sum of its rows, in the order of its choices and in float32 at least.
+
+    One kernel that reads every row once, without atomics: the same bits in every run (`index_add` on CUDA adds in the
+    order of arrival, and rounds 16-bit sums after every addition).
+
+    Args:
+        chosen: of every row its place in [t, k]; no place twice.
+        weights: of all places, by which rows are scaled.
+    """
+    places, order = chosen.sort()
+    starts = torch.searchsorted(places, torch.arange(0, t * k, k, device=chosen.device))
+    each = None
+    if weights is not None and weights.dtype == rows.dtype:
+        each = weights.flatten()[places]
+    elif weights is not None:
+        rows = torch.mul(rows, weights.flatten()[chosen].unsqueeze(1), out=torch.empty_like(rows))
+    return functional.embedding_bag(order, rows, starts, mode="sum", per_sample_weights=each)
+
+
+def _of_weights(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Gradient of routing weights, [t, k]: products of rows that belong together; 0 where no row was."""
+    each = (a * b).sum(1).to(weights.dtype)
+    return weights.new_zeros(weights.numel()).index_copy_(0, chosen, each).view_as(weights)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+_GROUPED_BYTES = 16  # every row and every matrix begins at a multiple of this
+_MOST_GROUPS = 1023
+_GROUPED_ON_CUDA = (9, 10)  # compute capabilities that have the kernel; others would wait for the host at each product
+
+
+def grouped_kernel(
+    device_type: str, dtype: torch.dtype, capability: int | None, sizes: Iterable[int], num_groups: int
+) -> bool:
+    """Whether ``torch.nn.functional.grouped_mm`` multiplies rows of all experts at once, at sizes that only the device
+    knows. Elsewhere every expert has a product of its own, of sizes that the host has to know.
+
+    Its kernel on CUDA takes bfloat16 on Hopper and Blackwell; for all else it copies the sizes to the host at every
+    product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is the same loop.
+
+    Args:
+        capability: major compute capability of a CUDA device, None where it is not known.
+        sizes: lengths of rows of all operands.
+    """
+    if device_type == "cuda":
+        fits = dtype == torch.bfloat16 and capability in _GROUPED_ON_CUDA
+    else:
+        fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return fits and num_groups <= _MOST_GROUPS and all(n * dtype.itemsize % _GROUPED_BYTES == 0 for n in sizes)
+
+
+def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """`grouped_kernel` of these operands."""
+    capability = None
+    if x.device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(x.device)[0]
+    begins = (int(m.storage_offset()) for m in (gate_up, down))
+    plain = gate_up.dtype == down.dtype == x.dtype and gate_up.is_contiguous() and down.is_contiguous()
+    sizes = (x.shape[1], gate_up.shape[1], down.shape[2], *begins)
+    return plain and grouped_kernel(x.device.type, x.dtype, capability, sizes, gate_up.shape[0])
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rows sorted by expert: `ends[i]` is behind the last one of expert i (int32; None: a product per expert), `counts`
+    how many each has where the host knows."""
+
+    ends: torch.Tensor | None
+    counts: list[int] | None
+
+    def products(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Rows of every expert times its matrix: [rows, i], [e, i, o] -> [rows, o]."""
+        if self.ends is not None and (x.device.type != "cuda" or x.shape[0]):
+            return functional.grouped_mm(x, matrices, offs=self.ends)
+        out = x.new_empty(x.shape[0], matrices.shape[2])
+        for rows, matrix, to in zip(self._split(x), matrices, self._split(out), strict=True):
+            torch.mm(rows, matrix, out=to)
+        return out
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Of every expert, the sum over its rows of the outer products: [rows, i], [rows, o] -> [e, i, o]."""
+        if self.ends is not None and (a.device.type != "cuda" or a.shape[0]):
+            return self._without_garbage(functional.grouped_mm(a.T, b, offs=self.ends))
+        left, right = self._split(a), self._split(b)
+        out = a.new_empty(len(left), a.shape[1], b.shape[1])
+        for x, y, to in zip(left, right, out, strict=True):
+            torch.mm(x.T, y, out=to)  # of no rows: zeros
+        return out
+
+    def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.counts is not None:
+            return torch.split(x, self.counts)
+        if self.ends is None:
+            raise RuntimeError("experts: rows of no known expert")
+        return (x,) * self.ends.shape[0]  # none at all
+
+    def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
+        """Of an expert without rows the kernel for Blackwell leaves what was in memory (pytorch issue 172439)."""
+        if out.device.type != "cuda" or self.ends is None:
+            return out
+        if self.counts is None:
+            return out.masked_fill_((self.ends.diff(prepend=self.ends.new_zeros(1)) == 0)[:, None, None], 0.0)
+        for matrix, count in zip(out, self.counts, strict=True):
+            if count == 0:
+                matrix.zero_()
+        return out
+
+
+def _by_expert(
+    index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
+) -> tuple[torch.Tensor, _Groups]:
+    """Places in [t, k] sorted by local expert, then by token; those of experts on other ranks are left out.
+
+    Where experts are sharded the host waits for the number of rows even with one product for all: without it every
+    rank would hold rows for all t k choices instead of its share of them.
+    """
+    local = index.flatten()
+    if mesh is not None and axes is not None:
+        local = local - mesh.index_tensor(axes, index.device) * num_local
+    local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # elsewhere: behind the last
+    by_expert, chosen = local.sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(num_local, device=index.device), right=True, out_int32=True)
+    complaint = f"experts: an index is beyond the {num_local} experts"
+    if grouped and axes is None:
+        torch._assert_async(ends[-1] == index.numel(), complaint)  # the host does not wait for it
+        return chosen, _Groups(ends, None)
+    counts = to_host(ends.diff(prepend=ends.new_zeros(1)))
+    if axes is None and sum(counts) != index.numel():
+        raise ValueError(complaint)
+    return chosen[: sum(counts)], _Groups(ends if grouped else None, counts)
+
+
+def _of_sources(counts: torch.Tensor, known: list[int], num_local: int, grouped: bool) -> tuple[torch.Tensor, _Groups]:
+    """The same of rows that are sorted by expert within each source; `counts` says how many are of the first, the
+    second, ... expert of each source in turn, `known` the same on the host."""
+    sources, num_rows = counts.numel() // num_local, sum(known)
+    experts_ = torch.arange(num_local, device=counts.device).repeat(sources)
+    order = experts_.repeat_interleave(counts, output_size=num_rows).argsort(stable=True)
+    ends = counts.view(sources, -1).sum(0).cumsum(0).to(torch.int32) if grouped else None
+    return order, _Groups(ends, [sum(known[e::num_local]) for e in range(num_local)])
 
 
 class _Experts(torch.autograd.Function):
+    """`groups`: of rows that are tokens, in the order `index` [rows, 1] by expert, unweighted (`weights` is None)."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         index: torch.Tensor,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         gate_up: torch.Tensor,
         down: torch.Tensor,
         act: Callable[[torch.Tensor], torch.Tensor],
         gated: bool,
         mesh: AxisMesh | None,
         axes: Axes | None,
+        groups: _Groups | None,
     ) -> torch.Tensor:
-        num_local = gate_up.shape[0]
-        local = index.flatten()
-        if mesh is not None and axes is not None:
-            local = local - mesh.index_tensor(axes, index.device) * num_local
-        local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # elsewhere: behind the last
-        counts = torch.bincount(local, minlength=num_local + 1)[:num_local].tolist()
-        chosen = local.argsort(stable=True)[: sum(counts)]  # places in [t, k], by expert, then by token
-        token, share = chosen // index.shape[1], weights.flatten()[chosen].unsqueeze(1)
-        first = _products(hidden[token], counts, gate_up.mT)
-        inner = _activated(first, act, gated)
-        rows = _products(inner, counts, down.mT)
-        out = torch.zeros_like(hidden).index_add_(0, token, (rows * share).to(hidden.dtype))
-        ctx.save_for_backward(hidden, weights, gate_up, down, chosen, first)
-        ctx.counts, ctx.act, ctx.gated = counts, act, gated
-        return out
+        chosen, k = index.flatten(), index.shape[1]
+        if groups is None:
+            chosen, groups = _by_expert(index, gate_up.shape[0], mesh, axes, in_one_product(hidden, gate_up, down))
+        first = groups.products(hidden.index_select(0, chosen // k), gate_up.mT)
+        rows = groups.products(_activated(first, act, gated), down.mT)
+        ctx.save_for_backward(hidden, weights, gate_up, down, chosen, first, groups.ends)
+        ctx.counts, ctx.act, ctx.gated, ctx.k = groups.counts, act, gated, k
+        return _by_token(rows, chosen, hidden.shape[0], k, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weights, gate_up, down, chosen, first = ctx.saved_tensors
+        hidden, weights, gate_up, down, chosen, first, ends = ctx.saved_tensors
         need_hidden, _, need_weights, need_first, need_down = ctx.needs_input_grad[:5]
-        counts, token = ctx.counts, chosen // weights.shape[1]
-        share = weights.flatten()[chosen].unsqueeze(1)
-        arrived = grad[token]
+        groups, token = _Groups(ends, ctx.counts), chosen // ctx.k
+        share = None if weights is None else weights.flatten()[chosen].unsqueeze(1)
+        arrived = grad.index_select(0, token)
         with torch.enable_grad():  # the activation's own derivative
             given = first.detach().requires_grad_()
             inner = _activated(given, ctx.act, ctx.gated)
-        behind = _products(arrived, counts, down)  # of the inner rows, before the routing weight
+        behind = groups.products(arrived, down)  # of the inner rows, before the routing weight
         for_weights = for_down = for_first = for_hidden = None
         if need_weights:  # <grad, down inner> = <down^T grad, inner>
-            each = (behind * inner.detach()).sum(1).to(weights.dtype)
-            for_weights = weights.new_zeros(weights.numel()).index_copy_(0, chosen, each).view_as(weights)
+            for_weights = _of_weights(behind, inner.detach(), weights, chosen)
+        if share is not None:
+            arrived, behind = arrived.mul_(share), behind.mul_(share)
         if need_down:
-            for_down = _outer((arrived * share).to(arrived.dtype), inner.detach(), counts)
+            for_down = groups.outer(arrived, inner.detach())
+        del arrived
         if need_hidden or need_first:
-            (behind,) = torch.autograd.grad(inner, given, (behind * share).to(inner.dtype))
+            (behind,) = torch.autograd.grad(inner, given, behind)
             if need_first:
-                for_first = _outer(behind, hidden[token], counts)
+                for_first = groups.outer(behind, hidden.index_select(0, token))
             if need_hidden:
-                for_hidden = torch.zeros_like(hidden).index_add_(0, token, _products(behind, counts, gate_up))
-        return for_hidden, None, for_weights, for_first, for_down, None, None, None, None
+                for_hidden = _by_token(groups.products(behind, gate_up), chosen, hidden.shape[0], ctx.k)
+        return for_hidden, None, for_weights, for_first, for_down, None, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(

@@ -1,7 +1,11 @@
 """When one rank fails, every rank ends, within a stated time and with the reason of the rank that failed.
 
 What ends the others: gloo's connections close when the process of the failing rank ends, often when it leaves
-``guard``. With NCCL, or when a rank is stopped, hangs or lives on, it is the timeout of collectives: 10 minutes,
+``guard``. With NCCL a rank may wait for its device, where no error reaches it: its watch aborts the communicators once
+it knows that a rank failed, within a second or two, and the call into autoplan raises, whatever the device returned; a
+value that the script waits for between calls (``loss.item()``) is worth nothing then, and its next call raises. (Never
+run on a GPU. Where torch's own watchdog sees the broken connection first, it ends the process.) When a rank is stopped,
+hangs or lives on, it is the timeout of collectives: 10 minutes,
 ``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all groups to come, since those of a
 DeviceMesh do not inherit it: build meshes after ``init_process_group``.
 
@@ -50,6 +54,8 @@ GRACE_S = 10.0
 ANSWER_S = 2.0
 # How often a rank asks the next one whether it lives.
 POLL_S = 0.5
+# How long a failing rank keeps its NCCL connections once the others were told: they look every POLL_S.
+HEAD_START_S = 2 * POLL_S
 # Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
 SILENCE_NOTE_S = 30.0
 WAIT_NOTE_S = 10.0
@@ -87,6 +93,10 @@ class RankFailure(RuntimeError):
         super().__init__(reason if rank is None else f"rank {rank} failed: {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class Aborted(dist.DistError):
+    """The communicators of this rank were aborted, because another rank failed."""
 
 
 class WaitEnded(dist.DistError):
@@ -180,29 +190,42 @@ def _exchange_addresses(state: Ranks) -> None:
     except OSError:
         host = "127.0.0.1"
     state.listener = Listener(host, state.answer, backlog=min(state.world, 1024))
-    keys = [f"{_ADDRESS}/{state.turn}/{rank}" for rank in range(state.world)]
-    # a call to the store of a stopped process would never return
-    timer = threading.Timer(state.timeout_s + GRACE_S, private.break_store, (state.store,))
-    timer.daemon = True
-    timer.start()
     try:
-        state.store.set(keys[state.rank], state.listener.address.to_json())
-        state.store.wait(keys, timedelta(seconds=state.timeout_s))
-        texts = state.store.multi_get(keys) if state.store.has_extended_api() else map(state.store.get, keys)
-        state.addresses = {r: Address.from_json(text) for r, text in enumerate(texts)}
-    except RuntimeError as error:
+        mine = state.listener.address.to_json()
+        texts = exchange(state.store, state.rank, state.world, f"{_ADDRESS}/{state.turn}", mine, state.timeout_s)
+    except BaseException:
         state.listener.close()
-        raise _missing(state, keys, error) from error
-    finally:
-        timer.cancel()
+        raise
+    state.addresses = {r: Address.from_json(text) for r, text in enumerate(texts)}
     hosts = {a.host: rank for rank, a in reversed(state.others.items())}  # the first rank of each
     state.ask({r: state.addresses[r] for r in sorted(hosts.values())[:_HOSTS_TRIED]}, GRACE_S)
 
 
-def _missing(state: Ranks, keys: list[str], error: RuntimeError) -> RankFailure:
+def exchange(store: Any, rank: int, world: int, name: str, text: str, timeout_s: float) -> list[str | bytes]:
+    """Every rank's text under `name`, by rank, through a key-value store: no process group is needed.
+
+    Raises:
+        RankFailure: a rank did not come within the timeout, or the store is gone.
+    """
+    keys = [f"{name}/{other}" for other in range(world)]
+    # a call to the store of a stopped process would never return
+    timer = threading.Timer(timeout_s + GRACE_S, private.break_store, (store,))
+    timer.daemon = True
+    timer.start()
+    try:
+        store.set(keys[rank], text)
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return list(store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))
+    except RuntimeError as error:
+        raise _missing(store, keys, timeout_s, error) from error
+    finally:
+        timer.cancel()
+
+
+def _missing(store: Any, keys: list[str], timeout_s: float, error: RuntimeError) -> RankFailure:
     with contextlib.suppress(RuntimeError):
-        absent = [rank for rank, key in enumerate(keys) if not state.store.check([key])]
-        late = f"did not begin to watch for failures within {state.timeout_s:g} s"
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        late = f"did not begin to watch for failures within {timeout_s:g} s"
         if len(absent) == 1:
             return RankFailure(absent[0], late)
         return RankFailure(None, f"ranks {', '.join(map(str, absent))} {late}")
@@ -220,6 +243,7 @@ def _watch(state: Ranks) -> None:
             # all there is.
             logger.error("%s", _failure(news))
             told = True
+            _abort(state)
         ring = (r % state.world for r in range(state.rank + 1, state.rank + state.world))
         following = next((r for r in ring if not state.known.explains(r)), None)
         if following is not None:
@@ -234,6 +258,24 @@ def _watch(state: Ranks) -> None:
                 quiet_s = time.monotonic() - since
                 logger.warning("rank %d has not answered for %.0f s%s", following, quiet_s, state.last(following))
         host_since = _watch_host(state, host_since)
+
+
+def _abort(state: Ranks) -> None:
+    """Free a main thread that waits for its device in a collective to which a rank will not come."""
+    groups = private.nccl_groups()
+    if not groups:
+        return  # gloo says so itself
+    state.aborted = True  # first: the main thread goes on at once
+    try:
+        private.abort_communicators(groups)
+    except RuntimeError as exc:
+        logger.error("the communicators of rank %d could not be aborted: %s", state.rank, _describe(exc))
+
+
+def _check_whole() -> None:
+    """Aborted where what came out of collectives is worth nothing."""
+    if _state is not None and _state.aborted:
+        raise Aborted("the communicators of this rank were aborted")
 
 
 def _watch_host(state: Ranks, since: float | None) -> float | None:
@@ -263,6 +305,29 @@ def _exit(state: Ranks, thread: threading.Thread) -> None:
         state.tell()
     _end_watch(state)
     thread.join(3 * ANSWER_S)
+    _give_back(state)
+
+
+def give_back_at_exit() -> None:
+    """Destroy the default process group when the script ends: autoplan made it."""
+    if _state is not None:
+        _state.made_here = True
+        if _state.world == 1:  # nobody is watched
+            atexit.register(_give_back, _state)
+
+
+def _give_back(state: Ranks) -> None:
+    """Destroy the groups that were made here; where a rank failed, or a collective does not end, without waiting."""
+    if state is not _state or not dist.is_initialized():
+        return  # gone already, with the failure or by the caller
+    try:
+        failed = state.ended is not None or state.known.first(exits=False) is not None
+        if failed or not private.device_settles(GRACE_S):
+            private.abort_process_groups()
+        else:
+            private.give_back_groups(state.made_here)
+    except RuntimeError as exc:  # the script has ended, and its exit status is its own
+        logger.warning("the process groups of rank %d could not be given back: %s", state.rank, _describe(exc))
 
 
 def _end_watch(state: Ranks) -> None:
@@ -347,7 +412,9 @@ def guard(
     """
     with _calling(call):
         try:
+            _check_whole()
             yield
+            _check_whole()
         except RankFailure:
             raise
         except BaseException as exc:
@@ -416,7 +483,7 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
         return RankFailure(rank if state is None or rank is not None else state.rank, _describe(exc))
     if state.ended is not None and not dist.is_initialized():
         return RankFailure(*state.ended)  # what it does after a failure fails for that reason
-    if not is_broken_collective(exc):
+    if not is_broken_collective(exc) and not state.aborted:  # aborted, the device may say anything
         return _note_raised(state, exc)
     place = activity.of_traceback(exc.__traceback__)
     other = _failure(state.find_out(GRACE_S))
@@ -445,6 +512,9 @@ def _leave(failure: RankFailure) -> None:
         state.known.leave([state.rank])
         with contextlib.suppress(OSError):
             state.tell()
+        if not state.aborted and private.nccl_groups():
+            # torch's watchdog ends the processes that see connections of NCCL break: their own watch comes first
+            time.sleep(HEAD_START_S)
     with contextlib.suppress(Exception):
         private.abort_process_groups()
 

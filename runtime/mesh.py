@@ -5,6 +5,10 @@ groups, because the names of process groups are counters that differ between run
 atomic sub-axes, listed major to minor over the ranks; a *group* is a named product of some of them (``'tp'`` =
 ``('tp0', 'tp1')``) with one communicator of its own.
 
+Communicators are made when the mesh is, on every rank in the same order, and connected before the first step: one that
+forms beside running kernels waits for them. Axes of size 1 have none, and axes that span the same ranks share one (that
+of the whole world is the default group): each costs device memory (`cost_models/memory.py`). ``close`` gives them back.
+
 The same mesh serves real processes (gloo, NCCL), the fake process group, and ``LocalTensorMode``, where one process
 plays all ranks: whatever depends on the rank must then be a tensor that differs per rank
 (:meth:`AxisMesh.index_tensor`).
@@ -25,7 +29,9 @@ from spmd_types import MeshAxis, R, V
 
 # Private torch API (see private.py): the only way to build a tensor that differs per simulated rank.
 from torch.distributed._local_tensor import rank_map
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.runtime import private
 
 Axes = str | tuple[str, ...]
 """One axis name, or several from major to minor."""
@@ -50,8 +56,6 @@ class AxisMesh:
         RuntimeError: ``torch.distributed`` is not initialised.
     """
 
-    device_mesh: DeviceMesh
-
     def __init__(
         self,
         axes: Sequence[tuple[str, int]],
@@ -71,27 +75,84 @@ class AxisMesh:
             # With no backend named, torch picks by device; its own name for that is "undefined".
             on_cpu = dist.get_backend() in ("gloo", "fake", "mpi") or not torch.cuda.is_available()
             device_type = "cpu" if on_cpu else "cuda"
-        self.device_mesh = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=names)
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._canonical: dict[str, str] = {}
-        self._bind_groups()
-        self._axis_types = {n: MeshAxis.of(self._groups[n]) for n in names if self._sizes[n] > 1}
-
-    def _bind_groups(self) -> None:
-        # Groups that span the same ranks share one communicator: each NCCL communicator costs device memory.
+        self.device_type = device_type
+        self._groups: dict[str, dist.ProcessGroup] = {}  # by canonical name, of the axes larger than 1
+        self._alone: dist.ProcessGroup | None = None
+        self._made: list[dist.ProcessGroup] = []
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         first_with: dict[tuple[str, ...], str] = {}
-        for name, members in self._members.items():
-            live = tuple(m for m in members if self._sizes[m] > 1)
-            owner = first_with.setdefault(live, name)
-            self._canonical[name] = owner
-            if owner != name:
-                self._groups[name] = self._groups[owner]
-            elif len(members) == 1:
-                self._groups[name] = self.device_mesh.get_group(name)
-            else:
-                self._groups[name] = self.device_mesh[members]._flatten(name).get_group()
-        self._by_group_name = {self._groups[n].group_name: n for n in self._canonical.values()}
-        self._by_ranks = {tuple(dist.get_process_group_ranks(self._groups[n])): n for n in self._canonical.values()}
+        self._canonical = {n: first_with.setdefault(self._live(n), n) for n in self._members}
+        for live, name in first_with.items():
+            if live:
+                self._groups[name] = self._form(self._partition(live), name)
+                self._meshes[(name,)] = self._built((name,))
+        self._by_group_name = {group.group_name: name for name, group in self._groups.items()}
+        self._by_ranks = {tuple(self._own_ranks(live)): name for live, name in first_with.items()}
+        self._axis_types = {n: MeshAxis.of(self.group(n)) for n in names if self._sizes[n] > 1}
+
+    def _live(self, axes: Axes) -> tuple[str, ...]:
+        """The sub-axes of `axes` that are larger than 1."""
+        return tuple(a for a in self.atoms(axes) if self._sizes[a] > 1)
+
+    def _own_ranks(self, atoms: Sequence[str]) -> list[int]:
+        """The ranks that differ from this one along these sub-axes only, the last of which varies fastest."""
+        own, found = dist.get_rank(), [0]
+        for atom, size in self._sizes.items():
+            own_step = own // self._steps[atom] % size * self._steps[atom]
+            found = found if atom in atoms else [rank + own_step for rank in found]
+        for atom in atoms:
+            found = [rank + i * self._steps[atom] for rank in found for i in range(self._sizes[atom])]
+        return found
+
+    def _partition(self, atoms: Sequence[str]) -> list[list[int]]:
+        """The ranks of every group along these sub-axes."""
+        ranks = torch.arange(self.world_size).reshape(tuple(self._sizes.values()))
+        names = list(self._sizes)
+        inside, outside = ([names.index(n) for n in names if (n in atoms) is there] for there in (True, False))
+        size = math.prod(self._sizes[n] for n in atoms)
+        groups: list[list[int]] = ranks.permute([*outside, *inside]).reshape(-1, size).tolist()
+        return groups
+
+    def _form(self, partition: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
+        """This rank's group of a partition of the ranks. A collective over all ranks."""
+        if len(partition) == 1 and len(partition[0]) == self.world_size:
+            whole: dist.ProcessGroup = private.default_group()
+            return whole
+        made = private.form_groups(partition, name)
+        assert made is not None  # a partition has every rank
+        self._made.append(made)
+        return made
+
+    def group_of_some(self, groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """This rank's group of several that have no rank in common; None if it is in none of them.
+
+        A collective over all ranks, which give the same groups. Those that exist are taken.
+        """
+        mine = next((tuple(g) for g in groups if dist.get_rank() in g), None)
+        for axis, members in self._members.items():
+            if axis in self._groups and {tuple(g) for g in self._partition(members)} >= {tuple(g) for g in groups}:
+                return self._groups[axis] if mine is not None else None
+        made = private.form_groups(groups, name)
+        if made is not None:
+            self._made.append(made)
+        return made
+
+    def connect(self, device: torch.device) -> None:
+        """Let every communicator form now, in one order on all ranks. A collective; nothing to do without NCCL."""
+        if device.type != "cuda":
+            return
+        token = torch.zeros(1, device=device)
+        for group in dict.fromkeys((*self._groups.values(), *self._made)):
+            dist.all_reduce(token, group=group)
+        torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """Give the communicators of this mesh back; it can be used no more. On every rank, with nothing running."""
+        self._meshes.clear()
+        for group in reversed(self._made):
+            dist.destroy_process_group(group)
+        self._made.clear()
+        self._groups.clear()
 
     @property
     def axes(self) -> dict[str, int]:
@@ -142,8 +203,13 @@ class AxisMesh:
         Raises:
             ValueError: an unknown name.
         """
-        self.atoms(axis)
-        return self._groups[axis]
+        name = self.canonical(axis)
+        if name not in self._groups:  # of size 1: seldom asked for
+            if self._alone is None:
+                self._alone = private.group_alone(self.world_size)
+                self._made.append(self._alone)
+            return self._alone
+        return self._groups[name]
 
     def groups_of(self, axes: Axes) -> tuple[dist.ProcessGroup, ...]:
         """The fewest process groups that together span ``axes``; none when its size is 1.
@@ -155,19 +221,29 @@ class AxisMesh:
             return ()
         for name, members in self._members.items():
             if {m for m in members if self._sizes[m] > 1} == live:
-                return (self._groups[name],)
-        return tuple(self._groups[a] for a in self._sizes if a in live)
+                return (self.group(name),)
+        return tuple(self.group(a) for a in self._sizes if a in live)
 
-    def submesh(self, axis: str) -> DeviceMesh:
-        """A mesh of one dim over the ranks of ``axis``.
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """A mesh with one dim per axis, in this order, over the groups that exist. One axis of size 1 has no group.
+
+        No slice of a mesh of everything: torch wants the dims of slices in the order of the ranks.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: an unknown name, or a sub-axis named twice.
         """
-        live = [a for a in self.atoms(axis) if self._sizes[a] > 1] or [self.atoms(axis)[-1]]
-        if len(live) == 1:
-            return self.device_mesh[live[0]]
-        return self.device_mesh[self._canonical[axis]]  # flattened when its group was made
+        self.atoms(axes)
+        key = tuple(self._canonical[a] for a in axes)
+        if key not in self._meshes:
+            self._meshes[key] = self._built(key)
+        return self._meshes[key]
+
+    def _built(self, axes: tuple[str, ...]) -> DeviceMesh:
+        if len(axes) == 1 and not self._live(axes):
+            return private.mesh_without_group(self.device_type, dist.get_rank(), axes[0])
+        ranks = torch.tensor(self._own_ranks(self.atoms(axes))).reshape([self.size(a) for a in axes])
+        groups = [self.group(a) for a in axes]
+        return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
 
     def canonical(self, axis: str) -> str:
         """The name under which the ledger reports ``axis``: the first axis that spans the same ranks."""

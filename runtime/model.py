@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
 from autoplan.runtime.agree import AgreedValueError
@@ -22,7 +22,7 @@ from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.norm import scale_, square_sum
-from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload, like_shard
+from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
     all_reduce_flat,
@@ -35,11 +35,12 @@ from autoplan.runtime.params import (
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
-from autoplan.runtime.program import load_module
+from autoplan.runtime.program import copy_beside_computing, load_module
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.state import IncompatibleKeys, check_state
-from autoplan.runtime.zero import GradientSync, apply_zero, hybrid_mesh
+from autoplan.runtime.whole import HOST, broadcast, of_shards, own_shard
+from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -127,6 +128,7 @@ class ParallelModel:
             if last is not None:  # after the hooks of fully_shard, which then see the loss itself
                 last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         self._tied_groups = self._make_tied_groups()
+        self.mesh.connect(self.device)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._shards_shown = Shards(
             self.mesh,
@@ -162,6 +164,7 @@ class ParallelModel:
             copies = self._make_copies()
         # 16-bit sums are reduced as such, where they are: in the copies
         in_copies = copies is not None and precision is not None and precision.gradients != MASTER
+        leaf = copies.leaf if copies is not None else _itself
         with copies.in_place() if copies is not None and in_copies else nullcontext():
             for index, stage in self.stages.items():
                 mine = self._specs[index]
@@ -175,6 +178,7 @@ class ParallelModel:
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
+                    beside=leaf if reduces_beside(self.device.type) else None,
                 )
         # of what fully_shard leaves alone: experts without replicas
         return syncs, copies if copies is not None else self._make_copies()
@@ -203,8 +207,7 @@ class ParallelModel:
 
     def _copies_of(self, copies: str, shards: str) -> DeviceMesh:
         """The ranks that ZeRO shards over; under hybrid ZeRO together with those that have copies of the shards."""
-        mesh = self.mesh.submesh(shards)
-        return hybrid_mesh(self.mesh.submesh(copies), mesh) if self._hybrid else mesh
+        return self.mesh.submesh(copies, shards) if self._hybrid else self.mesh.submesh(shards)
 
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
@@ -265,6 +268,7 @@ class ParallelModel:
         )
         if self._plain_parameters:
             self._share_tied(stage, mine)
+        copy_beside_computing(stage, self.device)
         return stage
 
     def _dispatched(self, mine: StageSpec) -> list[nn.Parameter]:
@@ -343,16 +347,16 @@ class ParallelModel:
         """For each tied parameter: this rank's copies, and the other ranks of the pipeline that hold one."""
         out: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
         ranks = torch.arange(self.mesh.world_size).reshape(self.mesh.size("pp"), -1)
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for tied in self.spec.tied:
             homes = sorted({self._rank_of(stage) for stage, _, _ in tied.places})
             mine = [place for place in tied.places if place[0] in self.stages]
             group: dist.ProcessGroup | None = None
             if len(homes) > 1:
-                for column in range(ranks.shape[1]):  # every rank makes every group, in the same order
-                    members = [int(ranks[home, column]) for home in homes]
-                    made = dist.new_group(members)
-                    if dist.get_rank() in members:
-                        group = made
+                if tuple(homes) not in groups:
+                    columns: list[list[int]] = ranks[homes].T.tolist()
+                    groups[tuple(homes)] = self.mesh.group_of_some(columns, "tied")
+                group = groups[tuple(homes)]
             out.append((mine, group))
         return out
 
@@ -494,7 +498,7 @@ class ParallelModel:
             ]
             self._runner = PipelineRunner(
                 parts,
-                self.mesh.device_mesh["pp"],
+                self.mesh.submesh("pp"),
                 num_stages=len(self.spec.stages),
                 device=self.device,
                 schedule=self.spec.schedule,
@@ -548,39 +552,37 @@ class ParallelModel:
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Full tensors by original name, on every rank (a collective): `pick` chooses parameter or gradient."""
+        """Full tensors by original name, on the host of every rank (a collective): `pick` chooses parameter or
+        gradient. Tensor by tensor: of the memory of a device it takes a bucket (`autoplan.runtime.whole`)."""
         mine: dict[str, torch.Tensor] = {}
         for p, parameter in self._places():
             tensor = pick(self._held(parameter))
-            if tensor is None:
+            if tensor is None or (p.name in mine and not p.shards and not isinstance(parameter, DTensor)):
                 continue
-            if self._on_host:
-                tensor = like_shard(local_of(tensor), parameter, self.device)
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            local = local_of(tensor).detach()
+            if isinstance(parameter, DTensor):
+                local = of_shards(local, parameter, self.device)
+            full = unshard(local, p, self.mesh, self.device)  # of every copy of a tied one: its ranks take part alike
             if p.name not in mine:
-                mine[p.name] = unshard(full.detach(), p, self.mesh).clone()  # a snapshot, never a view of what trains
-            elif p.shards:
-                unshard(full.detach(), p, self.mesh)  # the other copy of a tied parameter: its ranks take part alike
+                mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of what trains
         if self.mesh.size("pp") == 1:
             return mine
         out: dict[str, torch.Tensor] = {}
+        group = self.mesh.group("pp")
         for index, stage in enumerate(self.spec.stages):
-            for name, shape in dict.fromkeys((p.name, p.shape) for p in stage.params):
-                if name in out:
+            params = {p.name: p for p in reversed(stage.params) if p.name not in out}
+            names = [name for name in dict.fromkeys(p.name for p in stage.params) if name in params]
+            present = torch.tensor([name in mine for name in names], dtype=torch.int32, device=self.device)
+            source = self._rank_of_stage(index)
+            if names:
+                dist.broadcast(present, source, group=group)
+            for name, there in zip(names, present.tolist(), strict=True):
+                if not there:
                     continue
-                present = torch.tensor(int(name in mine), device=self.device)
-                source = self._rank_of_stage(index)
-                dist.broadcast(present, source, group=self.mesh.group("pp"))
-                if not int(present):
-                    continue
-                dtype = self._stored_dtype(next(p for p in stage.params if p.name == name))
-                tensor = (
-                    mine[name].contiguous()
-                    if index in self.stages
-                    else torch.empty(shape, dtype=dtype, device=self.device)
-                )
-                dist.broadcast(tensor, source, group=self.mesh.group("pp"))
-                out[name] = tensor
+                p = params[name]
+                here = index in self.stages
+                out[name] = mine[name].contiguous() if here else torch.empty(p.shape, dtype=self._stored_dtype(p))
+                broadcast(out[name], source, self.device, group)
         return out
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
@@ -596,17 +598,18 @@ class ParallelModel:
     def state_dict(self) -> dict[str, Any]:
         """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
 
-        Every rank receives the whole model: meant for models that fit one rank's memory.
+        The tensors are on the host, whatever the model runs on (as FSDP's full state with `cpu_offload`): every rank's
+        host holds the whole model, its device a bucket at a time. `load_state_dict` takes them from any device.
         """
-        out = self.full_tensors(lambda p: p)
+        out: dict[str, Any] = dict(self.full_tensors(lambda p: p))
         for name, others in self._aliases.items():
             for other in others:
                 out[other] = out[name]
-        return {**out, **self._extra}
+        return {**out, **{n: v.to(HOST) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}}
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients under the original names, on every rank (a collective)."""
+        """Full gradients under the original names, on the host of every rank (a collective)."""
         return self.full_tensors(lambda p: p.grad)
 
     @guarded("load_state_dict")
@@ -651,10 +654,10 @@ class ParallelModel:
         return out
 
     def _load(self, p: ParamSpec, parameter: nn.Parameter, full: torch.Tensor) -> None:
-        local = shard(full.detach().reshape(p.shape).to(self.device), p, self.mesh.size, self._coordinate)
+        """This rank's part of a tensor, cut where the tensor is; the ranks' states are the same."""
+        local = shard(full.detach().reshape(p.shape), p, self.mesh.size, self._coordinate)
         if isinstance(parameter, DTensor):
-            whole = distribute_tensor(local.to(parameter.dtype), parameter.device_mesh, parameter.placements)
-            local = whole.to_local()
+            local = own_shard(local, parameter)
         if self._host is not None and self._held(parameter) is not parameter:
             self._host.load(parameter, local)
         else:
@@ -665,6 +668,10 @@ class ParallelModel:
         micro_batches = f"{self.num_micro_batches} micro-batches"
         held = f"stage {', '.join(map(str, self.stages))}"
         return f"ParallelModel({self.spec.model}, {degrees}, {held}, {micro_batches})"
+
+
+def _itself(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
 
 
 def _like(value: Any, old: Any) -> Any:

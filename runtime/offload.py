@@ -19,7 +19,8 @@ both there. What it does not shard (experts without replicas) is as above.
 
 On a CPU "device" and "host" are both its memory. The first form copies between distinct tensors all the same; torch's
 policy finds its shards where they are. Pinned memory, copies beside computing, and collectives of gradients that are on
-the host are for GPUs and were not run on one.
+the host are for GPUs and were not run on one. There the host waits once a step, for the gradients; parameters follow
+each other in the stream that computes, and what the optimizer changes next it changes behind that wait.
 
 Source: Ren et al., ZeRO-Offload, 2021, section 3 (what goes where) and 4.2 (the order of copies); they hide copies of
 gradients behind the backward, here none is hidden.

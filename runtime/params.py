@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import BufferSpec, ParamSpec, StageSpec
+from autoplan.runtime.whole import HOST, gather
 
 
 def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
@@ -65,8 +66,12 @@ def shard(
     return out.reshape(local_shape(spec, size)).contiguous()
 
 
-def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh) -> torch.Tensor:
-    """The full tensor from the shards of all ranks of its sub-axes. A collective over them."""
+def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh, device: torch.device | None = None) -> torch.Tensor:
+    """The full tensor, on the host, from the shards of all ranks of its sub-axes. A collective over them.
+
+    `device`: of the groups' tensors; None: that of `local`, which may be on the host.
+    """
+    device = local.device if device is None else device
     shape, where = _open(spec)
     now = list(shape)
     for s in spec.shards:
@@ -75,11 +80,9 @@ def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh) -> torch.Tenso
     for s in reversed(spec.shards):  # minor first
         if mesh.size(s.axis) == 1:
             continue
-        out = out.contiguous()
-        parts = [torch.empty_like(out) for _ in range(mesh.size(s.axis))]
-        dist.all_gather(parts, out, group=mesh.group(s.axis))
+        parts = gather(out, [out.shape] * mesh.size(s.axis), mesh.group(s.axis), device)
         out = torch.cat(parts, dim=where[s.dim, s.position])
-    return out.reshape(spec.shape)
+    return out.to(HOST).reshape(spec.shape)
 
 
 def buffer_owner(stage: nn.Module, spec: BufferSpec) -> nn.Module:

@@ -142,12 +142,17 @@ class Copies:
                 if self._at_once and master.requires_grad:
                     copy.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[no-untyped-call]
             found[id(master)].places.append((block, spec.attr))
-        self._copies = list(found.values())
+        self._copies, self._of_master = list(found.values()), found
         # masters that no block computes with, by id
         self.unused = frozenset(found) - direct
 
     def __len__(self) -> int:
         return len(self._copies)
+
+    def leaf(self, master: nn.Parameter) -> nn.Parameter:
+        """What autograd gives the gradient of a master to: its copy, whose hooks add it to the master's, or itself."""
+        found = self._of_master.get(id(master))
+        return master if found is None else found.copy
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -168,7 +173,8 @@ class Copies:
         """The values of the masters, rounded."""
         with torch.no_grad():
             for c in self._copies:
-                c.copy.copy_(c.master if c.source is None else c.source)
+                # from pinned memory the stream that computes waits, not the host, and the device rounds
+                c.copy.copy_(c.master if c.source is None else c.source, non_blocking=True)
 
     def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
         """Take the values of masters, by their ids, from elsewhere (`autoplan.runtime.offload`)."""

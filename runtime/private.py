@@ -12,18 +12,24 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | Tensor._post_accumulate_grad_hooks, Tensor._is_view (in split_backward.py) | a split backward writes .grad itself and calls what would follow; views cannot be detached in place | |
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run | 2.15: the callback wants to know who ends a backward, manual_backward_finalization_active: `end_of_backward` |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult (in zero.py) | experts that tokens travel to have fewer replicas than the rest of their block: a mesh of their own in shard_placement_fn | |
-| DeviceMesh._concatenate (in zero.py) | hybrid ZeRO's mesh of replicas and shards, made of two axes of one mesh: slicing by two names does not know axes that were flattened | |
+| DeviceMesh(_init_backend=False) | a mesh of one rank without a communicator: nothing is sent over it | |
 | tensor._dtensor_spec.DTensorSpec, TensorMeta, placement_types._StridedShard (in shards.py) | a DTensor over memory that exists, without copies; a dim whose outer factors are not cut | |
 | _local_tensor.rank_map, enabled_local_tensor_mode, _c10d._prepare_collective_groups (in mesh.py, convert.py) | ranks that tests simulate in one process | up to 2.14 the last gives (ranks, offsets, offset), which spmd_types 0.3.1 unpacks, 2.15 only the first two: `mend_simulated_groups` |
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | |
+| aten._flash_attention_forward, _fused_sdp_choice (in sdpa.py) | windows, and causal masks that end with the keys, without a mask; which kernel torch would take | |
 | _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | |
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, autoplan/verify/wide.py) | counted collectives are told apart by forward, backward and recompute; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as torch.nn.utils.get_total_norm has them; that one adds in the dtype of the gradients | |
+| _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from values of their own | |
 | nn.Module._parameters (in precision.py, model.py, params.py, capture/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
 | distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
 | TCPStore's client connection (/proc/self/fd) | its calls wait for a stopped host for ever; shut down, they raise | |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not that of the default group; gloo's sends and receives keep the one their group was made with | |
+| ProcessGroup.bound_device_id | the device that the caller's group was made with (device_id=) | |
+| distributed.rendezvous.rendezvous | the store of the variables of torchrun before there is a group: ranks agree on devices first, since NCCL's first communicator with a device twice, or without one, hangs or dies | |
+| ProcessGroup.abort, ProcessGroupNCCL._group_start, _group_end, distributed_c10d._world.pg_names | aborts the NCCL communicators from the thread that knows of a failure, while the main thread waits for a kernel that never ends; torch's own tables stay, which the main thread reads. After `abort` torch's watchdog looks at their errors no more, so that it does not end the process (ProcessGroupNCCL::Watchdog::runLoop, terminateProcessGroup_) | |
+| ProcessGroup.group_desc | the groups that autoplan made, among the caller's | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
 A torch upgrade reads this table first; `make versions TORCH=...` runs the tests that cover each row on another version
@@ -34,13 +40,17 @@ import contextlib
 import os
 import socket
 import stat
+import time
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _RecvInfo
 
 # True if torch allocates receive buffers at the receive and lets go of them when they are used.
@@ -78,6 +88,64 @@ def default_store() -> Store:
     return store
 
 
+OWN = "autoplan_"  # how descriptions of groups begin that are made here
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def form_groups(groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+    """This rank's group of several that have no rank in common; None if it is in none. On all ranks, with the same.
+
+    Where the default group is bound to a device, all of them are split off its communicator at once (`split_group`):
+    one by one, every rank would take part in forming every group.
+    """
+    description = OWN + name
+    if bound_device() is not None:
+        return dist.split_group(split_ranks=[list(g) for g in groups], group_desc=description)
+    made = [dist.new_group(list(ranks), group_desc=description) for ranks in groups]
+    return next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
+
+
+def group_alone(world_size: int) -> dist.ProcessGroup:
+    """A group of this rank alone. Where the default group is bound to a device, all ranks ask for theirs together."""
+    if bound_device() is not None:
+        found = form_groups([[rank] for rank in range(world_size)], "alone")
+        assert found is not None
+        return found
+    alone: dist.ProcessGroup = dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True, group_desc=OWN + "alone"
+    )
+    return alone
+
+
+def mesh_without_group(device_type: str, rank: int, name: str) -> DeviceMesh:
+    """A mesh of one rank, of which the size is asked for and nothing else."""
+    return DeviceMesh(device_type, [rank], mesh_dim_names=(name,), _init_backend=False)
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default process group was made with, None if it was made without one."""
+    found: torch.device | None = dist.distributed_c10d._get_default_group().bound_device_id
+    return found
+
+
+def rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
+    """Store, rank and number of ranks by the variables that torchrun sets, as `init_process_group` makes them."""
+    from torch.distributed.rendezvous import rendezvous as handler
+
+    store, rank, world = next(handler("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore("default_pg", store), rank, world
+
+
+def gpu_id(device: torch.device) -> str:
+    """What tells a GPU from all others, of whatever host and however it is numbered there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def store_endpoint(store: Store) -> tuple[str, int] | None:
     """Host and port of the TCPStore behind the default process group's store; None if it is another kind."""
     while isinstance(store, PrefixStore):
@@ -110,6 +178,58 @@ def set_timeout(timeout: timedelta) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Set timeout is now only supported")
         dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def nccl_groups() -> list[dist.ProcessGroup]:
+    """The process groups with NCCL communicators, in the order in which torch ends them."""
+    names = dict(dist.distributed_c10d._world.pg_names)
+    return [g for g in sorted(names, key=lambda g: names[g], reverse=True) if _nccl_of(g) is not None]
+
+
+def abort_communicators(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End what runs or waits in NCCL on this rank's device. From any thread, more than once.
+
+    Afterwards a kernel of NCCL that others do not come to has ended, with whatever is in its memory, and the next
+    collective raises DistBackendError.
+    """
+    backend: Any = _nccl_of(groups[0])
+    backend._group_start()  # as `_abort_process_group`: else one communicator's abort may wait for another's
+    try:
+        for group in groups:
+            group.abort()
+    finally:
+        backend._group_end()
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """The NCCL backend of a group, None if it has none."""
+    if "cuda:nccl" not in dist.distributed_c10d._world.pg_backend_config.get(group, "").split(","):
+        return None
+    return group._get_backend(torch.device("cuda"))
+
+
+def device_settles(within_s: float) -> bool:
+    """Whether what is queued on the current device ends within this time; true where there is none in use."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    end = time.monotonic() + within_s
+    event.record()
+    while not event.query():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def give_back_groups(everything: bool) -> None:
+    """Destroy the process groups of this process: all, or those that autoplan made in a group of the caller's."""
+    if everything:
+        dist.destroy_process_group()
+        return
+    for group in reversed(list(dist.distributed_c10d._world.pg_names)):  # in one order on all ranks
+        if group.group_desc.startswith(OWN):
+            dist.destroy_process_group(group)
 
 
 def abort_process_groups() -> None:

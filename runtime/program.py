@@ -38,8 +38,10 @@ from autoplan.runtime.convert import (
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
+from autoplan.runtime.host_copies import kept_copies
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
-from autoplan.runtime.recompute import Offload, Regions
+from autoplan.runtime.recompute import Offload, Offloads, Regions
+from autoplan.runtime.side_stream import SideStream
 
 __all__ = [
     "Block",
@@ -89,6 +91,7 @@ class Block(nn.Module):
         self.compiled = False
         self._regions: Regions | None = None
         self._ran: weakref.WeakSet[Regions | Offload] = weakref.WeakSet()
+        self._offloads, self._follows = Offloads(), False
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The block itself."""
@@ -100,9 +103,11 @@ class Block(nn.Module):
             return self.compute(*args, **kwargs)
         if self.recompute == "full":
             # no generator state to restore: dropout here is a function of its position
-            return checkpoint(self.compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return checkpoint(
+                self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept_copies, **kwargs
+            )
         if self.recompute == "offload":
-            with Offload([*self.parameters(), *self.buffers()]) as moved:
+            with self._offloads.open([*self.parameters(), *self.buffers()], self._follows) as moved:
                 self._ran.add(moved)
                 return self.compute(*args, **kwargs)
         with Regions() as self._regions:
@@ -132,6 +137,17 @@ class Block(nn.Module):
             if region in self.recompute.split("+"):
                 return self._regions.run(fn, args, drop_result=True)
         return fn(*args)
+
+
+def copy_beside_computing(stage: nn.Module, device: torch.device) -> None:
+    """Let the blocks of a stage that send activations of a CUDA device to the host share a stream for that."""
+    blocks = [m for m in stage.modules() if isinstance(m, Block)]
+    if all(block.recompute != "offload" for block in blocks):
+        return
+    shared = Offloads(SideStream.of(device))
+    for before, block in zip([None, *blocks], blocks, strict=False):
+        block._offloads = shared
+        block._follows = before is not None and before.recompute == block.recompute == "offload"
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, trainable: bool) -> nn.Parameter:

@@ -28,6 +28,9 @@ class Ranks:
             before.
         ended: rank and reason of the failure that ended the collectives of this process.
         waits: for another rank, in a collective that broke or outside of any.
+        aborted: the communicators of this process were aborted because of a rank that failed: what its main thread got
+            out of them since is worth nothing.
+        made_here: the process group, by autoplan, which gives it back at the end.
         works_done, works_awaited: by rank 0 for the others, and how many this rank has waited for.
     """
 
@@ -47,6 +50,8 @@ class Ranks:
     counts: dict[str, int] = field(default_factory=dict)
     waits: bool = False
     ended: tuple[int | None, str] | None = None
+    aborted: bool = False
+    made_here: bool = False
     works_done: int = 0
     works_awaited: int = 0
 

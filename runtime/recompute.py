@@ -26,7 +26,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Offload", "Regions"]
+from autoplan.runtime.side_stream import SideStream, Waiting
+
+__all__ = ["Offload", "Offloads", "Regions"]
 
 Outs = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -171,16 +173,24 @@ class Offload:
     """Open around one forward of a block: what autograd keeps waits in the host's memory, each storage once.
 
     As `torch.autograd.graph.save_on_cpu`, but without copies of parameters and of several views of one storage. On the
-    CPU itself it copies too, so that the same code runs everywhere.
+    CPU itself it copies too, so that the same code runs everywhere. On CUDA copies run beside what is computed
+    (`autoplan.runtime.side_stream`): what may change such a tensor in place after autograd has kept it would be seen.
 
     Args:
         resident: parameters and buffers, which stay where they are.
+        side: where copies run; None: they block.
+        before: of the block that ran just before in the same forward. What it sent comes back, as far as there is room,
+            while the backward of this one runs.
     """
 
-    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, resident: Iterable[torch.Tensor], side: SideStream | None = None, before: Offload | None = None
+    ) -> None:
         self._resident = {_storage(x)._cdata for x in resident}
-        self._all: list[weakref.ref[_Moved]] = []
+        self._all: list[weakref.ref[Waiting]] = []
         self._moved: dict[int, tuple[StorageWeakRef, _Moved]] = {}
+        self._side, self._sent_bytes = side, 0
+        self._before = None if before is None else weakref.ref(before)
         self._hooks = saved_tensors_hooks(self._pack, _back)
 
     def __enter__(self) -> Offload:
@@ -190,12 +200,14 @@ class Offload:
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         self._moved.clear()
+        if self._side is not None:
+            self._side.end_block(self._sent_bytes)
 
     def let_go(self) -> None:
         """Drop what came back: it stays for every part of a graph that is kept, until the graph goes."""
         for reference in self._all:
-            if (moved := reference()) is not None:
-                moved.here = None
+            if (waiting := reference()) is not None:
+                waiting.here = waiting.arrived = None
 
     def _pack(self, x: torch.Tensor) -> Any:
         storage = _storage(x)
@@ -203,25 +215,53 @@ class Offload:
             return x
         found = self._moved.get(storage._cdata)
         if found is None or _gone(found[0]):
-            found = self._moved[storage._cdata] = (_watch(storage), _Moved(x))
-            self._all.append(weakref.ref(found[1]))
+            found = self._moved[storage._cdata] = (_watch(storage), _Moved(x, self))
         return found[1], tuple(x.shape), x.stride(), x.storage_offset(), x.dtype
+
+    def send(self, whole: torch.Tensor) -> Waiting:
+        """Copy a storage (uint8, [bytes]) to the host."""
+        if self._side is not None:
+            out = self._side.send(whole)
+        else:
+            out = Waiting(torch.empty(whole.shape, dtype=torch.uint8).copy_(whole))
+        self._all.append(weakref.ref(out))
+        self._sent_bytes += whole.numel()
+        return out
+
+    def get(self, waiting: Waiting, device: torch.device) -> torch.Tensor:
+        """It again, on the device."""
+        if self._side is None:
+            waiting.here = waiting.host.to(device, copy=True) if waiting.here is None else waiting.here
+            return waiting.here
+        before = None if self._before is None else self._before()
+        ahead = (*reversed(self._all), *reversed([] if before is None else before._all))
+        return self._side.get(waiting, ahead)
+
+
+class Offloads:
+    """Of all blocks of a stage: the one stream of their copies, and which block's were made last."""
+
+    def __init__(self, side: SideStream | None = None) -> None:
+        self._side = side
+        self._last: weakref.ref[Offload] | None = None
+
+    def open(self, resident: Iterable[torch.Tensor], follows: bool) -> Offload:
+        """For one forward of a block; `follows`: the one before it in the stage sends to the host, too."""
+        before = self._last() if follows and self._last is not None else None
+        out = Offload(resident, self._side, before)
+        self._last = weakref.ref(out)
+        return out
 
 
 class _Moved:
     """A storage on the host. It comes back for the first operation that needs it, and stays for the others."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.device = x.device
-        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-        self.host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=x.device.type == "cuda")
-        self.host.copy_(whole)
-        self.here: torch.Tensor | None = None
+    def __init__(self, x: torch.Tensor, offload: Offload) -> None:
+        self.device, self._offload = x.device, offload
+        self.waiting = offload.send(torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()))
 
     def get(self) -> torch.Tensor:
-        if self.here is None:
-            self.here = self.host.clone() if self.device.type == "cpu" else self.host.to(self.device)
-        return self.here
+        return self._offload.get(self.waiting, self.device)
 
 
 def _back(kept: Any) -> torch.Tensor:

@@ -24,16 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from autoplan.runtime.mesh import current_mesh
+from autoplan.runtime.sdpa import HALVES, LARGEST_HEAD, multiple_of_head, padded
 
 Documents = tuple[torch.Tensor, torch.Tensor]  # of queries and keys, [b, l] and [b, t]
 
 _BLOCK = 512  # queries whose scores are held at a time where no kernel can be used
-_HALVES = (torch.float16, torch.bfloat16)
-_CUDA_HEAD = 8  # flash attention on CUDA takes head dims that are multiples of this, up to
-_CUDA_LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,7 @@ class _RingAttention(torch.autograd.Function):
         ids: torch.Tensor | None,
     ) -> torch.Tensor:
         length = q.shape[2] // 2
-        wide = torch.float32 if q.dtype in _HALVES else q.dtype
+        wide = torch.float32 if q.dtype in HALVES else q.dtype
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
         lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
         for source, buffer in ring.rotate(_packed(k, v)):
@@ -268,18 +265,13 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same:
     if q.device.type == "cpu":
         return "cpu"
     widest = max(k.shape[3], v.shape[3])
-    return "cuda" if q.device.type == "cuda" and q.dtype in _HALVES and widest <= _CUDA_LARGEST_HEAD else ""
-
-
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Zeros behind the head dim: of keys and queries they add nothing to scores, of values they are columns to drop."""
-    return x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3]))
+    return "cuda" if q.device.type == "cuda" and q.dtype in HALVES and widest <= LARGEST_HEAD else ""
 
 
 def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
     """Head dim that the kernel sees: one for keys and values."""
     size = max(k.shape[3], v.shape[3])
-    return -(-size // _CUDA_HEAD) * _CUDA_HEAD if kernel == "cuda" else size
+    return multiple_of_head(size) if kernel == "cuda" else size
 
 
 def attend(
@@ -295,7 +287,7 @@ def attend(
     if not kernel:
         return _attend_plainly(q, k, v, part, scale, same)
     size, causal = _head_size(kernel, k, v), part.kind == "causal"
-    given = [_padded(x, size) for x in (q, k, v)]
+    given = [padded(x, size) for x in (q, k, v)]
     if kernel == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
     else:
@@ -319,7 +311,7 @@ def attend_backward(
     if not kernel:
         return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, same)
     size, causal = _head_size(kernel, k, v), part.kind == "causal"
-    grad, q_, k_, v_, out = (_padded(x, size) for x in (grad, q, k, v, out))
+    grad, q_, k_, v_, out = (padded(x, size) for x in (grad, q, k, v, out))
     if kernel == "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q_, k_, v_, out, lse, 0.0, causal, scale=scale
@@ -369,7 +361,7 @@ def _scores(
 def _attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float32 if q.dtype in _HALVES else q.dtype
+    wide = torch.float32 if q.dtype in HALVES else q.dtype
     outs, ends = [], []
     for first in range(0, q.shape[2], _BLOCK):
         here = slice(first, min(first + _BLOCK, q.shape[2]))

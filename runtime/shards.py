@@ -364,7 +364,6 @@ class Shards:
         cut = any(mesh.size(s.axis) > 1 for p in params for s in p.shards)
         self.whole = self._num_stages == 1 and not cut and not split
         self._shown: dict[int, ParameterShard] = {}
-        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def of(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> nn.Parameter:
         """The parameter that is shown for `source`; `sharded`: the same on its device, a DTensor if ZeRO shards it."""
@@ -383,31 +382,13 @@ class Shards:
         axes = [a for a, size in self._mesh.axes.items() if a != "pp" and a not in taken and size > 1]
         if not axes and over is None:
             axes = [next(a for a in self._mesh.axes if a != "pp")]
-        key = (*axes, *names)
-        if key not in self._meshes:
-            self._meshes[key] = self._mesh_over(key)
+        mesh = self._mesh.submesh(*axes, *names)  # this rank's pipeline stage, by the axes in that order
         placements = placements_of(spec, self._mesh, axes)
         if isinstance(sharded, DTensor):
             placements += sharded.placements
         meta = TensorMeta(torch.Size(spec.shape), _contiguous(spec.shape), source.dtype)
-        layout = DTensorSpec(self._meshes[key], tuple(placements), tensor_meta=meta)
+        layout = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
         return ParameterShard.over(source, layout, Origin(spec.name, self._num_stages))
-
-    def _mesh_over(self, axes: Sequence[str]) -> DeviceMesh:
-        """The ranks of this rank's pipeline stage, by the named axes in that order, on the groups that exist.
-
-        A mesh of its own, no slice of the program's: torch wants the axes of slices in the order of the ranks.
-        """
-        mesh, atoms = self._mesh, [self._mesh.atoms(a) for a in axes]
-        order = [a for group in atoms for a in group]
-        ranks = mesh.device_mesh.mesh
-        for i, name in reversed(list(enumerate(mesh.axes))):
-            if name not in order:  # the pipeline's axis, and those of size 1
-                ranks = ranks.select(i, mesh.coordinate(name))
-        left = [name for name in mesh.axes if name in order]
-        ranks = ranks.permute([left.index(a) for a in order]).reshape([mesh.size(a) for a in axes])
-        groups = [mesh.group(a) for a in axes]
-        return DeviceMesh.from_group(groups, mesh.device_mesh.device_type, ranks, mesh_dim_names=tuple(axes))
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ divided by the token count of the whole batch. With dp ranks and P parameter byt
 
 | stage | parameters between steps | gradients between micro-batches | communication per step of M micro-batches |
 |---|---|---|---|
-| 0 | P | P, this rank's sum | one all-reduce |
+| 0 | P | P, this rank's sum | one all-reduce, beside the last backward where a device has streams |
 | 1 | P / dp, P from the first forward to the last backward | P, this rank's sum | all-gather, reduce-scatter |
 | 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
 | 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
@@ -24,7 +24,7 @@ dim 0 and so do their gradients, so that the optimizer works on the shards witho
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,10 @@ ALONE_BYTES = 2 * 2**20
 SPLIT_BACKWARD_SCHEDULES = frozenset({"ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"})
 
 
+Leaf = Callable[[nn.Parameter], nn.Parameter]
+"""Of a parameter: the leaf after whose backward, and its hooks, the parameter's gradient is complete."""
+
+
 class ZeroStage(enum.IntEnum):
     """What the data-parallel ranks share out among themselves instead of keeping a copy each."""
 
@@ -53,6 +57,11 @@ class ZeroStage(enum.IntEnum):
     OPTIMIZER = 1
     GRADIENTS = 2
     PARAMETERS = 3
+
+
+def reduces_beside(device_type: str) -> bool:
+    """Whether ZeRO 0 reduces gradients beside the last backward on such a device: where there are streams to do so."""
+    return device_type != "cpu"
 
 
 def check_schedule(zero: ZeroStage | int, schedule: str) -> None:
@@ -99,7 +108,12 @@ class GradientSync:
 
 
 class _AllReduce(GradientSync):
-    """ZeRO 0: gradients accumulate locally, one bucketed all-reduce at the end of the step, per group of replicas."""
+    """ZeRO 0: gradients accumulate locally; bucketed all-reduces once per step, per group of replicas.
+
+    On a device with streams every bucket is reduced beside the last backward, as soon as its gradients are there, in
+    the order of the buckets (the same on all ranks); copying into it and back too. On a CPU, whose threads and links
+    the backward needs itself, all follow it.
+    """
 
     def __init__(
         self,
@@ -109,42 +123,90 @@ class _AllReduce(GradientSync):
         apart: Sequence[nn.Parameter] = (),
         apart_group: dist.ProcessGroup | None = None,
         compression: Compression | None = None,
+        beside: Leaf | None = None,
     ) -> None:
         super().__init__(ZeroStage.NOTHING)
         # Backward order, so that what was written last is read first and may still be in a cache.
         parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
         others = {id(p) for p in apart}
-        self._replicas = [(group, [p for p in parameters if id(p) not in others])]
+        replicas = [(group, [p for p in parameters if id(p) not in others])]
         if apart_group is not None:
-            self._replicas.append((apart_group, [p for p in parameters if id(p) in others]))
-        self._bucket_bytes = bucket_bytes
-        self.compressors = [Compressor(compression, g) for g, _ in self._replicas] if compression is not None else []
+            replicas.append((apart_group, [p for p in parameters if id(p) in others]))
+        self.compressors: list[Compressor] = []
+        if compression is not None:
+            self.compressors = [Compressor(compression, group) for group, _ in replicas]
+        self._replicas, self._bucket_bytes = replicas, bucket_bytes
+        on_cpu = bool(parameters) and parameters[0].device.type == "cpu"
+        alone = min(ALONE_BYTES, bucket_bytes) if on_cpu else None
+        self._buckets = [(g, bucket) for g, mine in replicas for bucket in buckets(mine, bucket_bytes, alone)]
+        self._lane = torch.cuda.Stream(parameters[0].device) if parameters and parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
+        self._open: list[set[int]] = []  # of every bucket the parameters whose gradients are not there yet
+        self._next = 0  # the first bucket that is not on its way
+        self._pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        if beside is not None and compression is None:
+            for index, (_, bucket) in enumerate(self._buckets):
+                for p in bucket:
+                    beside(p).register_post_accumulate_grad_hook(self._arrival(index, p))  # type: ignore[no-untyped-call]
+
+    def _arrival(self, index: int, p: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        def arrived(_: torch.Tensor) -> None:
+            if not self._open:
+                return  # not the last backward
+            if id(p) not in self._open[index]:
+                raise RuntimeError("a gradient arrived twice in one backward; its sum over ranks would lack a part")
+            self._open[index].remove(id(p))
+            while self._next < len(self._open) and not self._open[self._next]:
+                self._start(self._next)
+
+        return arrived
+
+    def before_backward(self, micro_batch: int, is_last: bool) -> None:
+        self._open = [{id(p) for p in bucket} for _, bucket in self._buckets] if is_last else []
+        self._pending, self._next = [], 0  # of a step that was interrupted
 
     def finish_step(self) -> None:
-        for index, (group, parameters) in enumerate(self._replicas):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if self.compressors:
-                self.compressors[index].reduce(buckets(gradients, self._bucket_bytes))
-            else:
-                self._reduce(gradients, group)
-
-    def _reduce(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-        on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
-        alone = min(ALONE_BYTES, self._bucket_bytes) if on_cpu else None
-        for bucket in buckets(gradients, self._bucket_bytes, alone):
-            if len(bucket) == 1 and bucket[0].is_contiguous():
-                flat = bucket[0]  # reduced where it lies, without a copy
-            else:
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
-            assert work is not None  # async_op=True
-            pending.append((work, flat, bucket))
-            # Two in flight: one is sent while the next is filled; more would only hold memory.
-            if len(pending) == 2:
-                _unpack(*pending.pop(0))
-        for entry in pending:
+        if self.compressors:
+            for compressor, (_, parameters) in zip(self.compressors, self._replicas, strict=True):
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                compressor.reduce(buckets(gradients, self._bucket_bytes))
+            return
+        while self._next < len(self._buckets):  # all, or those with parameters that nothing used
+            self._start(self._next)
+            if len(self._pending) == 2:
+                # Two in flight: one is sent while the next is filled; more would only hold memory.
+                _unpack(*self._pending.pop(0))
+        for entry in self._pending:
             _unpack(*entry)
+        if self._lane is not None:
+            torch.cuda.current_stream(self._lane.device).wait_stream(self._lane)
+        self._pending, self._open, self._next = [], [], 0
+
+    def _start(self, index: int) -> None:
+        """Reduce the gradients of a bucket that are there: no rank has others."""
+        self._next = index + 1
+        group, parameters = self._buckets[index]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        if self._lane is None:
+            self._pending.append(_all_reduce(gradients, group))
+            return
+        # The optimizer waits for the lane, so that no gradient goes before it is through with it.
+        self._lane.wait_stream(torch.cuda.current_stream(self._lane.device))
+        with torch.cuda.stream(self._lane):
+            _unpack(*_all_reduce(gradients, group))  # waiting makes the lane wait, not the host
+
+
+def _all_reduce(
+    gradients: list[torch.Tensor], group: dist.ProcessGroup
+) -> tuple[dist.Work, torch.Tensor, list[torch.Tensor]]:
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        flat = gradients[0]  # reduced where it lies, without a copy
+    else:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None  # async_op=True
+    return work, flat, gradients
 
 
 def _unpack(work: dist.Work, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
@@ -156,13 +218,14 @@ def _unpack(work: dist.Work, flat: torch.Tensor, bucket: list[torch.Tensor]) -> 
         gradient.copy_(part.view(gradient.shape))
 
 
-def buckets(
-    tensors: Sequence[torch.Tensor], limit_bytes: int, alone_bytes: int | None = None
-) -> list[list[torch.Tensor]]:
+_T = TypeVar("_T", bound=torch.Tensor)
+
+
+def buckets(tensors: Sequence[_T], limit_bytes: int, alone_bytes: int | None = None) -> list[list[_T]]:
     """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone, and
     so does one of at least ``alone_bytes``, ahead of what is being gathered."""
-    open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
-    done: list[list[torch.Tensor]] = []
+    open_buckets: dict[torch.dtype, tuple[list[_T], int]] = {}
+    done: list[list[_T]] = []
     for tensor in tensors:
         if alone_bytes is not None and tensor.nbytes >= alone_bytes:
             done.append([tensor])
@@ -223,13 +286,6 @@ class _ShardedSplit(_Sharded):
         self._reduced = is_last
 
 
-def hybrid_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """Of hybrid ZeRO: both meshes, of one axis each, as one of two."""
-    # Private torch API (see private.py): as fully_shard itself makes one (`_get_mesh_info_from_named_dims`).
-    mesh: DeviceMesh = DeviceMesh._concatenate([replicas, shards])
-    return mesh
-
-
 def apply_zero(
     stage: nn.Module,
     mesh: DeviceMesh,
@@ -242,13 +298,14 @@ def apply_zero(
     policies: Mapping[str, MixedPrecisionPolicy] | None = None,
     compression: Compression | None = None,
     offload: bool = False,
+    beside: Leaf | None = None,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
     Args:
         stage: has ``stage.blocks``, an nn.ModuleDict in execution order that holds every parameter of the stage.
         mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says. Two axes,
-            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over (see `hybrid_mesh`).
+            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over.
         zero: 0 to 3, see the table of this module.
         schedule: name of the pipeline schedule the stage will run under.
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
@@ -257,6 +314,8 @@ def apply_zero(
         policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
         compression: of the all-reduce of ZeRO 0.
         offload: shards of parameters and gradients lie on the host (ZeRO 1 to 3 over several ranks).
+        beside: of ZeRO 0, reduce beside the last backward, unless it is split; the leaf of a parameter (`Leaf`). None:
+            after it.
 
     Returns:
         What the driver of the micro-batches calls around every backward pass.
@@ -285,7 +344,9 @@ def apply_zero(
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
-        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression)
+        # of a split backward the parameters' part of one micro-batch may come after the inputs' part of the last
+        beside = None if schedule in SPLIT_BACKWARD_SCHEDULES else beside
+        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression, beside)
 
     _check_shardable(blocks)
     reshard_after_forward = zero is ZeroStage.PARAMETERS

@@ -21,6 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the emitted text that tests compare with")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Every test sees the same machine, one without GPUs, unless tests that need one are asked for (`-m gpu`)."""
+    wanted = str(config.option.markexpr)
+    if "gpu" not in wanted or "not gpu" in wanted:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch asks for devices; processes inherit it
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Where the next module starts with what needs no processes, idle workers would only slow it down."""
     if nextitem is None or (nextitem.path != item.path and nextitem.get_closest_marker("processes") is None):

@@ -6,11 +6,14 @@ import time
 
 import torch
 
-from autoplan.cost_models.profile import LinkRecord, Timing
+from autoplan.cost_models.errors import AutoplanError
+from autoplan.cost_models.profile import LinkRecord, OpRecord, Timing
+from autoplan.profiler import run
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import linear_task, pointwise_task
 from autoplan.profiler.links import measure_sharing
+from autoplan.profiler.ops import Clock, Task
 from autoplan.profiler.run import measure_in_job
 
 
@@ -18,6 +21,39 @@ def measure(rank: int, world: int, budget_s: float, general: bool) -> str:
     """The profile that this rank got, as text."""
     tasks = [linear_task(32, 64, 32, "float32"), pointwise_task("silu", 2048, "float32")]
     return measure_in_job(tasks, budget_s, name="toy", progress=False, general=general).to_json()
+
+
+def measure_unlike(rank: int, world: int) -> tuple[list[str], dict[str, str]]:
+    """What is measured and what is left out where rank 1 has little memory, and an operation fails on rank 0 only."""
+    tasks = [
+        linear_task(32, 64, 32, "float32"),
+        linear_task(512, 512, 512, "float32"),
+        linear_task(16, 16, 16, "float32"),
+    ]
+    before = run.memory_bytes, run.measure_op
+
+    def unlike(task: Task, clock: Clock, cache: int) -> OpRecord:
+        if rank == 0 and task is tasks[2]:
+            raise RuntimeError("no kernel for this")
+        return before[1](task, clock, cache)
+
+    run.memory_bytes = lambda device: (1 << 30, 1 << 22)[rank]
+    run.measure_op = unlike
+    try:
+        profile = measure_in_job(tasks, 30.0, progress=False, general=False)
+    finally:
+        run.memory_bytes, run.measure_op = before
+    assert set(profile.failed) | set(profile.by_key) == {t.work.key for t in tasks}
+    return [str(tasks.index(t)) for t in tasks if t.work.key in profile.by_key], profile.failed
+
+
+def measured_on(rank: int, world: int, device: str) -> str:
+    """The error of measuring on a device."""
+    try:
+        measure_in_job([], 5.0, progress=False, general=False, device=device)
+    except AutoplanError as error:
+        return f"{type(error).__name__}: {error}"
+    return "measured"
 
 
 def measure_again(rank: int, world: int) -> tuple[list[str], list[str]]:

@@ -48,8 +48,8 @@ def test_a_batch_that_does_not_fit_is_one_error_and_the_job_goes_on(faulty: int 
 
 
 def test_problems_are_listed_with_their_ranks() -> None:
-    assert agree._listed(["x", "x"]) == "x"
-    assert agree._listed([None, "x", None, "y", "y", "y"]) == "rank 1: x; ranks 3-5: y"
+    assert agree.listed(["x", "x"]) == "x"
+    assert agree.listed([None, "x", None, "y", "y", "y"]) == "rank 1: x; ranks 3-5: y"
     assert agree.ranks_text([0, 1, 3, 5, 6, 7]) == "ranks 0, 1, 3, 5-7"
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
+from harness import pool
 from parity import (
     Case,
     assert_trains_as_one_device,
@@ -14,6 +17,8 @@ from parity import (
     fake_group,
     full_tensors,
     global_batch,
+    model_of,
+    part_of,
     reference,
     worst,
 )
@@ -33,13 +38,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 def step(case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
     """Loss and gradients of one compiled step on one device, and how many graphs were compiled."""
     torch._dynamo.reset()
-    graphs = 0
-
-    def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        nonlocal graphs
-        graphs += 1
-        return torch._dynamo.lookup_backend(case.compile)(module, inputs)
-
+    torch._dynamo.utils.counters.clear()
     program = compiled(case)
     params, buffers = full_tensors(case, torch.float64)
     with fake_group(1):
@@ -51,8 +50,9 @@ def step(case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
             dtype=torch.float64,
             num_micro_batches=case.num_micro_batches,
         )
-        assert compile_blocks(pm.stage, count) == len(pm.stage.blocks)
+        assert compile_blocks(pm.stage, case.compile) == len(pm.stage.blocks)
         loss = pm.step(global_batch(case))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         return loss.item(), {n: g.clone() for n, g in pm.gradients().items()}, graphs
 
 
@@ -72,13 +72,58 @@ def test_a_compiled_step_is_the_step(case: Case) -> None:
     want_loss, want = reference(case)
     assert loss == pytest.approx(want_loss, rel=1e-12)
     assert worst(got, want)[0] < 1e-12
-    assert graphs >= 3  # it was compiled: embedding, layer before and after attention, head
+    assert graphs >= 3  # it was compiled: embedding, layer, head
 
 
 def test_equal_layers_share_their_code() -> None:
-    """Four layers: two graphs around attention, not eight."""
+    """Four layers are one graph, attention and loss inside: as many graphs as kinds of blocks."""
+    source = "".join(compiled(CASES[0]).sources.values())
     _, _, graphs = step(CASES[0])
-    assert graphs <= 6
+    assert graphs == len(re.findall(r"^class \w+\(Block\)", source, re.MULTILINE))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Of one rank: loss, gradients, how many graphs there are, and why they end where they do."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    num_graphs: int
+    breaks: tuple[str, ...]
+
+
+def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> Compiled:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    pm = model_of(case, spec_json, sources, torch.float64)
+    loss = pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world)).item()
+    counted = torch._dynamo.utils.counters
+    return Compiled(loss, pm.gradients(), counted["stats"]["unique_graphs"], tuple(counted["graph_break"]))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "apart"),
+    [
+        (Case("llama", tp=2, compile="aot_eager"), ()),
+        (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
+        (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
+        pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.exhaustive),
+        (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
+        pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
+    ],
+    ids=str,
+)
+def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case, apart: tuple[str, ...]) -> None:
+    program = compiled(case)
+    found = pool(case.world).run(compiled_job, case, program.spec.to_json(), dict(program.sources), timeout_s=180.0)[0]
+    want_loss, want = reference(case)
+    assert found.loss == pytest.approx(want_loss, rel=1e-12)
+    assert worst(found.gradients, want)[0] < 1e-12
+    assert found.num_graphs >= 3
+    named = {name for name in ("attention", "experts", "dropout") if name in "".join(found.breaks)}
+    assert named == set(apart)
+    assert bool(found.breaks) is bool(apart), found.breaks
 
 
 PROCESSES = [

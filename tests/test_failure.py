@@ -31,6 +31,7 @@ from autoplan.runtime.failure import RankFailure, guard, is_broken_collective, t
 from autoplan.runtime.news import Kind, Knowledge, News
 from autoplan.runtime.optim import guard_step
 from autoplan.runtime.peers import Address, Listener, Silence, ask
+from autoplan.runtime.ranks import Ranks
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))
 import faults
@@ -302,6 +303,187 @@ def test_the_timeout_comes_from_the_argument_then_the_environment(monkeypatch):
         timeout_of()
     with pytest.raises(ValueError, match="must be positive"):
         timeout_of(0)
+
+
+# NCCL, of which there is none here: what the watch does where it would be.
+
+
+class Communicator:
+    """A process group of NCCL whose kernel ends when it is aborted, and its backend."""
+
+    def __init__(self, calls: list[str], name: str, ended: threading.Event | None = None) -> None:
+        self.calls, self.name, self.ended = calls, name, ended
+
+    def abort(self) -> None:
+        self.calls.append(f"abort {self.name}")
+        if self.ended is not None:
+            self.ended.set()
+
+    def _get_backend(self, device: torch.device) -> "Communicator":
+        assert device.type == "cuda"
+        return self
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+
+class World:
+    """torch's tables of process groups."""
+
+    def __init__(self, groups: dict[Communicator, str]) -> None:
+        self.pg_names = {group: group.name for group in groups}
+        self.pg_backend_config = groups
+        self.default_pg = None
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """This rank 0 of two, watched; the other one's process is gone."""
+    listener = Listener("127.0.0.1", lambda question: {}, backlog=1)
+    address = listener.address
+    listener.close()
+    state = Ranks(None, 0, 2, 60.0, 0, addresses={0: address, 1: address})
+    monkeypatch.setattr(failure, "_state", state)
+    monkeypatch.setattr(failure, "POLL_S", 0.05)
+    monkeypatch.setattr(failure.private, "abort_process_groups", lambda: None)
+    watch = threading.Thread(target=failure._watch, args=(state,), daemon=True)
+    watch.start()
+    yield state
+    state.stop.set()
+    watch.join()
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_a_rank_that_waits_for_its_device_is_freed_and_told_why(monkeypatch, two_ranks, raises):
+    """The wait for the device ends with the abort: in an error, or as if nothing had happened."""
+    calls, ended = [], threading.Event()
+    groups = {
+        Communicator(calls, "0", ended): "cpu:gloo,cuda:nccl",
+        Communicator(calls, "5"): "cuda:nccl",
+        Communicator(calls, "7"): "cpu:gloo,cuda:gloo",
+    }
+    monkeypatch.setattr(dist.distributed_c10d, "_world", World(groups))
+
+    def synchronize():
+        assert ended.wait(20), "nobody aborted the communicators"
+        if raises:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    timer = threading.Timer(0.3, two_ranks.known.add, [News((1,), Kind.RAISED, "KeyError: 'x' [in step 3]")])
+    timer.start()
+    with pytest.raises(RankFailure, match=r"^rank 1 failed: KeyError: 'x' \[in step 3\]") as caught, guard():
+        synchronize()
+    assert caught.value.rank == 1 and calls == ["start", "abort 5", "abort 0", "end"]
+    with pytest.raises(RankFailure, match="rank 1 failed"), guard():
+        pytest.fail("nothing runs after the abort")
+
+
+def test_what_the_device_returned_between_calls_is_not_gone_on_with(monkeypatch, two_ranks):
+    """The abort frees the script in `loss.item()`, outside of any call; the next one raises before it does anything."""
+    ended = threading.Event()
+    monkeypatch.setattr(dist.distributed_c10d, "_world", World({Communicator([], "0", ended): "cuda:nccl"}))
+    two_ranks.known.add(News((1,), Kind.GONE, "its process is gone"))
+    assert ended.wait(20)
+    with pytest.raises(RankFailure, match="rank 1 failed: its process is gone"), guard(call="optimizer step"):
+        pytest.fail("the parameters would be changed by what the device returned")
+
+
+def test_without_nccl_the_watch_aborts_nothing(monkeypatch, two_ranks):
+    calls = []
+    monkeypatch.setattr(dist.distributed_c10d, "_world", World({Communicator(calls, "0"): "cpu:gloo,cuda:gloo"}))
+    two_ranks.known.add(News((1,), Kind.RAISED, "boom"))
+    time.sleep(0.5)
+    with guard():
+        pass
+    assert calls == [] and not two_ranks.aborted
+
+
+def test_the_rank_that_fails_tells_the_others_before_its_connections_break(monkeypatch, two_ranks):
+    calls = []
+    monkeypatch.setattr(dist.distributed_c10d, "_world", World({Communicator(calls, "0"): "cuda:nccl"}))
+    monkeypatch.setattr(failure, "HEAD_START_S", 0.125)
+    monkeypatch.setattr(Ranks, "tell", lambda state: calls.append("tell"))
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: calls.append(seconds))
+    monkeypatch.setattr(failure.private, "abort_process_groups", lambda: calls.append("abort all"))
+    with pytest.raises(RankFailure, match="rank 0 failed: KeyError"), guard():
+        raise KeyError("x")
+    assert calls[-3:] == ["tell", 0.125, "abort all"]
+
+
+ENDS = """
+    import os, sys, warnings
+    import torch, torch.distributed as dist
+    from autoplan import devices
+    from autoplan.runtime import failure, private
+    from autoplan.runtime.mesh import AxisMesh
+    theirs = sys.argv[1] == "theirs"
+    if theirs:
+        dist.init_process_group("gloo")
+    private_give_back = private.give_back_groups
+    def told(everything):
+        before = len(dist.distributed_c10d._world.pg_map)
+        private_give_back(everything)
+        left = len(dist.distributed_c10d._world.pg_map)
+        print("gave back", before - left, "of", before, flush=True)
+    private.give_back_groups = told
+    private_abort = private.abort_process_groups
+    def aborted():
+        print("aborted", flush=True)
+        private_abort()
+    private.abort_process_groups = aborted
+    devices.start(None, "cpu", 20.0)
+    mesh = AxisMesh([("dp", 2), ("tp", 1), ("pp", 1)], {}) if dist.get_world_size() == 2 else None
+    mesh and mesh.group_of_some([[1]], "some")
+    if sys.argv[1] == "raises" and dist.get_rank() == 1:
+        raise KeyError("x")
+    if mesh is not None:
+        with failure.guard():
+            dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+"""
+
+
+def ended(how: str, world: int, tmp_path: Path) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of every rank of a script."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(ENDS))
+    shared = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "script.py"), how]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
+    return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+@pytest.mark.processes
+def test_groups_that_were_made_here_are_given_back_at_the_end(tmp_path):
+    assert ended("ours", 1, tmp_path)[0][:2] == (0, "gave back 1 of 1\n")
+    found = ended("ours", 2, tmp_path)
+    assert [output[:2] for output in found] == [(0, "gave back 1 of 1\n"), (0, "gave back 2 of 2\n")]
+    assert not any("destroy_process_group" in errors for *_, errors in found)
+
+
+@pytest.mark.processes
+def test_a_group_of_the_caller_stays_his(tmp_path):
+    found = ended("theirs", 2, tmp_path)
+    assert [output[:2] for output in found] == [(0, "gave back 0 of 1\n"), (0, "gave back 1 of 2\n")]
+
+
+@pytest.mark.processes
+def test_after_a_failure_nothing_is_waited_for(tmp_path):
+    first, second = ended("raises", 2, tmp_path)
+    assert first[0] != 0 and "rank 1 failed: KeyError: 'x'" in first[2] and "gave back" not in first[1]
+    assert second[0] != 0 and "aborted" in second[1] and "gave back" not in second[1]
 
 
 # The worker pool itself.

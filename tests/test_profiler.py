@@ -210,6 +210,24 @@ def test_number_of_processes() -> None:
 
 
 @pytest.mark.processes
+def test_ranks_leave_out_the_same() -> None:
+    """What is too large for the least memory, and what one rank cannot run, with its reason on all."""
+    first, second = pool(2).run(profiler_jobs.measure_unlike)
+    assert first == second
+    measured, failed = first
+    assert measured == ["0"]
+    assert sorted(failed.values()) == ["RuntimeError: no kernel for this", "too large for this machine's memory"]
+
+
+@pytest.mark.processes
+def test_the_cpu_is_not_measured_for_a_gpu() -> None:
+    found = pool(2).run(profiler_jobs.measured_on, "cuda")
+    assert found[0] == found[1]
+    assert found[0].startswith("DeviceError: the program is to run on CUDA devices, but the process sees no GPU")
+    assert pool(2).run(profiler_jobs.measured_on, "cpu") == ["measured"] * 2
+
+
+@pytest.mark.processes
 def test_ranks_measure_together() -> None:
     texts = pool(2).run(profiler_jobs.measure, 6.0, True, timeout_s=120.0)
     assert texts[0] == texts[1]

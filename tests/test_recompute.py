@@ -148,9 +148,9 @@ def test_what_waits_on_the_host_is_what_is_predicted(monkeypatch: pytest.MonkeyP
     moved, freed = [], Freed()
     make = recompute._Moved.__init__
 
-    def counted(self: recompute._Moved, x: torch.Tensor) -> None:
-        make(self, x)
-        moved.append(self.host.numel())
+    def counted(self: recompute._Moved, x: torch.Tensor, offload: recompute.Offload) -> None:
+        make(self, x, offload)
+        moved.append(self.waiting.host.numel())
         freed.see(x)
 
     monkeypatch.setattr(recompute._Moved, "__init__", counted)

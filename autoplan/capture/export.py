@@ -22,6 +22,7 @@ from autoplan.capture import inputs
 from autoplan.capture.assemble import assemble
 from autoplan.capture.blocks import LayerTracer
 from autoplan.capture.experts import capture_experts, capture_hf_experts, refuse_separate_experts
+from autoplan.capture.host import examples_on_host, on_host
 from autoplan.capture.huggingface import capture_attention, check_masks, is_hf_model, own_hooks, recorded_outputs
 from autoplan.capture.inplace import (
     ALLOCATIONS,
@@ -70,7 +71,8 @@ def capture(
     """Capture `model` and its loss.
 
     Args:
-        model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta).
+        model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta; what is on
+            an accelerator is captured as if it were on the host).
         example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's, or a
             second sequence with a length of its own (`autoplan.capture.lengths`). Only shapes and dtypes matter.
         loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
@@ -81,13 +83,15 @@ def capture(
     """
     check_arguments(model, example_inputs, loss_fn)
     _refuse_autocast()
+    example_inputs = examples_on_host(example_inputs)
     check_masks(model, example_inputs)
-    if is_hf_model(model):
-        refuse_separate_experts(model)
-        refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)
-    graph = _capture(model, example_inputs, loss_fn, merge=True)
-    if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
-        graph = _capture(model, example_inputs, loss_fn, merge=False)
+    with on_host(model):
+        if is_hf_model(model):
+            refuse_separate_experts(model)
+            refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)
+        graph = _capture(model, example_inputs, loss_fn, merge=True)
+        if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
+            graph = _capture(model, example_inputs, loss_fn, merge=False)
     if graph is None:
         raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
     return infer_factors(graph).in_order()

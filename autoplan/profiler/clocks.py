@@ -3,16 +3,25 @@
 GPUs by `nvidia-smi --query-gpu` while they are kept busy (an idle one rests at a fraction of its clock); CPUs by the
 fastest core of /proc/cpuinfo, which is one that works, and the governor of cpufreq. Virtual machines often show a
 constant clock. A figure that the driver does not give is None.
+
+`measure_clock` tells what the clocks come to: a large product in short bursts, as operations are measured, and after
+seconds without a pause, as in training, when a GPU is at its limit of power. Not on CPUs, which are measured under load
+of all ranks, each in chains that follow one another closely.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from autoplan.profiler.job import Job
 from autoplan.profiler.system import System, Unreadable
 
 CLOCK_QUERY = (
@@ -23,6 +32,12 @@ CLOCK_QUERY = (
 PROCESS_QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
 WARNING = "warning: "  # how notes begin that put the times in doubt
 _FALLEN = 0.05  # of a clock: more than this is told
+SUSTAINED_S = 10.0  # of load without a pause
+_LAST_S = 1.0  # of it, which count
+_BURST_S, _PAUSE_S, _BURSTS = 0.03, 0.1, 9  # a burst as long as an operation is measured, and a rest before it
+_PIECE_S = 0.25  # of the load, between two looks at the clock: the gaps in between are a hundredth of that
+_MAX_PIECE = 800  # products: the queue of launches holds about 1,000
+_SIZE, _DTYPE = 8192, torch.bfloat16  # of the product: what training spends most power on
 
 
 @dataclass(frozen=True)
@@ -112,3 +127,47 @@ def load_warning(load: float, local_processes: int, num_cores: int) -> list[str]
         f"{WARNING}the CPU was shared: load {load:.1f} before {local_processes} measuring process(es) on "
         f"{num_cores} cores"
     ]
+
+
+def large_product(device: torch.device) -> Callable[[], object]:
+    """One product of random numbers, which draws the power that training does (ones draw less)."""
+    a, b, out = (torch.randn(_SIZE, _SIZE, device=device).to(_DTYPE) for _ in range(3))
+    return lambda: torch.mm(a, b, out=out)
+
+
+def measure_clock(
+    job: Job, product: Callable[[], object], pause: Callable[[float], None] = time.sleep
+) -> dict[str, float]:
+    """Seconds of one product (`cost_models.profile.CLOCK`), of the slowest rank; nothing where there is no time.
+
+    A collective; takes about 12 s.
+
+    Args:
+        job: of a device with a queue.
+        product: queues it.
+        pause: lets the device rest for so many seconds.
+    """
+
+    def each_s(count: int) -> float:
+        def several() -> None:
+            for _ in range(count):
+                product()
+
+        return job.slowest([job.wall(several)])[0] / count
+
+    product()  # chooses a kernel
+    once_s = each_s(1)
+    burst = max(1, round(_BURST_S / once_s))
+    bursts = []
+    for _ in range(_BURSTS):
+        pause(_PAUSE_S)
+        bursts.append(each_s(burst))
+    piece = min(_MAX_PIECE, max(1, round(_PIECE_S / once_s)))
+    worked_s, pieces = 0.0, []
+    while worked_s < SUSTAINED_S:
+        if not job.goes_on():
+            return {}
+        pieces.append(each_s(piece))
+        worked_s += piece * pieces[-1]
+    last = max(1, round(_LAST_S / (piece * pieces[-1])))
+    return {"burst_s": statistics.median(bursts), "sustained_s": statistics.median(pieces[-last:])}

@@ -16,13 +16,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from autoplan import devices
+from autoplan.cost_models.config import precision_of
 from autoplan.cost_models.errors import AutoplanError, ProfileError
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.nodes import under_torchrun
 from autoplan.profiler.ops import Task
-from autoplan.profiler.run import DEFAULT_BUDGET_S, GRACE_S, graph_tasks, measure, measure_in_job, store
+from autoplan.profiler.run import (
+    DEFAULT_BUDGET_S,
+    GRACE_S,
+    graph_tasks,
+    main_dtypes,
+    measure,
+    measure_in_job,
+    store,
+)
 from autoplan.report.files import check_writable
-from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard, init_process_group
+from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard
 
 _COMMAND_DEGREES = (1, 2, 4, 8)
 _COMMAND_SEQUENCE = 1024
@@ -53,25 +63,24 @@ def profile_command(
     if alone and cluster_out is not None:
         check_writable(cluster_out)
     tasks: list[Task] = []
-    dtypes = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)
     if model is not None:
         from autoplan.catalog import load_model
 
         graph = load_model(model)
         tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE, "t": _COMMAND_SEQUENCE})
-        used = [p.dtype for p in graph.params.values()]
-        dtypes = (max(sorted(set(used)), key=used.count),) if used else dtypes
+        dtypes = main_dtypes(graph, precision_of("native"))
     if alone:
         profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
         _hand_out(profile, out, cluster_out)
         return profile
     if processes != 1:
         raise ProfileError(f"--processes {processes} under torchrun: its --nproc-per-node says how many measure")
-    _join(budget_s)
+    device = _join(budget_s)
     try:
         if cluster_out is not None:
             _on_first(lambda: check_writable(cluster_out))
-        profile = measure_in_job(tasks, budget_s, name=name, dtypes=dtypes)
+        profile = measure_in_job(tasks, budget_s, name=name, dtypes=dtypes, device=device)
         _on_first(lambda: _hand_out(profile, out, cluster_out))
     except RankFailure as failure:
         raise ProfileError(f"measuring failed: {failure}") from failure
@@ -94,20 +103,12 @@ def _on_first(work: Callable[[], None]) -> None:
         raise box[0]
 
 
-def _join(budget_s: float) -> None:
-    """This rank's device, and the process group of torchrun's ranks. ProfileError if not all of them come."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        local = int(os.environ["LOCAL_RANK"])
-        if local >= torch.cuda.device_count():
-            raise ProfileError(
-                f"rank {os.environ['RANK']} has no GPU of its own: this node has {torch.cuda.device_count()}; use "
-                f"torchrun --nproc-per-node {torch.cuda.device_count()}"
-            )
-        torch.cuda.set_device(local)
+def _join(budget_s: float) -> torch.device:
+    """This rank's device, and the process group of torchrun's ranks. ProfileError if not all of them come, DeviceError
+    where one has no device."""
     timeout_s = None if os.environ.get(TIMEOUT_VARIABLE) else budget_s + GRACE_S
     try:
-        init_process_group("nccl" if cuda else "gloo", timeout_s=timeout_s)
+        return devices.start(None, devices.kind_of(None, devices.sight()), timeout_s).device
     except (dist.DistError, RuntimeError) as exc:
         raise ProfileError(
             f"rank {os.environ['RANK']} did not meet the {os.environ['WORLD_SIZE']} ranks of the job: "

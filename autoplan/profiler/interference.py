@@ -5,6 +5,10 @@ and c their times alone and t that of both, `t = a + c - hidden`: `overlap_fract
 of computing that `exposed = c - share * a` takes off (`cost_models.blocks`). While the collective runs, products are
 counted: `overlap_compute_slowdown` is how much longer one takes then. `overlap_collective_slowdown` is how much later
 the collective ends. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same cores.
+
+A device with a queue has something else to do until both are queued (`DeviceTimer.keep_busy`): without that lead it
+would wait for the host between the start and the collective, and again before the first product, and what it waited
+would count as not hidden.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from autoplan.profiler.job import Job
+from autoplan.profiler.ops import DeviceTimer
 
 _BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # gathered: as much as a layer, far from latency
 _PRODUCT = {"cpu": 256, "cuda": 4096}  # rows and columns
@@ -27,15 +33,39 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _MAX_PRODUCTS = 2000
 
 
-class _Beside:
-    """The product, the collective and their clock on one rank."""
+class Streams(Protocol):
+    """What is asked of a device with streams beside its timer."""
 
-    def __init__(self, job: Job) -> None:
+    def side(self) -> AbstractContextManager[Any]:
+        """A stream of its own for what is queued inside."""
+
+    def wait(self, event: Any) -> None:
+        """What is queued next waits for an event."""
+
+
+class _CudaStreams:
+    """Those of `torch.cuda`."""
+
+    def side(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+class Beside:
+    """The product, the collective and their clock on one rank; random numbers, as in training, draw full power.
+
+    `streams`: of a job whose device has a queue; default: those of CUDA.
+    """
+
+    def __init__(self, job: Job, streams: Streams | None = None) -> None:
         self.job, kind = job, job.device.type
+        self.streams = _CudaStreams() if streams is None else streams
         size, dtype = _PRODUCT[kind], _DTYPE[kind]
-        self.a, self.b, self.out = (torch.ones(size, size, dtype=dtype, device=job.device) for _ in range(3))
+        self.a, self.b, self.out = (torch.randn(size, size, device=job.device).to(dtype) for _ in range(3))
         part = _BYTES[kind] // 4 // job.world
-        self.part = torch.ones(part, device=job.device)
+        self.part = torch.randn(part, device=job.device)
         self.whole = torch.empty(part * job.world, device=job.device)
 
     def products(self, count: int) -> None:
@@ -54,9 +84,13 @@ class _Beside:
 
     def both(self, count: int) -> tuple[float, float]:
         """Seconds until the collective, and until everything, was done, from when both were started."""
+        timer = self.job.timer
+        while timer is not None:
+            self.job.barrier()
+            seconds = self._both_on_streams(count, timer)
+            if not self.job.was_late(timer.late):
+                return seconds
         self.job.barrier()
-        if self.job.device.type == "cuda":
-            return self._both_on_streams(count)
         begin = time.perf_counter()
         work, done = self.start(), 0.0
         for _ in range(count):
@@ -67,27 +101,32 @@ class _Beside:
         end = time.perf_counter() - begin
         return done or end, end
 
-    def _both_on_streams(self, count: int) -> tuple[float, float]:
+    def _both_on_streams(self, count: int, timer: DeviceTimer) -> tuple[float, float]:
         """By events: `wait` makes the stream that it is called on wait, not the host."""
-        start, gathered, computed = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        start, gathered, computed = (timer.event() for _ in range(3))
+        timer.keep_busy()
         start.record()
         work = self.start()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(side):
+        with self.streams.side():
             work.wait()
             gathered.record()
         self.products(count)
-        torch.cuda.current_stream().wait_event(gathered)
+        self.streams.wait(gathered)
         computed.record()
-        torch.cuda.synchronize(self.job.device)
+        timer.judge(start)
+        timer.synchronize()
         return start.elapsed_time(gathered) * 1e-3, start.elapsed_time(computed) * 1e-3
 
 
-def measure_interference(job: Job) -> dict[str, float]:
-    """`overlap_fraction` and the two slowdowns, the same on every rank; nothing on one rank. A collective."""
-    if job.world == 1:
-        return {}
-    beside = _Beside(job)
+def measure_interference(job: Job, beside: Beside | None = None) -> dict[str, float]:
+    """`overlap_fraction` and the two slowdowns, the same on every rank; nothing on one rank. A collective.
+
+    `beside`: what is run; default: products and a gather on the job's device.
+    """
+    if beside is None:
+        if job.world == 1:
+            return {}
+        beside = Beside(job)
     gather_s = beside.alone_s(lambda: beside.start().wait())
     product_s = beside.alone_s(lambda: beside.products(10)) / 10
     count = max(1, min(_MAX_PRODUCTS, round(gather_s / product_s)))

@@ -33,19 +33,31 @@ class Job:
         device: where tensors of the group's backend live.
         deadline: of `time.monotonic()`.
         timer: of the device's queue; made where the device has one.
+        sharing: ranks that share the memory of this rank's device; None: all of them do.
     """
 
     def __init__(
-        self, device: torch.device, deadline: float, bar: Bar | None = None, timer: DeviceTimer | None = None
+        self,
+        device: torch.device,
+        deadline: float,
+        bar: Bar | None = None,
+        timer: DeviceTimer | None = None,
+        sharing: int | None = None,
     ) -> None:
         self.device, self.deadline, self.bar = device, deadline, bar or Quiet()
         self.timer = cuda_timer(device) if timer is None and device.type == "cuda" else timer
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.sharing = self.world if sharing is None else sharing
+
+    @property
+    def queued(self) -> bool:
+        """Whether the device works off a queue that the host fills."""
+        return self.timer is not None
 
     def until(self, share: float) -> Job:
         """The same job with a share of the time that is left."""
         now = time.monotonic()
-        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer)
+        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer, self.sharing)
 
     def goes_on(self) -> bool:
         """False once rank 0's time is over. Also brings the ranks together, so that they measure the same at once."""
@@ -71,6 +83,10 @@ class Job:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return [float(v) for v in values.tolist()]
 
+    def anywhere(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.slowest([float(here)])[0])
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
         out: list[Any] = [None] * self.world
@@ -86,12 +102,18 @@ class Job:
             while True:
                 self.barrier()
                 seconds, _ = self.timer.measure(work, None)
-                lead = self.slowest([float(self.timer.lead), float(self.timer.late)])
-                self.timer.lead = int(lead[0])  # the same for all: they start together
-                if not lead[1]:
+                if not self.was_late(self.timer.late):
                     return seconds
         self.barrier()
         start = time.perf_counter()
         work()
         self.synchronize()
         return time.perf_counter() - start
+
+    def was_late(self, late: bool) -> bool:
+        """Whether the host of some rank was (`late`: of this one). All get the longest lead, to start together."""
+        if self.timer is None:
+            return False
+        lead, any_late = self.slowest([float(self.timer.lead), float(late)])
+        self.timer.lead = int(lead)
+        return bool(any_late)

@@ -47,11 +47,11 @@ def _call(kind: str, num_bytes: int, mesh: AxisMesh, device: torch.device) -> Ca
     """One collective over the axis `group`, ready to run."""
     size, group = mesh.size("group"), mesh.group("group")
     rows = max(1, num_bytes // 4 // size)
-    whole = torch.zeros(rows * size, device=device)
+    whole = torch.randn(rows * size, device=device)  # what is all alike draws less power
     if kind == "all_reduce":
         return lambda: all_reduce(whole, "group", dst=I)
     if kind == "all_gather":
-        part = torch.zeros(rows, device=device)
+        part = torch.randn(rows, device=device)
         return lambda: all_gather(part, "group", dim=0, dst=I)
     if kind == "reduce_scatter":
         return lambda: reduce_scatter(whole, "group", dim=0)
@@ -197,16 +197,16 @@ def measure_links(
     over all ranks of the job.
     """
     points = _points(job.world, max_bytes, sizes, known)
-    meshes = {at: _mesh(job, *at) for at in dict.fromkeys((p.size, p.stride) for p in points)}
     between = computation(job) if points and job.device.type == "cpu" else None
     found: dict[_Point, Timing] = {}
-    for p in points:
-        if not job.goes_on():
-            break
-        mesh = meshes[p.size, p.stride]
-        with use_mesh(mesh), torch.no_grad():
-            found[p] = timing(_measure(p.kind, p.num_bytes, mesh, job, between))
-        job.bar.advance(f"{p.kind} {p.num_bytes} bytes")
+    with _Meshes(job) as meshes:
+        for p in points:
+            if not job.goes_on():
+                break
+            mesh = meshes.over(p.size, p.stride)
+            with use_mesh(mesh), torch.no_grad():
+                found[p] = timing(_measure(p.kind, p.num_bytes, mesh, job, between))
+            job.bar.advance(f"{p.kind} {p.num_bytes} bytes")
     records = {p: LinkRecord(p.kind, p.size, p.stride, p.num_bytes, t) for p, t in found.items()}
     return list(records.values()), _held_out_errors(records, known, job), _left_out(points, found)
 
@@ -220,25 +220,43 @@ def measure_sharing(
     ]
     between = computation(job) if wanted and job.device.type == "cpu" else None
     found: dict[LinkRecord, Timing] = {}
-    meshes: dict[tuple[int, int], AxisMesh] = {}
-    for r in wanted:
-        if not job.goes_on():
-            break
-        at = r.group_size, r.stride
-        if at not in meshes:
-            meshes[at] = _mesh(job, *at)
-        rests = job.rank % r.stride != 0 or job.rank // r.stride >= r.group_size
-        with use_mesh(meshes[at]), torch.no_grad():
-            found[r] = timing(_measure(r.kind, r.num_bytes, meshes[at], job, between, rests))
-        job.bar.advance(f"{r.kind} {r.num_bytes} bytes, one group alone")
+    with _Meshes(job) as meshes:
+        for r in wanted:
+            if not job.goes_on():
+                break
+            mesh = meshes.over(r.group_size, r.stride)
+            rests = job.rank % r.stride != 0 or job.rank // r.stride >= r.group_size
+            with use_mesh(mesh), torch.no_grad():
+                found[r] = timing(_measure(r.kind, r.num_bytes, mesh, job, between, rests))
+            job.bar.advance(f"{r.kind} {r.num_bytes} bytes, one group alone")
     left = len(wanted) - len(found)
     notes = [f"{left} of {len(wanted)} collectives of one group alone"] if left else []
     return [replace(r, alone_s=found.get(r, r.alone_s)) for r in links], notes
 
 
-def _mesh(job: Job, size: int, stride: int) -> AxisMesh:
-    axes = [("outer", job.world // (size * stride)), ("group", size), ("inner", stride)]
-    return AxisMesh(axes, device_type=job.device.type)
+class _Meshes:
+    """Group layouts of the ranks, made when they are needed and given back at the end: communicators take memory."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: dict[tuple[int, int], AxisMesh] = {}
+
+    def over(self, size: int, stride: int) -> AxisMesh:
+        """The mesh whose axis `group` has this size and stride. A collective over all ranks, the first time."""
+        if (size, stride) not in self._made:
+            axes = [("outer", self._job.world // (size * stride)), ("group", size), ("inner", stride)]
+            mesh = self._made[size, stride] = AxisMesh(axes, device_type=self._job.device.type)
+            mesh.connect(self._job.device)
+        return self._made[size, stride]
+
+    def __enter__(self) -> _Meshes:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # else: the others may not come
+            self._job.barrier()
+            for mesh in self._made.values():
+                mesh.close()
 
 
 def _held_out_errors(records: dict[_Point, LinkRecord], known: Profile | None, job: Job) -> dict[str, ErrorStats]:

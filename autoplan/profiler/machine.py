@@ -103,7 +103,7 @@ class Machine:
     def _keep_busy(self) -> None:
         """Work for a while: on CUDA it is queued and goes on, on a CPU it is done at once and the clock stays up."""
         kind = self.job.device.type
-        a = torch.ones(_BUSY_SIZE[kind], _BUSY_SIZE[kind], device=self.job.device)
+        a = torch.randn(_BUSY_SIZE[kind], _BUSY_SIZE[kind], device=self.job.device)
         torch.mm(a, a)
         self.job.synchronize()
         begin = time.perf_counter()

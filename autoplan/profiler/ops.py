@@ -15,6 +15,9 @@ activations and everything of an optimizer stay cold: between two uses of them a
 The backward is one call of the engine for the whole chain: per node, without the fixed cost of starting it. What the
 engine spends on every output it is given a gradient for, and on every activation that is a leaf here and a node in a
 step, is calibrated and taken off.
+
+A device with a queue has two times: its own, by events, and the host's for filling the queue (`DeviceTimer.issue`): of
+a chain that starts with the device idle and is short enough never to fill the queue, which would make the host wait.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.cost_models.profile import OpRecord, Timing
 from autoplan.cost_models.units import MIB
@@ -40,7 +44,10 @@ _MIN_REPEATS, _MAX_REPEATS = 7, 200
 _TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and at most
 _MAX_CHAIN = 32
 _MAX_LEAD = 256  # overwritings of the L2, 10 to 30 ms; the queue of launches holds about 1,000
+_MAX_LAUNCHES = 600  # of a chain whose launches are timed
+_KERNELS = 3  # that an operation of torch starts, at most, in its forward or its backward: assumed
 _MANY = 512  # of parameters whose gradients are added to
+_MANY_QUEUED = 128  # the same where launches are timed
 _DEFAULT_CACHE_BYTES = 32 * MIB
 
 
@@ -89,7 +96,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class DeviceTimer:
-    """Seconds of the device for queued work, from a pair of events, caches as stated.
+    """Seconds of the device for queued work, from a pair of events, caches as stated; and of the host to queue it.
 
     The host must be ahead, or its launches are what is timed: overwriting the L2 is repeated until that takes longer
     than queueing the work. A sample whose first event had passed before all work was queued was late, and doubles the
@@ -99,30 +106,56 @@ class DeviceTimer:
         event: makes an event that records times.
         flush: queues one overwriting of the L2.
         synchronize: waits for the device.
+        now: the host's clock, in seconds.
     """
 
     def __init__(
-        self, event: Callable[[], Any], flush: Callable[[], object], synchronize: Callable[[], object]
+        self,
+        event: Callable[[], Any],
+        flush: Callable[[], object],
+        synchronize: Callable[[], object],
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.event, self.flush, self.synchronize = event, flush, synchronize
+        self.event, self.flush, self.synchronize, self.now = event, flush, synchronize, now
         self.lead = 1
         self.late = False  # the last sample, which a longer lead would better
 
     def measure(self, work: Callable[[], Any], warm: Callable[[], object] | None) -> tuple[float, Any]:
         """Run `work` once, after `warm` has read what it finds in the cache; its seconds and its result."""
         begin, end = self.event(), self.event()
-        for _ in range(self.lead):
-            self.flush()
+        self.keep_busy()
         if warm is not None:
             warm()
         begin.record()
         result = work()
         end.record()
+        self.judge(begin)
+        self.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3, result
+
+    def keep_busy(self) -> None:
+        """Give the device the lead: something to do until the host has queued what is measured."""
+        for _ in range(self.lead):
+            self.flush()
+
+    def judge(self, begin: Any) -> None:
+        """All is queued: was that late, the device having passed `begin` already?"""
         self.late = bool(begin.query()) and self.lead < _MAX_LEAD
         if self.late:
             self.lead *= 2
+
+    def issue(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds of the host to queue `work` once, not to do it; and its result. The device is idle before and after.
+
+        True of work that waits for nothing and does not fill the queue.
+        """
         self.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3, result
+        start = self.now()
+        result = work()
+        seconds = self.now() - start
+        self.late = False
+        self.synchronize()
+        return seconds, result
 
 
 def cuda_timer(device: torch.device) -> DeviceTimer:
@@ -139,19 +172,21 @@ class Clock:
     """Seconds of a piece of work on this device.
 
     On one CPU thread: the CPU time of that thread, so that what other programs take from the machine is not charged to
-    the op. On several threads: wall time. On CUDA: `DeviceTimer`.
+    the op. On several threads: wall time. On CUDA: `DeviceTimer`, `timer` if one is at hand.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timer: DeviceTimer | None = None) -> None:
         self.device = device
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._timer = cuda_timer(device) if device.type == "cuda" else None
+        self._timer = cuda_timer(device) if timer is None and device.type == "cuda" else timer
 
     @property
     def name(self) -> str:
         """For the record."""
         if self._timer is not None:
-            return "CUDA events, L2 flushed, then warmed with what the step has just written"
+            return (
+                "CUDA events, L2 flushed, then warmed with what the step has just written; launches by the host's clock"
+            )
         return "CPU time of the thread" if self._now is time.thread_time else "wall time"
 
     @property
@@ -159,22 +194,55 @@ class Clock:
         """Whether the last sample is to be taken again, with more lead of the host."""
         return self._timer is not None and self._timer.late
 
+    @property
+    def queued(self) -> bool:
+        """Whether the host fills a queue that the device works off, and has a time of its own."""
+        return self._timer is not None
+
+    def issue(self, work: Callable[[], Any], _: Iterable[torch.Tensor] = ()) -> tuple[float, Any]:
+        """Queue `work` once; seconds of the host, and its result. Only where `queued`."""
+        if self._timer is None:
+            raise ValueError(f"{self.device} has no queue: what the host does is in `measure`")
+        return self._timer.issue(work)
+
     @cached_property
-    def edges(self) -> tuple[float, float]:
-        """What autograd spends per output with a given gradient and per leaf; no seconds of the device on CUDA."""
-        if self.device.type == "cuda":
-            return 0.0, 0.0
-        constant = torch.ones(16)
+    def edges(self) -> tuple[float, float, float]:
+        """What autograd spends per output with a given gradient, per leaf and to start; no seconds of a device with a
+        queue, and of starting no more than its share where it is not known apart."""
+        return (0.0, 0.0, 0.0) if self.queued else (*self._edges(self.measure), 0.0)
+
+    @cached_property
+    def host_edges(self) -> tuple[float, float, float]:
+        """The same of the host that fills a queue; on CUDA a thread of its own, which has to be woken, runs it."""
+        samples: dict[int, float] = {}
+        for count in (1, _MAX_CHAIN):
+            samples[count] = self._backward_s(self.issue, lambda a, _: a.neg(), 1, count)
+        start = max(0.0, (_MAX_CHAIN * samples[1] - samples[_MAX_CHAIN]) / (_MAX_CHAIN - 1))
+        return (*self._edges(self.issue, start), start)
+
+    def _backward_s(
+        self, measure: _Measure, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], num_leaves: int, count: int
+    ) -> float:
+        """Median of the backward of `count` small graphs together."""
+
+        def ones() -> torch.Tensor:
+            return torch.ones(16, device=self.device, requires_grad=True)
+
+        samples = []
+        for _ in range(30):
+            leaves = [[ones() for _ in range(2)] for _ in range(count)]
+            outs = [make(a, b) for a, b in leaves]
+            wanted = [x for pair in leaves for x in pair[:num_leaves]]
+            incoming = [torch.ones(16, device=self.device)] * len(outs)
+            samples.append(measure(lambda o=outs, w=wanted, g=incoming: torch.autograd.grad(o, w, g))[0])
+        return statistics.median(samples)
+
+    def _edges(self, measure: _Measure, start_s: float = 0.0) -> tuple[float, float]:
+        """Per output and per leaf."""
+        constant = torch.ones(16, device=self.device)
 
         def backward_s(make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], num_leaves: int) -> float:
-            samples = []
-            for _ in range(30):
-                leaves = [[torch.ones(16, requires_grad=True) for _ in range(2)] for _ in range(_MAX_CHAIN)]
-                outs = [make(a, b) for a, b in leaves]
-                wanted = [x for pair in leaves for x in pair[:num_leaves]]
-                incoming = [constant] * len(outs)
-                samples.append(self.measure(lambda o=outs, w=wanted, g=incoming: torch.autograd.grad(o, w, g))[0])  # type: ignore[misc]
-            return statistics.median(samples) / _MAX_CHAIN
+            return (self._backward_s(measure, make, num_leaves, _MAX_CHAIN) - start_s) / _MAX_CHAIN
 
         node = (backward_s(lambda a, _: a.neg().neg().neg().neg().neg(), 1) - backward_s(lambda a, _: a.neg(), 1)) / 4
         leaf = backward_s(lambda a, b: a + b, 2) - backward_s(lambda a, _: a + constant, 1)
@@ -190,6 +258,9 @@ class Clock:
         start = self._now()
         result = work()
         return self._now() - start, result
+
+
+_Measure = Callable[..., tuple[float, Any]]  # Clock.measure or Clock.issue
 
 
 def _read(tensors: Iterable[torch.Tensor]) -> None:
@@ -269,9 +340,10 @@ class _Chain:
         function = self.function
         return [function(*a) for a in args]
 
-    def backward(self, clock: Clock) -> float | None:
-        """Seconds of the backward of the whole chain; None if nothing is differentiable."""
-        results = self.forward(self.late)
+    def backward(self, measure: _Measure, edges: tuple[float, float, float], length: int) -> float | None:
+        """Seconds of the backward of so much of the chain; None if nothing is differentiable."""
+        late = self.late[:length]
+        results = self.forward(late)
         outs = [_differentiable(r) for r in results]
         if not outs[0]:
             return None
@@ -279,14 +351,37 @@ class _Chain:
             self.gradients = [[torch.randn_like(o) for o in outs[i]] for i in range(2)]
         flat = [o for group in outs for o in group]
         incoming = [g for i in range(len(outs)) for g in self.gradients[i % 2]]
-        wanted = [a for args in self.late for a in args if a.requires_grad]
+        wanted = [a for args in late for a in args if a.requires_grad]
         del results, outs
-        output_s, leaf_s = clock.edges
-        leaves = sum(self.task.work.inputs[i].requires_grad for i in self.moving) * self.length
+        output_s, leaf_s, start_s = edges
+        leaves = sum(self.task.work.inputs[i].requires_grad for i in self.moving) * length
         arrived = [g for gradients in self.gradients for g in gradients]
-        seconds, _ = clock.measure(lambda: torch.autograd.grad(flat, wanted, incoming, allow_unused=True), arrived)
+        seconds, _ = measure(lambda: torch.autograd.grad(flat, wanted, incoming, allow_unused=True), arrived)
         # parameters stay leaves in a step; never less than a fifth, however short the operation
-        return max(seconds - output_s * len(flat) - leaf_s * leaves, seconds / 5)
+        return max(seconds - start_s - output_s * len(flat) - leaf_s * leaves, seconds / 5)
+
+    def queued_length(self) -> int:
+        """Calls whose launches the queue has room for."""
+        operations = _Operations()
+        with operations:
+            self.forward(self.warm[:1])
+        return max(1, min(self.length, _MAX_LAUNCHES // (_KERNELS * max(1, operations.count))))
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """Counts operations of torch."""
+
+    count: int
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock: Clock) -> list[float]:
@@ -324,15 +419,32 @@ def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) 
             del results
             return seconds
 
+        def backward() -> float | None:
+            return chain.backward(clock.measure, clock.edges, chain.length)
+
         chain.function(*chain.warm[0])  # warm up: allocator, code
         forwards = _samples(forward, chain.length, limit_s, clock)
-        backwards: list[float] = []
-        if task.work.has_backward:
-            backwards = _samples(lambda: chain.backward(clock), chain.length, limit_s, clock)
+        backwards = _samples(backward, chain.length, limit_s, clock) if task.work.has_backward else []
+        host = _host_samples(chain, clock, limit_s) if clock.queued else ([], [])
     finally:
         if enabled:
             gc.enable()
-    return OpRecord(task.work, timing(forwards), timing(backwards) if backwards else None)
+    return OpRecord(task.work, timing(forwards), *(timing(found) if found else None for found in (backwards, *host)))
+
+
+def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[float], list[float]]:
+    """Seconds of the host per call, forward and backward."""
+    length = chain.queued_length()
+
+    def forward() -> float:
+        seconds, results = clock.issue(lambda: chain.forward(chain.warm[:length]))
+        del results
+        return seconds
+
+    forwards = _samples(forward, length, limit_s, clock)
+    if not chain.task.work.has_backward:
+        return forwards, []
+    return forwards, _samples(lambda: chain.backward(clock.issue, clock.host_edges, length), length, limit_s, clock)
 
 
 def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRecord:
@@ -356,21 +468,25 @@ def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) ->
     length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together are beyond the cache
     params = [make_input(t, task, 0, clock.device).requires_grad_() for _ in range(length)]
 
-    def backward(accumulates: bool) -> float:
+    def backward(accumulates: bool, measure: _Measure, count: int) -> float:
         for p in params:
             if not accumulates:
                 p.grad = None
         # scaled, so that every gradient is a tensor of its own, as a product makes one
-        outs = [p * 1.0 for p in params]
+        outs = [p * 1.0 for p in params[:count]]
         gradients = [torch.ones_like(o) for o in outs]
-        return clock.measure(lambda: torch.autograd.backward(outs, gradients))[0]
+        return measure(lambda: torch.autograd.backward(outs, gradients))[0]
 
-    backward(False)
-    while clock.late:  # the host is behind: again, with more lead
-        backward(False)
-    pairs = [(backward(True), backward(False)) for _ in range(_MIN_REPEATS)]
-    begin = time.perf_counter()
-    while len(pairs) < 5 * _MIN_REPEATS and time.perf_counter() - begin < limit_s:
-        pairs.append((backward(True), backward(False)))
-    first = statistics.median(f for _, f in pairs)
-    return OpRecord(task.work, timing([max(a - first, 1e-9) / length for a, _ in pairs]))
+    def more(measure: _Measure, count: int) -> Timing:
+        backward(False, measure, count)
+        while clock.late:  # the host is behind: again, with more lead
+            backward(False, measure, count)
+        pairs = [(backward(True, measure, count), backward(False, measure, count)) for _ in range(_MIN_REPEATS)]
+        begin = time.perf_counter()
+        while len(pairs) < 5 * _MIN_REPEATS and time.perf_counter() - begin < limit_s:
+            pairs.append((backward(True, measure, count), backward(False, measure, count)))
+        first = statistics.median(f for _, f in pairs)
+        return timing([max(a - first, 1e-9) / count for a, _ in pairs])
+
+    host = more(clock.issue, min(length, _MANY_QUEUED)) if clock.queued else None
+    return OpRecord(task.work, more(clock.measure, length), host_forward_s=host)

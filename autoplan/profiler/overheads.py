@@ -5,7 +5,13 @@ over the number of micro-batches, layers or tensors give the cost of one more; t
 `autoplan.cost_models.profile.OVERHEADS`.
 
 On one CPU thread these are CPU times of the thread, which do not contain its waiting for other ranks; dispatching the
-collectives, which the measured links contain too, is taken off. On CUDA they are wall times less the measured links.
+collectives, which the measured links contain too, is taken off.
+
+A device with a queue has them twice (`measure_overheads(host=True)`): its own seconds, by events with the host ahead,
+less the measured links; and the host's, for queueing the same, collectives with it. A step waits for the device once,
+when it has counted its labels: what comes before the first forward (`step_s`, `micro_batch_s`) is the host's time,
+which nothing hides, and is found among the device's, which are added up; the loop over micro-batches and the
+actions of a pipeline start nothing worth timing on the device and are the host's alone.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +29,8 @@ from autoplan.profiler.job import Job
 from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_program, decoder_tasks, tiny_program
-from autoplan.runtime.convert import record_collectives
-from autoplan.runtime.mesh import use_mesh
+from autoplan.runtime.convert import I, all_gather, all_reduce, record_collectives, reduce_scatter
+from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.spec import ProgramSpec
@@ -32,15 +39,27 @@ from autoplan.runtime.split_backward import backward_input, backward_weight
 _REPEATS = 15
 _ZERO_REPEATS = 9
 _LARGE = 1 << 18  # elements of a large parameter
+_CALLS = 20  # of a collective in a row
 _SPLIT_LAYERS = 4  # of a stage: the walks take longer per layer where there are more
 
 
-class _Runs:
-    """Tiny programs on the ranks of a job."""
+_T = TypeVar("_T")
 
-    def __init__(self, job: Job, links: Profile) -> None:
-        self.job, self.links = job, links
+
+class _Runs:
+    """Tiny programs on the ranks of a job. `host`: of a device with a queue the host's seconds count, not its own."""
+
+    def __init__(self, job: Job, links: Profile, host: bool) -> None:
+        self.job, self.links, self.host = job, links, host
         self._dispatch: dict[str, float] = {}
+        self._meshes: list[AxisMesh] = []
+        self._late = False
+
+    def close(self) -> None:
+        """Give the communicators of all programs back. A collective."""
+        self.job.barrier()
+        for mesh in self._meshes:
+            mesh.close()
 
     def model(
         self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = WIDTH, num_params: int = 1
@@ -52,24 +71,39 @@ class _Runs:
         """A program, ready to be run."""
         spec, sources = program
         parameters = {p.name: torch.ones(p.shape) for stage in spec.stages for p in stage.params}
-        return ParallelModel(spec, sources, parameters, {}, device=self.job.device)
+        pm = ParallelModel(spec, sources, parameters, {}, device=self.job.device)
+        self._meshes.append(pm.mesh)
+        return pm
 
     def median(self, run: Callable[[], object]) -> float:
         """Median over repeats of the slowest rank's seconds, after a warm-up."""
         for _ in range(3):
             run()
-        samples = []
-        for _ in range(_REPEATS):
-            self.job.barrier()
-            samples.append(self.seconds(run))
+        samples = self.samples(lambda: self.timed(run)[0], _REPEATS)
         return statistics.median(self.job.slowest(samples))
 
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Of one run, on this rank."""
-        start = self.now()
-        run()
-        self.job.synchronize()
-        return self.now() - start
+    def timed(self, work: Callable[[], _T], together: bool = True) -> tuple[float, _T]:
+        """Seconds of `work` once on this rank, and its result. `together`: the ranks start it together."""
+        timer = self.job.timer
+        if together or timer is not None:
+            self.job.barrier()
+        if timer is None:
+            start = self.now()
+            result = work()
+            return self.now() - start, result
+        seconds, result = timer.issue(work) if self.host else timer.measure(work, None)
+        self._late |= timer.late
+        return seconds, result
+
+    def samples(self, sample: Callable[[], _T], count: int) -> list[_T]:
+        """Of something that is `timed`. Where the host of some rank was late in it, all take it again."""
+        found: list[_T] = []
+        while len(found) < count:
+            self._late = False
+            taken = sample()
+            if not self.job.was_late(self._late):
+                found.append(taken)
+        return found
 
     @property
     def now(self) -> Callable[[], float]:
@@ -84,13 +118,15 @@ class _Runs:
         return sum(self.collective_s(r.kind) for r in records if phase in (None, r.phase))
 
     def collective_s(self, kind: str) -> float:
-        """Of one small collective over all ranks: what its caller's clock sees."""
+        """Of one small collective over all ranks: what its caller's clock sees beside what is wanted."""
+        if self.host:  # starting it is what is wanted
+            return 0.0
         if kind not in self._dispatch:
             self._dispatch[kind] = self._measured(kind)
         return self._dispatch[kind]
 
     def _measured(self, kind: str) -> float:
-        if self.job.device.type == "cuda":
+        if self.job.queued:
             found = self.links.collective_s(kind, 64, self.job.world, 1)
             return 0.0 if found is None else found.mid
         whole, part = torch.zeros(16 * self.job.world), torch.zeros(16)
@@ -109,9 +145,12 @@ def _exchange(tensor: torch.Tensor, peer: int) -> None:
         work.wait()
 
 
-def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
-    """Seconds by name, as far as the time allows; the same on every rank. A collective over all ranks of the job."""
-    runs = _Runs(job, links)
+def measure_overheads(job: Job, links: Profile, host: bool = False) -> dict[str, float]:
+    """Seconds by name, as far as the time allows; the same on every rank. A collective over all ranks of the job.
+
+    `host`: those of the host (`Profile.host_overheads`); only where the device has a queue.
+    """
+    runs = _Runs(job, links, host)
     out: dict[str, float] = {}
     measures: list[Callable[[], Mapping[str, float]]] = [
         lambda: _step(runs),
@@ -122,11 +161,13 @@ def measure_overheads(job: Job, links: Profile) -> dict[str, float]:
         lambda: _split(runs),
         lambda: _clip(runs),
         lambda: _stragglers(runs),
+        lambda: _collectives(runs),
     ]
     for measure in measures:
         if not job.goes_on():
             break
         out.update(measure())
+    runs.close()
     names = sorted(out)
     values = job.slowest([out[n] for n in names]) if names else []
     return {n: max(0.0, v) for n, v in zip(names, values, strict=True)}
@@ -145,13 +186,67 @@ def _step_of(runs: _Runs, pm: ParallelModel, num_micro_batches: int) -> float:
 
 def _step(runs: _Runs) -> dict[str, float]:
     pm = runs.model(1, runs.job.world, 1, 0)
-    one, nine = _step_of(runs, pm, 1), _step_of(runs, pm, 9)
-    more = max(0.0, (nine - one) / 8)
-    return {"step_s": one - more, "micro_batch_s": more}
+    if runs.job.queued:
+        one, nine = (_queued_step(runs.job, pm, m) for m in (1, 9))
+        before, whole = ((b - a) / 8 for a, b in zip(one, nine, strict=True))
+        if runs.host:
+            return {"micro_batch_s": whole - before - _passes_of_one_layer(runs)}
+        return {"step_s": one[1] - whole + before, "micro_batch_s": before}
+    alone, many = _step_of(runs, pm, 1), _step_of(runs, pm, 9)
+    more = max(0.0, (many - alone) / 8)
+    return {"step_s": alone - more, "micro_batch_s": more}
+
+
+def _queued_step(job: Job, pm: ParallelModel, num_micro_batches: int) -> tuple[float, float]:
+    """Seconds of the host from the start of a step to its first forward, and to the return of `step`."""
+    timer = job.timer
+    if timer is None:
+        raise ValueError("only a device with a queue leaves the host ahead of it")
+    pm.num_micro_batches = num_micro_batches
+    batch = _batch(job, num_micro_batches)
+    begun: list[float] = []
+    hook = pm.stage.register_forward_pre_hook(lambda *_: begun.append(timer.now()))
+    before, whole = [], []
+    try:
+        for _ in range(_REPEATS + 3):
+            job.barrier()
+            begun.clear()
+            start = timer.now()
+            pm.step(batch)
+            whole.append(timer.now() - start)
+            before.append(begun[0] - start)
+            job.synchronize()
+    finally:
+        hook.remove()
+    first, last = (statistics.median(job.slowest(taken[3:])) for taken in (before, whole))
+    return first, last
+
+
+def _passes_of_one_layer(runs: _Runs) -> float:
+    """Forward and backward of the layer of next to no work that a tiny program has."""
+    pm = runs.model(1, runs.job.world, 1, 0)
+    found = runs.samples(lambda: sum(_both_passes(runs, pm, (1, WIDTH)).values()), _REPEATS + 3)
+    return statistics.median(runs.job.slowest(found[3:]))
+
+
+def _collectives(runs: _Runs) -> dict[str, float]:
+    """Of the host, to start one inside a block: the median over three kinds."""
+    if runs.job.world == 1 or not runs.host:
+        return {}
+    pm = runs.model(1, runs.job.world, 1, 0)
+    x = torch.ones(runs.job.world * WIDTH, device=runs.job.device)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: all_reduce(x, "dp", dst=I),
+        lambda: all_gather(x, "dp", dim=0, dst=I),
+        lambda: reduce_scatter(x, "dp", dim=0),
+    )
+    with use_mesh(pm.mesh), torch.no_grad():
+        found = [runs.median(lambda: [call() for _ in range(_CALLS)]) / _CALLS for call in calls]  # noqa: B023
+    return {"comm_s": statistics.median(found)}
 
 
 def _stragglers(runs: _Runs) -> dict[str, float]:
-    if runs.job.world == 1 or runs.job.device.type == "cuda":
+    if runs.job.world == 1 or runs.job.queued:
         return {}
     return {"straggler_sqrt_s": measure_stragglers(runs.job)}
 
@@ -176,14 +271,16 @@ def _operations(runs: _Runs) -> dict[str, float]:
 
     A small decoder layer, the slope between programs of a few and many of them, against the sum of its operations.
     """
-    if runs.job.device.type == "cuda":  # hidden: launches run ahead of the device
+    if runs.job.queued and not runs.host:  # a kernel does not know what queued it
         return {}
-    clock, cache = Clock(runs.job.device), cache_bytes(runs.job.device)
+    clock, cache = Clock(runs.job.device, runs.job.timer), cache_bytes(runs.job.device)
     alone = {"forward": 0.0, "backward": 0.0}
     counts = {"forward": 0, "backward": 0}
     for task, count in decoder_tasks():
         record = measure_op(task, clock, cache, limit_s=0.05)
-        for phase, timing in (("forward", record.forward_s), ("backward", record.backward_s)):
+        of_device = {"forward": record.forward_s, "backward": record.backward_s}
+        for phase in alone:
+            timing = record.host_s(phase) if runs.host else of_device[phase]
             if timing is not None:
                 alone[phase] += count * timing.median
                 counts[phase] += count
@@ -191,11 +288,8 @@ def _operations(runs: _Runs) -> dict[str, float]:
     few, many = 2, 8
     for layers in (few, many):
         pm = runs.run(decoder_program(layers, runs.job.world))
-        samples: dict[str, list[float]] = {"forward": [], "backward": []}
-        for _ in range(_REPEATS + 3):
-            for phase, seconds in _both_passes(runs, pm).items():
-                samples[phase].append(seconds)
-        times[layers] = {phase: statistics.median(taken[3:]) for phase, taken in samples.items()}
+        taken = runs.samples(lambda: _both_passes(runs, pm, DECODER_INPUT), _REPEATS + 3)[3:]  # noqa: B023
+        times[layers] = {phase: statistics.median(sample[phase] for sample in taken) for phase in alone}
     out = {}
     for phase in ("forward", "backward"):
         layer = (times[many][phase] - times[few][phase]) / (many - few)
@@ -213,17 +307,14 @@ def _inputs(runs: _Runs, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     }
 
 
-def _both_passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
-    inputs = _inputs(runs, DECODER_INPUT)
+def _both_passes(runs: _Runs, pm: ParallelModel, shape: tuple[int, ...]) -> dict[str, float]:
+    inputs = _inputs(runs, shape)
     for p in pm.stage.parameters():
         p.grad = None
     with use_mesh(pm.mesh):
-        runs.job.barrier()
-        start = runs.now()
-        loss = pm.stage(**inputs)
-        middle = runs.now()
-        loss.backward()
-        return {"forward": middle - start, "backward": runs.now() - middle}
+        forward, loss = runs.timed(lambda: pm.stage(**inputs))
+        backward, _ = runs.timed(loss.backward, together=False)
+        return {"forward": forward, "backward": backward}
 
 
 def _optimizer(runs: _Runs) -> dict[str, float]:
@@ -291,10 +382,7 @@ def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, flo
     few, many = 2, 6
     for layers in (few, many):
         pm = runs.model(layers, runs.job.world, 1, zero, size, num_params)
-        samples: dict[str, list[float]] = {}
-        for _ in range(_ZERO_REPEATS + 3):
-            for name, seconds in _passes(runs, pm).items():
-                samples.setdefault(name, []).append(seconds)
+        samples = runs.samples(lambda: _passes(runs, pm), _ZERO_REPEATS + 3)[3:]  # noqa: B023
         with record_collectives(pm.mesh) as records:
             _passes(runs, pm)
         spent: dict[str, float] = {}
@@ -302,35 +390,30 @@ def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, flo
             name = "end" if not zero else "first forward" if r.phase == "forward" else "last backward"
             spent[name] = spent.get(name, 0.0) + runs.collective_s(r.kind)
         found[layers] = {
-            name: statistics.median(runs.job.slowest(taken[3:])) - spent.get(name, 0.0)
-            for name, taken in samples.items()
+            name: statistics.median(runs.job.slowest([sample[name] for sample in samples])) - spent.get(name, 0.0)
+            for name in samples[0]
         }
     return {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
 
 
 def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
     """Seconds of every pass of two micro-batches, by name."""
-    job, out = runs.job, {}
+    out = {}
     (sync,) = pm._syncs.values()
     for micro_batch, (forward, backward) in enumerate(
         (("first forward", "other backward"), ("other forward", "last backward"))
     ):
         inputs = _inputs(runs, (1, WIDTH))
-        with use_mesh(pm.mesh):
-            job.barrier()
-            start = runs.now()
-            loss = pm.stage(**inputs)
-            job.synchronize()
-            middle = runs.now()
+
+        def back(loss: torch.Tensor, micro_batch: int = micro_batch) -> None:
             sync.before_backward(micro_batch, is_last=micro_batch == 1)
-            loss.backward()
-            job.synchronize()
-            out[forward], out[backward] = middle - start, runs.now() - middle
-    job.barrier()
-    start = runs.now()
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        with use_mesh(pm.mesh):
+            out[forward], loss = runs.timed(lambda: pm.stage(**inputs))  # noqa: B023
+            out[backward], _ = runs.timed(lambda: back(loss), together=False)  # noqa: B023
     with use_mesh(pm.mesh):
-        sync.finish_step()
-    out["end"] = runs.now() - start
+        out["end"], _ = runs.timed(sync.finish_step)
     for p in pm.stage.parameters():
         p.grad = None
     return out
@@ -339,34 +422,41 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
 def _split(runs: _Runs) -> dict[str, float]:
     """Small decoder layers, backward in two parts against backward in one, in turn."""
     pm = runs.run(decoder_program(_SPLIT_LAYERS, runs.job.world))
-    samples: dict[str, list[float]] = {"full": [], "parts": []}
-    for _ in range(_REPEATS + 3):
-        for how, taken in samples.items():
+
+    def whole(loss: torch.Tensor, _: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def in_parts(loss: torch.Tensor, x: torch.Tensor) -> None:
+        _, deferred = backward_input([loss], None, [x], pm.stage.parameters())
+        backward_weight(deferred)
+
+    def both() -> tuple[float, float]:
+        seconds = []
+        for back in (whole, in_parts):
             inputs = _inputs(runs, DECODER_INPUT)
             inputs["x"].requires_grad_()
             with use_mesh(pm.mesh):
                 loss = pm.stage(**inputs)
-                runs.job.synchronize()
-                start = runs.now()
-                if how == "full":
-                    loss.backward()
-                else:
-                    _, deferred = backward_input([loss], None, [inputs["x"]], pm.stage.parameters())
-                    backward_weight(deferred)
-                runs.job.synchronize()
-                taken.append(runs.now() - start)
+                seconds.append(runs.timed(lambda: back(loss, inputs["x"]), together=False)[0])  # noqa: B023
             for p in pm.stage.parameters():
                 p.grad = None
-    full, parts = (statistics.median(samples[how][3:]) for how in ("full", "parts"))
+        return seconds[0], seconds[1]
+
+    samples = runs.samples(both, _REPEATS + 3)[3:]
+    full, parts = (statistics.median(found) for found in zip(*samples, strict=True))
     return {"split_layer_s": (parts - full) / _SPLIT_LAYERS}
 
 
 def _pipeline(runs: _Runs) -> dict[str, float]:
     """Two stages: what one more micro-batch adds is a forward and a backward on each, and their sends in turn."""
     world = runs.job.world
-    if world % 2:
+    if world % 2 or (runs.job.queued and not runs.host):
         return {}
     pm = runs.model(2, world // 2, 2, 0)
+    if runs.host:
+        few_s, many_s = (_queued_step(runs.job, pm, m) for m in (4, 12))
+        before, whole = ((b - a) / 8 for a, b in zip(few_s, many_s, strict=True))
+        return {"pipeline_action_s": max(0.0, (whole - before - _passes_of_one_layer(runs)) / 2)}
     few, many = _step_of(runs, pm, 4), _step_of(runs, pm, 12)
     more = (many - few) / 8
     # a send and a receive for each micro-batch, in one direction forward and in the other backward

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,11 +28,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from autoplan import devices
 from autoplan.cost_models.compute import class_of, has_near, interpolated_s
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.cost_models.config import ParallelConfig, Precision
 from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.graph import ModelGraph
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.profiler.clocks import large_product, measure_clock
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, lattice, spread
@@ -89,7 +91,8 @@ def software() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0]}
 
 
-_MEASURES = 2  # what a profile of a machine holds: raised when more is measured, so that an old one is not taken
+# What a profile of a machine holds, by type of device: raised when more is measured, so that an old one is not taken.
+_MEASURES = {"cpu": 2, "cuda": 3}
 
 
 def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
@@ -102,7 +105,7 @@ def machine_key(world_size: int, device_type: str, num_threads: int | None = Non
     nodes = num_nodes(world_size)
     world = f"n{nodes}-w{world_size}" if nodes > 1 else f"w{world_size}"
     version = ".".join(software()["torch"].split(".")[:2])
-    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}-m{_MEASURES}"
+    return f"{device_type}-{slug}-{facts['cores']}core-torch{version}-{world}-t{threads}-m{_MEASURES[device_type]}"
 
 
 def cached_profile(key: str) -> Profile | None:
@@ -181,19 +184,30 @@ class _Shown:
 # -- measuring on the ranks of a job -----------------------------------------------------------------------------------
 
 
+def _backend(device: torch.device) -> str:
+    """What carries the collectives of this device's tensors."""
+    return devices.backends_of(dist.get_backend_config())[device.type]
+
+
 def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
     """One record per operation: the mean of the ranks' medians, the widest spread."""
 
-    def together(times: Sequence[Timing]) -> Timing:
+    def together(given: Iterable[Timing | None]) -> Timing | None:
+        times = [t for t in given if t is not None]
+        if not times:
+            return None
         median = sum(t.median for t in times) / len(times)
         return Timing(median, min(t.low for t in times), max(t.high for t in times), sum(t.repeats for t in times))
 
-    out = []
-    for records in zip(*parts, strict=True):
-        backwards = [r.backward_s for r in records if r.backward_s is not None]
-        forward = together([r.forward_s for r in records])
-        out.append(OpRecord(records[0].work, forward, together(backwards) if backwards else None))
-    return out
+    return [
+        OpRecord(
+            records[0].work,
+            together(r.forward_s for r in records) or records[0].forward_s,
+            together(r.backward_s for r in records),
+            *(together(r.host_s(phase) for r in records) for phase in PHASES),
+        )
+        for records in zip(*parts, strict=True)
+    ]
 
 
 @dataclass
@@ -205,8 +219,10 @@ class _Notes:
 
 
 def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[OpRecord]:
-    """As many of the tasks as there is time for, on all ranks at once."""
-    cache, limit = cache_bytes(job.device), memory_bytes(job.device) / (4 * job.world)
+    """As many of the tasks as there is time for, on all ranks at once. What one rank cannot run, none measures."""
+    cache = cache_bytes(job.device)
+    # the least that any rank may use of the memory it shares, so that all leave out the same
+    limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
     found: list[OpRecord] = []
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
@@ -216,11 +232,16 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes,
             if 8 * task.num_bytes > limit:
                 notes.failed[task.work.key] = "too large for this machine's memory"
                 continue
+            record, problem = None, ""
             try:
-                found.append(measure_op(task, clock, cache))
+                record = measure_op(task, clock, cache)
             except (RuntimeError, ValueError, TypeError) as exc:
-                # An operation that cannot run by itself is left to interpolation; every rank sees the same.
-                notes.failed[task.work.key] = f"{type(exc).__name__}: {str(exc)[:120]}"
+                # an operation that cannot run by itself is left to interpolation
+                problem = f"{type(exc).__name__}: {str(exc)[:120]}"
+            if job.anywhere(record is None):
+                notes.failed[task.work.key] = next(filter(None, job.gather(problem)))
+            elif record is not None:
+                found.append(record)
             job.bar.advance(task.work.key)
     return _merge_ranks(job.gather(found))
 
@@ -247,6 +268,7 @@ def measure_in_job(
     dtypes: Sequence[str] = ("float32",),
     progress: bool = True,
     general: bool = True,
+    device: torch.device | str | None = None,
 ) -> Profile:
     """Measure inside a running torch.distributed job; call it on every rank with the same arguments.
 
@@ -254,19 +276,22 @@ def measure_in_job(
         tasks: operations of a model (`autoplan.profiler.tasks`), measured first.
         budget_s: bound of the time; a few seconds more for what is running when it is over.
         known: what was measured before: not measured again, and merged into the result.
-        dtypes: of the general shapes.
+        dtypes: of the general shapes; what the model computes in first, then that of its parameters if it is another.
         general: also collectives, fixed costs and shapes not tied to the model, unless `known` has them.
+        device: what is measured, this rank's; None: as `autoplan.parallelize` picks it.
 
     Returns: the profile, the same on every rank.
-    Raises: RankFailure if a rank failed, with its node; ProfileError if the nodes have different numbers of ranks.
+    Raises: DeviceError, the same on every rank, as `autoplan.parallelize`; RankFailure if a rank failed, with its node;
+        ProfileError if the nodes have different numbers of ranks.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    requested = devices.read(device)
+    placement = devices.place(requested, devices.kind_of(requested, devices.sight()))
     tasks = [t for t in tasks if known is None or t.work.key not in known.settled]
     shown = _Shown(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
     )
     try:
-        job = Job(device, time.monotonic() + budget_s, shown)
+        job = Job(placement.device, time.monotonic() + budget_s, shown, sharing=placement.on_device)
         with guard():
             identities = job.gather(identity())
         nodes = agree(identities)
@@ -294,7 +319,7 @@ def _measure(
     # The speed of a shared machine changes by half within minutes: operations of one size measured one after the other
     # would differ from those of another by that.
     tasks = spread(tasks)
-    clock = Clock(job.device)
+    clock = Clock(job.device, job.timer)
     notes, machine = _Notes([f"operations: {clock.name}"]), Machine(job, nodes)
     notes.lines += machine.begin(hardware(job.device))
     profile = Profile(
@@ -302,7 +327,7 @@ def _measure(
         job.device.type,
         job.world,
         torch.get_num_threads(),
-        {**hardware(job.device), "backend": dist.get_backend(), **machine.shape()},
+        {**hardware(job.device), "backend": _backend(job.device), **machine.shape()},
         software(),
         datetime.date.today().isoformat(),
     )
@@ -318,10 +343,12 @@ def _measure(
     if tasks:
         ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, _OF_THE_MODEL)
     if general:
-        others = [t for t in every_step_tasks(dtypes[0]) if t.work.key not in profile.by_key]
+        others = [t for d in dtypes for t in every_step_tasks(d) if t.work.key not in profile.by_key]
         ops += _measure_tasks(job.until(0.4), clock, others, notes, "operations of every step")
     if general and not profile.overheads:
         profile = replace(profile, overheads=measure_overheads(job.until(0.6), profile))
+    if general and job.queued and not profile.host_overheads:
+        profile = replace(profile, host_overheads=measure_overheads(job.until(0.5), profile, host=True))
     if general and "overlap_fraction" not in profile.overheads and job.goes_on():
         profile = replace(profile, overheads={**profile.overheads, **measure_interference(job)})
     if general:  # what the model needs itself, before shapes that are not its own
@@ -330,16 +357,20 @@ def _measure(
         if left:
             notes.lines = [line for line in notes.lines if not line.endswith(_OF_THE_MODEL)]
             ops += _measure_tasks(job.until(0.9), clock, left, notes, _OF_THE_MODEL)
-    if general and (known is None or not known.held_out):
-        size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
-        for i, dtype in enumerate(dtypes):
-            part = job.until(1.0 / (len(dtypes) - i))
+    if general and job.queued and not profile.clock and job.goes_on():
+        profile = replace(profile, clock=measure_clock(job.until(0.7), large_product(job.device)))
+        notes.lines += [] if profile.clock else [f"{_NO_TIME}the clock of sustained load"]
+    size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
+    if general and (known is None or not known.held_out or job.queued):
+        missing = [d for d in dtypes if not (job.queued and _has_general(profile, held_out(d, *size)))]
+        for i, dtype in enumerate(missing):
+            part = job.until(1.0 / (len(missing) - i))
             # the general shapes get what the model's own left, and a quarter of that checks them
             grid = [t for t in lattice(dtype, *size) if t.work.key not in profile.by_key]
             ops += _measure_tasks(part.until(0.75), clock, grid, notes, f"general shapes in {dtype}")
             so_far = replace(profile, ops=(*profile.ops, *_only(ops)))
             checks = _measure_tasks(part, clock, held_out(dtype, *size), notes, f"held-out shapes in {dtype}")
-            if i == 0:
+            if dtype == dtypes[0]:
                 profile = replace(profile, held_out={**profile.held_out, **_check(so_far, checks)})
             ops += checks
     notes.lines += machine.end()
@@ -350,6 +381,11 @@ def _measure(
         failed={**profile.failed, **notes.failed},
         notes=tuple(dict.fromkeys((*profile.notes, *notes.lines))),
     )
+
+
+def _has_general(profile: Profile, checks: Sequence[Task]) -> bool:
+    """Whether general shapes were measured in the dtype of `checks`; a model may have one or the other of them."""
+    return 2 * sum(t.work.key in profile.by_key for t in checks) > len(checks)
 
 
 def _only(ops: Sequence[OpRecord]) -> list[OpRecord]:
@@ -365,17 +401,16 @@ def _worker(
 ) -> None:
     torch.set_num_threads(arguments.pop("num_threads"))
     try:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         dist.init_process_group(
-            backend,
+            "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=processes,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
         )
-        profile = measure_in_job(**arguments)
+        profile = measure_in_job(**arguments, device=device)
         dist.barrier()
         dist.destroy_process_group()
         pipe.send(("ok", profile.to_json() if rank == 0 else ""))
@@ -465,6 +500,13 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
 
 
 # -- what a model needs ------------------------------------------------------------------------------------------------
+
+
+def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
+    """What a model computes in, then that of its parameters where the optimizer has others: `dtypes` of measuring."""
+    used = [p.dtype for p in graph.params.values()]
+    computed = precision.compute or (max(sorted(set(used)), key=used.count) if used else "float32")
+    return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:

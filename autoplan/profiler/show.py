@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from rich.console import Group
 from rich.table import Table
 
 from autoplan.cost_models.compute import class_of, phase_flops
-from autoplan.cost_models.profile import PHASES, OpRecord, Profile, Timing
+from autoplan.cost_models.profile import CLOCK, PHASES, OpRecord, Profile, Timing
 from autoplan.cost_models.units import GB, MIB, MICRO
 from autoplan.profiler.topology import Topology
 
@@ -21,7 +22,8 @@ def _spread(times: Sequence[Timing]) -> str:
 
 def _operations(profile: Profile) -> Table:
     table = Table(title="operations: seconds of one call, all ranks at once", title_justify="left")
-    for name in ("class", "phase", "shapes", "from", "to", "best GFLOP/s", "spread", "held-out error"):
+    host = ("host",) if profile.has_host else ()
+    for name in ("class", "phase", "shapes", "from", "to", *host, "best GFLOP/s", "spread", "held-out error"):
         table.add_column(name, justify="left" if name in ("class", "phase") else "right")
     classes: dict[str, list[OpRecord]] = {}
     for record in profile.ops:
@@ -41,11 +43,18 @@ def _operations(profile: Profile) -> Table:
                 str(len(found)),
                 f"{low / MICRO:.1f} us",
                 f"{high / MICRO:,.0f} us",
+                *(_host(records, phase) for _ in host),
                 f"{best:.1f}" if name in ("linear", "attention") else "",
                 _spread(times),
                 "not checked" if error is None else f"{error.median:.0%} (p90 {error.p90:.0%})",
             )
     return table
+
+
+def _host(records: Sequence[OpRecord], phase: str) -> str:
+    """Median of what the host needs to queue one."""
+    found = [t.median for r in records if (t := r.host_s(phase)) is not None]
+    return f"{statistics.median(found) / MICRO:.1f} us" if found else ""
 
 
 def _links(profile: Profile) -> Table:
@@ -98,6 +107,12 @@ def _machine(profile: Profile) -> list[str]:
         clocks = [f"{s['clock_mhz']:.0f}" for node in found.get(f"clocks_{when}", ()) for s in node if "clock_mhz" in s]
         if clocks:
             lines.append(f"clocks {when} measuring: {' '.join(clocks)} MHz")
+    if profile.clock:
+        burst, sustained = (profile.clock[name] / MICRO for name in CLOCK)
+        lines.append(
+            f"a large product: {burst:,.0f} us in short bursts, {sustained:,.0f} us under sustained load, which is "
+            "what products and attention are priced at"
+        )
     return lines
 
 
@@ -116,8 +131,12 @@ def summary(profile: Profile) -> Group:
         table = Table(title="fixed costs of a step", title_justify="left")
         table.add_column("what")
         table.add_column("time", justify="right")
-        for name, seconds in profile.overheads.items():
-            table.add_row(name.removesuffix("_s"), _overhead(name, seconds))
+        both = (profile.overheads, *((profile.host_overheads,) if profile.host_overheads else ()))
+        if len(both) > 1:
+            table.add_column("of the host", justify="right")
+        for name in dict.fromkeys(name for found in both for name in found):
+            times = (_overhead(name, found[name]) if name in found else "" for found in both)
+            table.add_row(name.removesuffix("_s"), *times)
         parts.append(table)
     parts += [f"note: {note}" for note in profile.notes]
     return Group(*parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoplan.cost_models.work import OpWork, TensorWork
-from autoplan.profiler.lattice import attention_task, linear_task
+from autoplan.profiler.lattice import attention_task
 from autoplan.profiler.ops import Task
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
 
@@ -181,19 +181,23 @@ def decoder_tasks() -> list[tuple[Task, int]]:
     def task(op: str, inputs: tuple[TensorWork, ...], output: TensorWork, text: str, *parameters: int) -> Task:
         return Task(OpWork(op, inputs, (output,), (), 0.0, 0.0), text, frozenset(parameters))
 
+    def linear(x: TensorWork, columns: int, out: TensorWork) -> Task:
+        weight = TensorWork((columns, x.shape[-1]), "float32", True)
+        return task("linear", (x, weight), out, "F.linear(x0, x1)", 1)
+
     return [
         (task("mul", (x, x), x, "x0 * x1"), 1),
         (task("mean", (x,), column, "x0.mean((-1,), keepdim=True)"), 1),
         (task("rsqrt", (column,), column, "torch.rsqrt(x0)"), 1),  # NaNs take as long
         (task("mul", (x, column), x, "x0 * x1"), 1),
         (task("mul", (norm, x), x, "x0 * x1", 0), 1),
-        (linear_task(_TOKENS, _HIDDEN, _HIDDEN, "float32"), 4),
+        (linear(x, _HIDDEN, x), 4),
         (task("reshape", (x,), heads, f"x0.reshape(1, {_TOKENS}, {_HEADS}, {_HEAD_DIM})"), 4),
         (task("transpose", (heads,), turned, "x0.transpose(1, 2)"), 4),
         (attention_task(1, _HEADS, _TOKENS, _HEAD_DIM, "float32"), 1),
         (task("add", (x, x), x, "x0 + x1"), 2),
-        (linear_task(_TOKENS, _HIDDEN, _INNER, "float32"), 2),
+        (linear(x, _INNER, inner), 2),
         (task("silu", (inner,), inner, "F.silu(x0)"), 1),
         (task("mul", (inner, inner), inner, "x0 * x1"), 1),
-        (linear_task(_TOKENS, _INNER, _HIDDEN, "float32"), 1),
+        (linear(inner, _HIDDEN, x), 1),
     ]

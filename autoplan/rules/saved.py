@@ -307,17 +307,19 @@ def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
 
 
 def _experts_extra(f: OpFacts) -> tuple[int, ...]:
-    """Besides tokens and routing weights (autoplan.runtime.experts): which token each row is, and the first product."""
+    """Besides tokens and routing weights (autoplan.runtime.experts): which token each row is, and the first product.
+    Not counted: 4 bytes per expert, behind which row its rows end, where all experts are one product."""
     rows, _, inner, width = experts_rows(f)
     first = inner * (2 if f.attrs.get("gated", True) else 1)
     return (rows * DTYPE_BYTES["int64"], rows * first * width)
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    # forward: what is between the products, what the experts return, the same weighted; backward: gradients that
-    # arrive, weighted or not, the activated gate, its product with up, gradients of both and of the first product, rows
+    # forward: activated gate and its product with up, that and what the experts return, or this and the same weighted
+    # (weights of another dtype); backward: activated gate, its product with up, gradients of both, of the gate and of
+    # the first product, or gradients that arrive and, of what is between the products, the first two and its gradient
     rows, hidden, inner, width = experts_rows(f)
-    return (rows * (inner + 2 * hidden) * width, rows * (3 * hidden + 6 * inner) * width)
+    return (rows * 2 * max(inner, hidden) * width, rows * max(6 * inner, 4 * inner + hidden) * width)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

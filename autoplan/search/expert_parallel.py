@@ -226,16 +226,15 @@ def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
 def travelled_bytes(block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> int:
     """What the runtime keeps beside what experts keep on the ranks of their tokens, for tokens that spread evenly.
 
-    Rows as they arrived, at each of etp parts of an expert all of them, with a weight of 1; rows as they came back, and
-    two indices that say which token they are of (runtime/experts.py).
+    Rows as they arrived, at each of etp parts of an expert all of them; rows as they came back, and an index that says
+    which token they are of (runtime/experts.py).
     """
     if degrees.ep * degrees.etp == 1:
         return 0
     hidden = block.values[node.tensor_inputs[0]]
     row = works.number(hidden.shape[-1]) * works.width(hidden)
-    arrived = degrees.etp * (row + works.width(hidden))
-    returned = row + 2 * DTYPE_BYTES["int64"]
-    return round(_rows(block, node, works) * (arrived + returned))
+    returned = row + DTYPE_BYTES["int64"]
+    return round(_rows(block, node, works) * (degrees.etp * row + returned))
 
 
 def local_products(work: OpWork, block: Block, node: Node, works: Works, degrees: ExpertDegrees) -> OpWork:

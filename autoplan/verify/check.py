@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from autoplan.capture.cast import main_dtype
+from autoplan.capture.host import HOST
 from autoplan.capture.huggingface import is_hf_model, own_hooks
 from autoplan.capture.inputs import LossFn, LossModule
 from autoplan.capture.lengths import example_lengths
@@ -86,15 +88,16 @@ class Tensors:
 
 
 def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
-    """Float64 copies. Where all elements are equal, as norms and biases begin, they are moved by up to a tenth unless
-    `moved` is False: zeros hide whether they are used, ones which of two norms they belong to."""
+    """Float64 copies, on the host, where both are run. Where all elements are equal, as norms and biases begin, they
+    are moved by up to a tenth unless `moved` is False: zeros hide whether they are used, ones which of two norms they
+    belong to."""
     generator = torch.Generator().manual_seed(0)
 
     def copied(t: torch.Tensor) -> torch.Tensor:
         t = t.detach()
         if not t.is_floating_point():
-            return t.clone()
-        t = t.to(WIDE, copy=True)
+            return t.to(HOST, copy=True)
+        t = t.to(HOST, WIDE, copy=True)
         if moved and t.numel() and bool(t.isfinite().all()) and bool((t == t.flatten()[0]).all()):
             size = t.flatten()[0].abs().item() or 1.0
             t += _NOISE * size * torch.rand(t.shape, generator=generator, dtype=WIDE)
@@ -262,9 +265,10 @@ def verify_whole(task: Task, limit_s: float = LIMIT_S) -> Outcome:
 
     Raises: CaptureError for a graph that is not the module.
     """
-    away = [n for n, p in (*task.model.named_parameters(), *task.model.named_buffers()) if p.device.type != "cpu"]
-    if away:
-        return Outcome(False, f"{away[0]} is not on the host")
+    tensors = (*task.model.named_parameters(), *task.model.named_buffers())
+    without = [n for n, p in tensors if p.is_meta or isinstance(p, FakeTensor)]
+    if without:
+        return Outcome(False, f"{without[0]} has no values")
     sizes, cost = choose_sizes(task, limit_s)
     if sizes is None:
         return Outcome(False, f"it would take about {cost} on this host")

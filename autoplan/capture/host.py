@@ -1,0 +1,52 @@
+"""Capture a model that is on an accelerator as if it were on the host, without copying its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+HOST = torch.device("cpu")
+_STAYS = ("cpu", "meta")
+
+
+def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors on the host."""
+    return {n: x if x.device.type in _STAYS else x.detach().to(HOST) for n, x in example_inputs.items()}
+
+
+@contextmanager
+def on_host(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are on an accelerator are stand-ins on the host without values (fake tensors), buffers
+    there are copies on the host: a graph says nothing of devices, and examples are given on the host.
+
+    A tensor that the model keeps outside its parameters and buffers stays where it is.
+    """
+    parameters = [p for p in model.parameters() if p.device.type not in _STAYS]
+    buffers = [b for b in model.buffers() if b.device.type not in _STAYS]
+    if not parameters and not buffers:
+        yield
+        return
+    modes = [p.fake_mode for p in (*model.parameters(), *model.buffers()) if isinstance(p, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    instead: dict[int, torch.Tensor] = {}
+    with mode:
+        for p in parameters:  # tied parameters stay one
+            instead[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=HOST), p.requires_grad)
+    for b in buffers:
+        instead[id(b)] = b.detach().to(HOST)
+    before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in list(held.items()):
+                    if tensor is not None and id(tensor) in instead:
+                        before.append((held, name, tensor))  # type: ignore[arg-type]  # of parameters, too
+                        held[name] = instead[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for held, name, tensor in before:
+            held[name] = tensor

@@ -1,0 +1,151 @@
+"""Of on_gpu.py: four ranks that share one GPU over gloo, CUDA tensors and all: parity of every axis in float64.
+
+NCCL refuses two ranks of one GPU; gloo does not. What gloo cannot do with CUDA tensors (it moves them through the host)
+is told as what it raised: a finding about gloo, not about the program, which the same plan on the CPU shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Size, make_llama, make_mixtral, token_batch
+from on_gpu_rows import Row, Run, worst_difference
+from processes import RankError, run_ranks
+from torch import nn
+
+import autoplan
+
+WORLD = 4
+SIZE = Size(64, 4, 32, 8, 128)
+# Gradients in float64, in another order of additions; the models compute their loss in float32; parameters after two
+# steps of an optimizer that divides by small numbers.
+LIMITS = {"loss": 1e-6, "gradients": 1e-12, "parameters": 1e-8}
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-6)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One plan of four ranks."""
+
+    name: str
+    pins: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+
+
+LAYOUTS = (
+    Layout("tp", {"tp": 4}),
+    Layout("dp, ZeRO 0", {"dp": 4}),
+    Layout("dp, ZeRO 1", {"dp": 4, "zero_stage": 1}),
+    Layout("dp, ZeRO 2", {"dp": 4, "zero_stage": 2, "num_micro_batches": 2}),
+    Layout("dp, ZeRO 3", {"dp": 4, "zero_stage": 3}),
+    Layout("hybrid ZeRO 3", {"dp": 4, "zero_stage": 3, "zero_replicas": 2}),
+    Layout("ring", {"cp": 4, "context_method": "ring"}),
+    Layout("Ulysses", {"cp": 2, "dp": 2, "context_method": "ulysses"}),
+    Layout("gathered context", {"cp": 4, "context_method": "gather"}),
+    Layout("pp, 1F1B", {"pp": 4, "num_micro_batches": 4}),
+    Layout("pp, zero bubble, tp", {"pp": 2, "tp": 2, "num_micro_batches": 4, "schedule": "ZB-H1"}),
+    Layout("dp x tp x ZeRO 3, recompute", {"dp": 2, "tp": 2, "zero_stage": 3, "recompute": "full"}),
+    Layout("parameters on the host", {"dp": 4, "zero_stage": 3, "offload": "parameters"}),
+    Layout("ep", {"dp": 4, "ep": 4}, "mixtral"),
+    Layout("ep inside tp", {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "mixtral"),
+)
+QUICK = ("tp", "dp, ZeRO 3", "ring", "ep")
+
+
+def _model(family: str, device: torch.device) -> nn.Module:
+    model: Any = make_mixtral(SIZE, 8, 2) if family == "mixtral" else make_llama(SIZE)
+    model.config._experts_implementation = "eager"  # the grouped products of the eager model do not take float64
+    out: nn.Module = model.double().to(device)
+    return out
+
+
+def _alone(family: str, device: torch.device) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss and gradients of the first step, and parameters after two, of one process with the whole batch."""
+    model, batch = _model(family, device), {n: x.to(device) for n, x in token_batch(SIZE).items()}
+    optimizer, first, loss = OPTIMIZER(model.parameters()), {}, 0.0
+    for step in range(2):
+        optimizer.zero_grad()
+        out = model(**batch, use_cache=False).loss
+        out.backward()
+        if step == 0:
+            loss = float(out.detach())
+            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return loss, first, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def _one(layout: Layout, rank: int, device: torch.device) -> Row:
+    truth_loss, truth_gradients, truth_parameters = _alone(layout.family, device)
+    pins = {"dp": 1, "tp": 1, "pp": 1, "num_micro_batches": 1, "recompute": "none"} | layout.pins
+    part = SIZE.batch // pins["dp"]
+    whole = {n: x.to(device) for n, x in token_batch(SIZE).items()}
+    pm = autoplan.parallelize(
+        _model(layout.family, device), autoplan.Cluster.local(WORLD, device.type), optimizer=OPTIMIZER,
+        example_inputs={n: x[:part] for n, x in whole.items()}, pins=pins, global_batch_size=SIZE.batch, verify=False,
+    )  # fmt: skip
+    mine = {n: x[pm.data_rank * part : (pm.data_rank + 1) * part] for n, x in whole.items()}
+    loss = float(pm.step(mine))
+    errors = {"loss": abs(loss - truth_loss) / abs(truth_loss)}
+    errors["gradients"] = worst_difference(pm.gradients(), truth_gradients)
+    pm.optimizer.step()
+    pm.step(mine)
+    pm.optimizer.step()
+    state = pm.state_dict()
+    errors["parameters"] = worst_difference({n: state[n] for n in truth_parameters}, truth_parameters)
+    found = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)  # on the host
+    figures = dict(zip(errors, found.tolist(), strict=True))
+    return Row("ranks", layout.name, figures, all(figures[name] <= limit for name, limit in LIMITS.items()))
+
+
+def work(rank: int, world: int, names: list[str], device_type: str, rows: str) -> None:
+    """Each process: the layouts one after the other; rank 0 writes a row when it has it."""
+    warnings.filterwarnings("ignore")
+    device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+    for layout in (x for x in LAYOUTS if x.name in names):
+        try:
+            row = _one(layout, rank, device)
+        except Exception as exc:
+            if rank == 0:
+                text = f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
+                _write(rows, Row("ranks", layout.name, {}, False, text))
+                traceback.print_exc()
+            raise
+        if rank == 0:
+            _write(rows, row)
+
+
+def _write(path: str, row: Row) -> None:
+    with Path(path).open("a") as out:
+        out.write(json.dumps(asdict(row)) + "\n")
+
+
+def ranks(run: Run) -> None:
+    """All layouts; after one that breaks its processes the others go on in new ones."""
+    names = [x.name for x in LAYOUTS if not run.quick or x.name in QUICK]
+    rows = run.folder / f"{run.part}.rows"
+    while names:
+        if run.left_s <= 5.0:
+            raise TimeoutError(f"no time left for {', '.join(names)}")
+        try:
+            run_ranks(work, WORLD, names, run.device_type, str(rows), timeout_s=run.left_s)
+            return
+        except RankError as exc:
+            found = _written(rows)
+            told = bool(found) and found[-1].passed is False and not found[-1].figures
+            left = [n for n in names if n not in {row.name for row in found}]
+            if not told and left:  # rank 0 could not say
+                _write(str(rows), Row(run.part, left.pop(0), {}, False, " ".join(str(exc).split())[-300:]))
+            names = left
+
+
+def _written(rows: Path) -> list[Row]:
+    return [Row(**json.loads(line)) for line in rows.read_text().splitlines()] if rows.is_file() else []

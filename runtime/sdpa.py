@@ -1,0 +1,191 @@
+"""Which of torch's kernels computes attention, and what it must be given for that.
+
+Which kernels take what on CUDA (aten/native/transformers/cuda/sdp_utils.cpp of torch 2.13):
+
+| kernel | dtypes | masks | fewer key heads | causal, other numbers of keys | head dims |
+|---|---|---|---|---|---|
+| flash | 16 bits | no | yes | aligned at the end, windows too, if it is called by itself | equal, to 256 |
+| memory-efficient | 16 and 32 bits | yes | no | aligned at the start | multiples of 16 bytes |
+| math | all | yes | yes | aligned at the start | all, but it holds all scores |
+
+So that math is not what is left over: keys and values are repeated for all query heads where flash does not do
+(32 heads of 128 in 16 bits over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores), windows and causal
+masks that end with the keys go to flash as they are, and large scores are refused. On a CPU all is as torch has it.
+
+The rows of the table were read; none of this was run on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+__all__ = ["HALVES", "LARGEST_HEAD", "choose", "choose_for", "flash", "multiple_of_head", "padded", "sdpa"]
+
+HALVES = (torch.float16, torch.bfloat16)
+HEAD_MULTIPLE = 8  # of the head dims that CUDA's kernels take
+LARGEST_HEAD = 256
+_LARGEST_ANYWHERE = 192  # larger ones have no backward on all devices
+_LARGE_SCORES_BYTES = 1 << 30
+
+Kernel = Literal["torch", "repeated", "flash", "masked"]
+
+
+def choose(
+    device_type: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    sizes: tuple[int, int],
+    *,
+    grouped: bool,
+    masked: bool,
+    causal: Literal["", "start", "end"] = "",
+    square: bool = True,
+    window: bool = False,
+) -> Kernel:
+    """How attention is computed.
+
+    Args:
+        capability: compute capability of a CUDA device, None elsewhere.
+        sizes: head dims of keys and of values.
+        grouped: there are fewer key heads than query heads.
+        masked: there is a mask besides what follows.
+        causal: aligned with the first query at the first key, or with the last one at the last key.
+        square: there are as many keys as queries.
+        window: a query sees a fixed number of keys up to its own only.
+
+    Returns:
+        ``flash``: flash attention by itself; ``masked``: a mask has to be made for what torch has no word for, then the
+        choice is made again; ``repeated``: torch's own choice, keys and values repeated for all query heads; ``torch``:
+        torch's own choice.
+    """
+    cuda, half = device_type == "cuda", dtype in HALVES
+    if window or causal == "end":
+        if not cuda or not half or masked or capability is None or capability < (8, 0):
+            return "masked"
+        everywhere = capability == (8, 0) or capability[0] in (9, 10)
+        return "flash" if max(sizes) <= (LARGEST_HEAD if everywhere else _LARGEST_ANYWHERE) else "masked"
+    if not cuda or not grouped or not (half or dtype == torch.float32):
+        return "torch"
+    by_flash = half and not masked and sizes[0] == sizes[1] <= LARGEST_HEAD and (square or not causal)
+    return "torch" if by_flash else "repeated"
+
+
+def choose_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    masked: bool,
+    causal: Literal["", "start", "end"] = "",
+    window: bool = False,
+) -> Kernel:
+    """`choose` for these tensors, [b, h, s, d], [b, kv, t, d] and [b, kv, t, e]."""
+    capability = None
+    if q.device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(q.device)
+    return choose(
+        q.device.type,
+        q.dtype,
+        capability,
+        (k.shape[3], v.shape[3]),
+        grouped=q.shape[1] != k.shape[1],
+        masked=masked,
+        causal=causal,
+        square=q.shape[2] == k.shape[2],
+        window=window,
+    )
+
+
+def padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Zeros behind the head dim: of keys and queries they add nothing to scores, of values they are columns to drop."""
+    return x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3]))
+
+
+def multiple_of_head(size: int) -> int:
+    """The head dim that a kernel of CUDA is given."""
+    return -(-size // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
+
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention``, grouped where there are fewer key heads, by a kernel that holds no scores.
+
+    Args:
+        q: [b, h, s, d]; k: [b, kv, t, d]; v: [b, kv, t, e].
+        mask: bool or additive, broadcastable to [b, h, s, t]; not together with ``causal`` (aligned at the start).
+
+    Raises:
+        ValueError: on CUDA no kernel takes it but the one that holds all scores, and these are large.
+    """
+    grouped, value_size = q.shape[1] != k.shape[1], v.shape[3]
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    if choose_for(q, k, v, masked=mask is not None, causal="start" if causal else "") == "repeated":
+        times = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), False
+    if q.device.type == "cuda" and q.dtype != torch.float64:
+        q, k, v = (padded(x, multiple_of_head(x.shape[3])) for x in (q, k, v))
+        refuse_large_scores(q, k, v, mask, causal, scale, grouped)
+    out = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, scale=scale, enable_gqa=grouped
+    )  # a mask of unaligned rows is copied by torch to one that the kernel takes
+    return _columns(out, value_size)
+
+
+def refuse_large_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    grouped: bool,
+    limit_bytes: int = _LARGE_SCORES_BYTES,
+) -> None:
+    """ValueError where torch would compute all scores at once, and they take more than `limit_bytes`."""
+    num_bytes = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.itemsize
+    if num_bytes <= limit_bytes:
+        return
+    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    if choice == SDPBackend.MATH.value:
+        raise ValueError(
+            f"attention: no kernel of torch for {q.device.type} takes {q.dtype} queries {tuple(q.shape)}, keys "
+            f"{tuple(k.shape)} and values {tuple(v.shape)}{' with a mask' if mask is not None else ''} without all "
+            f"scores in memory, {num_bytes / 1e9:.1f} GB; use bfloat16, and kernels that are not switched off "
+            "(torch.backends.cuda)"
+        )
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """Flash attention by itself, causal with the last query at the last key; where `choose` says so.
+
+    Args:
+        q: [b, h, s, d]; k: [b, kv, t, d]; v: [b, kv, t, e]; s <= t.
+        window: keys that a query sees, its own among them; None: all up to it.
+    """
+    size = multiple_of_head(max(k.shape[3], v.shape[3]))
+    queries, keys, values = (padded(x, size).transpose(1, 2) for x in (q, k, v))
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        queries, keys, values, None, None, q.shape[2], k.shape[2], 0.0, True, False,
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
+    return _columns(out.transpose(1, 2), v.shape[3])
+
+
+def _columns(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x if x.shape[3] == size else x[..., :size]

@@ -1,0 +1,158 @@
+"""Copies between a device and its host beside what the device computes: a stream of their own, events, one block ahead.
+
+    forward     compute  block 0 | block 1 | block 2 | ...        a copy waits for the event of what made its tensor
+                copies     out 0 |  out 1  |  out 2  |
+    backward    compute  block 2 | block 1 | block 0              a use waits for the event of its copy
+                copies     in 1  |  in 0   |
+
+The host waits for none of them. What has not left yet and what has come back count against one limit each, the bytes of
+the fullest block so far, so that a pass holds no more than one that copies while nothing computes: beyond it in the
+forward what computes waits for the oldest copy, and in the backward a copy waits until tensors of the block that runs
+are gone. (Plain double buffers, as those of torchtune's OffloadActivations, would hold two blocks.)
+
+Memory is of the computing stream alone, so that the allocator gives it out again without asking other streams: that
+stream waits for a copy before what is copied from, or to, may go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Event", "SideStream", "Stream", "Waiting"]
+
+Event = Any  # of torch.cuda, or of a test: only handed from a stream to one that waits
+
+
+class Stream(Protocol):
+    """What is used of `torch.cuda.Stream`."""
+
+    def record_event(self) -> Event:
+        """Reached when all that is queued now is done."""
+
+    def wait_event(self, event: Event) -> None:
+        """What is queued from now on waits for it."""
+
+
+class Waiting:
+    """A storage that waits on the host."""
+
+    __slots__ = ("__weakref__", "arrived", "here", "host")
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+        self.here: torch.Tensor | None = None
+        self.arrived: Event | None = None  # None: what computes has waited for it
+
+
+class SideStream:
+    """One stream for copies in both directions, in the order in which they are asked for.
+
+    Args:
+        stream: where copies run.
+        current: the stream on which the caller computes.
+        use: a context in which operations go to a stream.
+        device: of what is copied. On CUDA the memory of the host is pinned: others' copies would block.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        current: Callable[[], Stream],
+        use: Callable[[Any], AbstractContextManager[Any]],
+        device: torch.device,
+    ) -> None:
+        self._stream, self._current, self._use, self._device = stream, current, use, device
+        self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # the oldest first
+        self._back: list[weakref.ref[Waiting]] = []
+        self._coming: list[tuple[weakref.ref[Waiting], torch.Tensor, Event]] = []  # that nobody has waited for
+        self.limit_bytes = 0  # of the fullest block that was copied
+
+    @classmethod
+    def of(cls, device: torch.device) -> SideStream | None:
+        """One of a CUDA device; None elsewhere, where nothing runs beside the host."""
+        if device.type != "cuda":
+            return None
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return cls(stream, lambda: torch.cuda.current_stream(device), torch.cuda.stream, device)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def send(self, storage: torch.Tensor) -> Waiting:
+        """Start to copy a whole storage (uint8, [bytes]) to the host."""
+        host = torch.empty(storage.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._stream.wait_event(self._current().record_event())
+        with self._use(self._stream):
+            host.copy_(storage, non_blocking=True)
+        self._leaving.append((storage, self._stream.record_event()))
+        while len(self._leaving) > 1 and sum(x.numel() for x, _ in self._leaving) > self.limit_bytes > 0:
+            self._let_oldest_go()
+        return Waiting(host)
+
+    def end_block(self, sent_bytes: int) -> None:
+        """A block's forward is over; `sent_bytes`: of all that it sent."""
+        self.limit_bytes = max(self.limit_bytes, sent_bytes)
+
+    def _let_oldest_go(self) -> None:
+        _, event = self._leaving.popleft()
+        self._current().wait_event(event)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def get(self, waiting: Waiting, ahead: Sequence[weakref.ref[Waiting]]) -> torch.Tensor:
+        """The storage on the device, for what is queued from now on; then copies of `ahead` start, as far as there is
+        room, in this order."""
+        while self._leaving:
+            self._let_oldest_go()
+        self._fetch(waiting)
+        if waiting.arrived is not None:
+            self._current().wait_event(waiting.arrived)
+            waiting.arrived = None
+        here = waiting.here
+        if here is None:
+            raise RuntimeError("a copy to the device was lost")
+        self._drop_unused()
+        room = self.limit_bytes - self._bytes_back()
+        for reference in ahead:
+            following = reference()
+            if following is None or following.here is not None:
+                continue
+            room -= following.host.numel()
+            if room < 0:
+                break
+            self._fetch(following)
+        return here
+
+    def _fetch(self, waiting: Waiting) -> None:
+        if waiting.here is not None:
+            return
+        here = torch.empty(waiting.host.shape, dtype=torch.uint8, device=self._device)
+        self._stream.wait_event(self._current().record_event())  # its memory may be in use by what is queued
+        with self._use(self._stream):
+            here.copy_(waiting.host, non_blocking=True)
+        event = self._stream.record_event()
+        waiting.here, waiting.arrived = here, event
+        reference = weakref.ref(waiting)
+        self._back.append(reference)
+        self._coming.append((reference, here, event))
+
+    def _drop_unused(self) -> None:
+        """Let go of what was used, and, once its copy is waited for, of what nobody will use: its graph is gone."""
+        coming = []
+        for reference, here, event in self._coming:
+            waiting = reference()
+            if waiting is None or waiting.here is not here:
+                self._current().wait_event(event)
+            elif waiting.arrived is not None:
+                coming.append((reference, here, event))
+        self._coming = coming
+
+    def _bytes_back(self) -> int:
+        self._back = [r for r in self._back if (waiting := r()) is not None and waiting.here is not None]
+        alive = [waiting.here for r in self._back if (waiting := r()) is not None]
+        return sum(here.numel() for here in alive if here is not None)

@@ -1,0 +1,105 @@
+"""Whole tensors on the host: gathered from the ranks, or brought from one rank to all, a bucket at a time.
+
+A model that is spread over devices need not fit one of them. What crosses a device on the way is at most BUCKET_BYTES
+of a tensor, sent and received together; on the CPU nothing is copied on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+HOST = torch.device("cpu")
+BUCKET_BYTES = 64 << 20
+
+
+def gather(
+    local: torch.Tensor, shapes: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
+) -> list[torch.Tensor]:
+    """Every rank's tensor, on the host, by its number in the group. A collective.
+
+    Args:
+        local: this rank's, on the host or the device. shapes: of every rank's. device: of the group's tensors.
+    """
+    shapes = [tuple(s) for s in shapes]
+    flat = local.contiguous().view(-1)
+    if device.type == local.device.type == HOST.type and len(set(shapes)) == 1:
+        whole = [torch.empty_like(flat) for _ in shapes]
+        dist.all_gather(whole, flat, group=group)
+        return [part.view(shape) for part, shape in zip(whole, shapes, strict=True)]
+    parts = [torch.empty(shape, dtype=local.dtype, device=HOST) for shape in shapes]
+    longest = max(part.numel() for part in parts)
+    step = min(longest, max(1, BUCKET_BYTES // (local.element_size() * (len(parts) + 1))))
+    bucket = [torch.zeros(step, dtype=local.dtype, device=device) for _ in range(1 + len(parts))]
+    for begin in range(0, longest, step or 1):
+        sent, *received = (x.narrow(0, 0, min(step, longest - begin)) for x in bucket)
+        _copy(flat, begin, sent)
+        dist.all_gather(received, sent, group=group)
+        for part, piece in zip(parts, received, strict=True):
+            whole_part = part.view(-1)
+            left = min(max(whole_part.numel() - begin, 0), piece.numel())
+            if left:
+                whole_part.narrow(0, begin, left).copy_(piece.narrow(0, 0, left))
+    return parts
+
+
+def _copy(flat: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+    """The elements from `begin` on, as far as there are any."""
+    left = min(max(flat.numel() - begin, 0), out.numel())
+    if left:
+        out.narrow(0, 0, left).copy_(flat.narrow(0, begin, left))
+
+
+def broadcast(tensor: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Give a contiguous tensor of the host the values that it has on rank `source`. A collective."""
+    flat = tensor.view(-1)
+    if device.type == HOST.type:
+        dist.broadcast(flat, source, group=group)
+        return
+    step = min(flat.numel(), max(1, BUCKET_BYTES // tensor.element_size()))
+    bucket = torch.empty(step, dtype=tensor.dtype, device=device)
+    for begin in range(0, flat.numel(), step or 1):
+        size = min(step, flat.numel() - begin)
+        piece, sent = flat.narrow(0, begin, size), bucket.narrow(0, 0, size)
+        sent.copy_(piece)
+        dist.broadcast(sent, source, group=group)
+        piece.copy_(sent)
+
+
+def _length(size: int, parts: int, index: int) -> int:
+    """Of part `index` of a dim that `fully_shard` cuts: equal parts, the last ones shorter or empty."""
+    part = -(-size // parts)
+    return min(max(size - index * part, 0), part)
+
+
+def _sharded(like: DTensor) -> tuple[int, int] | None:
+    """The only mesh dim that a tensor is sharded over, and its own dim; None where it is whole."""
+    found = [(i, p.dim) for i, p in enumerate(like.placements) if isinstance(p, Shard)]
+    if len(found) > 1:
+        raise ValueError(f"a tensor sharded over several dims of a mesh, {like.placements}, cannot be gathered here")
+    return found[0] if found else None
+
+
+def of_shards(local: torch.Tensor, like: DTensor, device: torch.device) -> torch.Tensor:
+    """The whole tensor, on the host, of which every rank has `local`, laid out as `like`. A collective."""
+    found = _sharded(like)
+    if found is None or like.device_mesh.size(found[0]) == 1:
+        return local.to(HOST)
+    over, dim = found
+    ranks = like.device_mesh.size(over)
+    shapes = [[*like.shape[:dim], _length(like.shape[dim], ranks, i), *like.shape[dim + 1 :]] for i in range(ranks)]
+    return torch.cat(gather(local, shapes, like.device_mesh.get_group(over), device), dim=dim)
+
+
+def own_shard(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, laid out as `like`: a view."""
+    found = _sharded(like)
+    if found is None:
+        return whole
+    over, dim = found
+    ranks, index = like.device_mesh.size(over), like.device_mesh.get_local_rank(over)
+    part = -(-whole.shape[dim] // ranks)
+    return whole.narrow(dim, min(index * part, whole.shape[dim]), _length(whole.shape[dim], ranks, index))
