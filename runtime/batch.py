@@ -50,14 +50,14 @@ class Batches:
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
+        # Counting labels and agreeing on them wait for the device, and with it for what was copied there before.
+        self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches, on the device. The batch has no `problem`."""
+        """The micro-batches, on the device once `settle` has returned. The batch has no `problem`."""
+        whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
         size = batch[self._spec.inputs[0]].shape[0] // self._num
-        return [
-            {n: batch[n][i * size : (i + 1) * size].to(self._device) for n in self._spec.inputs}
-            for i in range(self._num)
-        ]
+        return [{n: x[i * size : (i + 1) * size] for n, x in whole.items()} for i in range(self._num)]
 
     def problem(self, batch: Any) -> str | None:
         """Why this rank cannot run a step of this batch now; None if it can."""
@@ -151,11 +151,14 @@ class Batches:
 
     # -- over all ranks ---------------------------------------------------------------------------------------------
 
-    def settle(self, batch: Any, problem: str | None, count: Callable[[], int], *, data_rank: int, step: int) -> Counts:
-        """Agree with all ranks on this step's batches.
+    def settle(
+        self, batch: Any, problem: str | None, count: Callable[[], int | torch.Tensor], *, data_rank: int, step: int
+    ) -> Counts:
+        """Agree with all ranks on this step's batches. The device is waited for once.
 
         Args:
-            batch: of this rank. problem: of it, or None. count: counts its valid labels, called if it has no problem.
+            batch: of this rank. problem: of it, or None. count: counts its valid labels, called if it has no problem;
+                a tensor of shape [] on the device, or a number.
             data_rank: whose part of the global batch it is. step: the number of the step.
 
         Returns: the counts of the global batch.
@@ -166,14 +169,16 @@ class Batches:
         if self._mesh.world_size == 1:
             if problem is not None:
                 raise AgreedValueError(problem)
-            return Counts(labels, samples)
+            return Counts(int(labels), samples)
         mine = 0 if problem is not None else fingerprint(batch, None if contents else 0)
         num = self._mesh.size("dp")
         sent = torch.full((1 + 4 * num,), _LEAST, dtype=torch.int64)
         sent[0] = int(problem is not None)
         if problem is None:
-            sent[1 + 4 * data_rank : 5 + 4 * data_rank] = torch.tensor([mine, -mine, labels, samples])
-        sent = sent.to(self._device)
+            sent[1 + 4 * data_rank : 5 + 4 * data_rank] = torch.tensor([mine, -mine, 0, samples])
+        sent = sent.to(self._device, non_blocking=True)
+        if problem is None:
+            sent[3 + 4 * data_rank] = labels
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         found = sent.tolist()
         if found[0]:

@@ -9,7 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+import shutil
+import sysconfig
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,14 +36,38 @@ for _schema in _SCHEMAS:
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
+def _lacking() -> str | None:
+    """What Triton needs to build a kernel here and does not find; None if nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton"
+    compiler = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ((compiler,) if compiler else ("gcc", "clang"))):
+        return f"the C compiler {compiler} that CC names" if compiler else "a C compiler, gcc or clang"
+    scheme = sysconfig.get_default_scheme()  # as Triton chooses: headers are not in Debian's local tree
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    if not header.exists():
+        return f"{header}, of Python's development package"
+    if torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
+        return "a GPU of compute capability 7.0 or more"
+    return None
+
+
 @functools.cache
 def has_triton() -> bool:
-    """Whether kernels written in Triton can be compiled here, inductor's among them."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether kernels written in Triton can be built here, inductor's among them. Warns once where they cannot."""
+    lacking = _lacking()
+    if lacking is not None:
+        warnings.warn(
+            f"dropout and losses run by many kernels instead of one each, and no block is compiled by itself: this "
+            f"machine lacks {lacking}",
+            stacklevel=2,
+        )
+    return lacking is None
 
 
 def one_kernel(device: torch.device) -> bool:
-    """True if the operators here are to be used for tensors on this device."""
+    """True if the operators here are to be used for tensors on this device. Warns once of a GPU that does without."""
     return device.type == "meta" or (device.type == "cuda" and has_triton())
 
 

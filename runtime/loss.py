@@ -154,19 +154,21 @@ def _statistics(logits: torch.Tensor, target: torch.Tensor, classes: _Classes, s
         )
         return out
     local, inside = classes.here(target)
-    parts = []
-    for rows in _chunks(logits):
-        wide = logits[rows].float() if logits.dtype in _HALF else logits[rows]
-        top = wide.amax(-1)
-        predicted = wide.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1)
-        total = [wide.sum(-1)] if summed else []
-        base = top.masked_fill(top == -math.inf, 0).unsqueeze(-1)
-        shifted = wide.sub_(base) if logits.dtype in _HALF else wide - base
-        parts.append(torch.stack([top, shifted.exp_().sum(-1), predicted, *total]))
+    parts = [_statistics_of(logits[rows], local[rows], summed) for rows in _chunks(logits)]
     out = torch.cat(parts, 1) if parts else logits.new_zeros((3 + summed, 0)).float()
     wrong = ((target < 0) | (target >= classes.total)) & (target != classes.ignore_index)
     out[2].masked_fill_(~inside, 0).masked_fill_(wrong, math.nan)
     return out
+
+
+def _statistics_of(logits: torch.Tensor, local: torch.Tensor, summed: bool) -> torch.Tensor:
+    wide = logits.float() if logits.dtype in _HALF else logits
+    top = wide.amax(-1)
+    predicted = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    total = [wide.sum(-1)] if summed else []
+    base = top.masked_fill(top == -math.inf, 0).unsqueeze(-1)
+    shifted = wide.sub_(base) if logits.dtype in _HALF else wide - base
+    return torch.stack([top, shifted.exp_().sum(-1), predicted, *total])
 
 
 def _gradient(
@@ -189,18 +191,34 @@ def _gradient(
     scale = torch.where(valid, grad, 0)
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows in _chunks(logits):
-        if logits.dtype in _HALF:
-            probability = logits[rows].float().sub_(log_sum_exp[rows].unsqueeze(-1)).exp_()
-        else:
-            probability = torch.sub(logits[rows], log_sum_exp[rows].unsqueeze(-1), out=out[rows]).exp_()
-        if label_smoothing > 0:
-            probability.sub_(label_smoothing / classes.total)
-        probability.scatter_add_(-1, local[rows].unsqueeze(-1), hit[rows]).mul_(scale[rows])
-        # not left to the product: an ignored token with non-finite logits must not give NaN
-        probability.masked_fill_(~valid[rows], 0)
-        if logits.dtype in _HALF:
-            out[rows] = probability
+        parts = (x[rows] for x in (logits, out, log_sum_exp.unsqueeze(-1), local.unsqueeze(-1), hit, scale, valid))
+        _gradient_of(*parts, uniform=label_smoothing / classes.total)
     return out
+
+
+def _gradient_of(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    local: torch.Tensor,
+    hit: torch.Tensor,
+    scale: torch.Tensor,
+    valid: torch.Tensor,
+    *,
+    uniform: float,
+) -> None:
+    """Some rows: `out` gets (softmax - uniform + hit at the target) * scale. The other arguments are [rows, 1]."""
+    if logits.dtype in _HALF:
+        probability = logits.float().sub_(log_sum_exp).exp_()
+    else:
+        probability = torch.sub(logits, log_sum_exp, out=out).exp_()
+    if uniform > 0:
+        probability.sub_(uniform)
+    probability.scatter_add_(-1, local, hit).mul_(scale)
+    # not left to the product: an ignored token with non-finite logits must not give NaN
+    probability.masked_fill_(~valid, 0)
+    if logits.dtype in _HALF:
+        out.copy_(probability)
 
 
 class _CrossEntropySum(torch.autograd.Function):

@@ -419,11 +419,14 @@ class ParallelModel:
         with use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ()):
             size = next(iter(parts[0].values())).shape[0]
             first = self.data_rank * size * len(parts)
-            for i, part in enumerate(parts):
+            # one copy for all micro-batches, which nothing waits for
+            numbers = [[self.seed, self._num_steps, first + i * size] for i in range(len(parts))]
+            generators = torch.tensor(numbers).to(self.device, non_blocking=True)
+            for part, generator in zip(parts, generators, strict=True):
                 part["loss_denominator"] = denominator
                 if self.spec.loss_share:
                     part["loss_share"] = torch.ones_like(denominator) / len(parts)
-                part["rng"] = torch.tensor([self.seed, self._num_steps, first + i * size], device=self.device)
+                part["rng"] = generator
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
             reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent, self.device)
@@ -466,14 +469,16 @@ class ParallelModel:
             return torch.ones((), dtype=self._loss_dtype, device=self.device)
         if counts.labels == 0:
             raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
-        return torch.tensor(counts.labels, dtype=self._loss_dtype, device=self.device)
+        # full, not tensor: no copy from the host
+        return torch.full((), counts.labels, dtype=self._loss_dtype, device=self.device)
 
-    def _count(self, parts: list[dict[str, torch.Tensor]]) -> int:
+    def _count(self, parts: list[dict[str, torch.Tensor]]) -> int | torch.Tensor:
         """What the mean of the loss runs over, in this rank's micro-batches."""
         if self.spec.loss_count == "none":
             return 0
         count_valid: Any = self.stage.count
-        return int(sum(count_valid(**part) for part in parts))  # the device is waited for once
+        counted: torch.Tensor = sum(count_valid(**part) for part in parts)
+        return counted
 
     def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
         env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}

@@ -234,6 +234,24 @@ def test_loss_types_and_errors() -> None:
                     assert types_of(loss) == {"tp": I, "dp": out_dp}
 
 
+def test_the_loss_in_one_kernel_has_the_types_of_torch() -> None:
+    """`meta` stands for a GPU, where it is a function of ours; on the CPU the checker knows torch's."""
+
+    def found(device: str, logits_tp: Any, target_tp: Any) -> Any:
+        with typecheck():
+            x = typed(torch.randn(4, 6, device=device).requires_grad_(), tp=logits_tp, dp=V)
+            t = typed(torch.randint(6, (4,), device=device), tp=target_tp, dp=V)
+            try:
+                return types_of(cross_entropy_sum(x, t))
+            except SpmdTypeError:
+                return None
+
+    with mesh_of([("dp", 2), ("tp", 2)]):
+        results = {(a, b): found("cpu", a, b) for a in (R, I, V, P) for b in (R, I, V)}
+        assert results == {(a, b): found("meta", a, b) for a, b in results}
+        assert None in results.values() and len([x for x in results.values() if x]) == 8
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Dropout
 

@@ -38,11 +38,11 @@ from autoplan.codegen.program import Layouts, compile_program
 from autoplan.cost_models.errors import RuleError
 from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
 from autoplan.plan import make_plan
-from autoplan.rules.saved import RULES, OpFacts, TensorFacts, saved_rule
+from autoplan.rules.saved import RULES, OpFacts, TensorFacts, extra_bytes, saved_rule, workspace_bytes
 from autoplan.rules.strategies import Strategy
 from autoplan.rules.strides import elementwise, is_contiguous, reshaped
 from autoplan.rules.table import BUILDERS
-from autoplan.runtime.loss import cross_entropy_sum
+from autoplan.runtime.loss import vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.search.activations import activations
@@ -145,25 +145,38 @@ def test_an_operation_keeps_what_the_table_says(case: OpCase, turned: bool, one_
 def test_every_operation_has_a_line() -> None:
     """Every op of the rule table, and nothing else but the special forms."""
     attention = {f"attention_{form}" for form in ("own_mask", "learned_mask", "written_out", "windowed")}
-    forms = {"vocab_embedding", "vocab_cross_entropy", "cross_entropy_in_one_kernel"} | attention
+    forms = {"vocab_embedding", "vocab_cross_entropy"} | attention
     assert set(RULES) - forms - {"experts"} == set(BUILDERS) - {"experts"}
     assert forms < set(RULES)
 
 
-def test_the_loss_on_a_gpu_keeps_the_logits_and_one_number_per_token() -> None:
-    """What autograd is given on meta, which stands for the GPU; nothing as large as the logits is made in forward."""
-    logits = torch.empty(64, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    target, kept = torch.empty(64, dtype=torch.int64, device="meta"), []
-    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x), LiveBytes() as live:  # type: ignore[func-returns-value]
-        cross_entropy_sum(logits, target)
-    shapes = (TensorFacts((64, 1000), "bfloat16", True), TensorFacts((64,), "int64", False))
-    facts = OpFacts("cross_entropy_sum", {}, shapes, (TensorFacts((), "float32", True),), None, "cuda")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_sharded_loss_needs_what_the_table_says(device: str, dtype: str) -> None:
+    """Forward and backward; `meta` stands for a GPU, which makes nothing as large as the logits but their gradient."""
+    tokens, classes = 600, 3000
+    logits = torch.zeros(tokens, classes, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+    target, kept = torch.zeros(tokens, dtype=torch.int64, device=device), Kept()
+    shapes = (TensorFacts((tokens, classes), dtype, True), TensorFacts((tokens,), "int64", False))
+    where = "cpu" if device == "cpu" else "cuda"
+    facts = OpFacts("cross_entropy_sum", {}, shapes, (TensorFacts((), "float32", True),), "vocab_cross_entropy", where)
     rule = saved_rule(facts)
-    assert rule.extra is not None and rule.workspace is not None
-    extra = [x for x in kept if x is not logits and x.numel() != 1 and x.dtype != torch.int64]
-    assert [x.numel() * x.element_size() for x in extra] == list(rule.extra(facts))
-    assert live.peak_bytes < 64 * 4 * 12 < logits.numel()
-    assert rule.workspace(facts)[0] < logits.numel()
+    forward, backward = workspace_bytes(facts, rule)
+    with fake_group(1), use_mesh(AxisMesh([("tp", 1)])), LiveBytes() as live:
+        if device == "cpu":
+            with saved_tensors_hooks(kept.pack, lambda x: x):
+                loss = vocab_parallel_cross_entropy_sum(logits, target, "tp")
+            assert kept.num_bytes([logits, target]) == sum(extra_bytes(facts, rule))
+        else:  # without addresses, which Kept tells storages by
+            loss = vocab_parallel_cross_entropy_sum(logits, target, "tp")
+        assert live.current_bytes <= sum(extra_bytes(facts, rule)) + 16
+        after = live.current_bytes
+        assert live.peak_bytes - after <= forward <= (live.peak_bytes - after) * 1.2 + 40 * tokens
+        live.reset_peak()
+        loss.backward()
+        found = live.peak_bytes - after - logits.numel() * logits.element_size()
+        assert found <= backward + 128 <= found * 1.2 + 40 * tokens
+    assert forward < logits.numel() * logits.element_size() * (0.01 if device == "meta" else 1)
 
 
 def test_an_unknown_operation_is_an_error() -> None:

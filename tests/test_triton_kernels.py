@@ -171,6 +171,37 @@ def test_the_loss_is_that_of_the_cpu(dtype: torch.dtype, smoothing: float, class
     torch.testing.assert_close(got, want, rtol=error, atol=error * 1e-3)
 
 
+@interpreted
+def test_forward_and_backward_through_the_operators(mesh: AxisMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of the runtime, on the CPU by torch's operators and by the interpreted kernels."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    logits = torch.randn(2, 3, 8, generator=generator, dtype=torch.float64)
+    target = torch.tensor([[8, 15, -100], [9, 9, 3]])
+    rng = torch.tensor([1, 2, 3])
+
+    def gradients() -> list[torch.Tensor]:
+        a, b = x.clone().requires_grad_(), logits.clone().requires_grad_()
+        dropped = dropouts.dropout(a, 0.3, rng, 4, INDICES["sharded"])
+        sharded = losses.vocab_parallel_cross_entropy_sum(b, target, "tp", label_smoothing=0.1)
+        whole = losses.cross_entropy_sum(b.reshape(6, 8), target.reshape(6) % 8, ignore_index=4)
+        outs = [dropped, sharded, whole]
+        return [*outs, *torch.autograd.grad([dropped.square().sum(), sharded + 3 * whole], [a, b])]
+
+    want = gradients()
+    library = torch.library.Library("autoplan_fused", "IMPL")
+    for name in ("dropout", "loss_statistics", "loss_gradient"):
+        library.impl(name, getattr(kernels, name), "CPU")
+    try:
+        for module in (dropouts, losses):
+            monkeypatch.setattr(module, "one_kernel", lambda device: True)
+        got = gradients()
+    finally:
+        library._destroy()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_loss_compiles_for_an_h100(an_h100: None, dtype: torch.dtype) -> None:

@@ -213,16 +213,17 @@ def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
 
 
 def _cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
+    """Of `F.cross_entropy`, on every device. Ours on GPUs keeps the logits, as large, and needs less while it runs."""
     logits, target = f.inputs
     smoothed = (target.num_elements,) if f.attrs.get("label_smoothing") else ()  # which targets are ignored
     # log-probabilities, and the total weight of the targets
     return (logits.num_bytes, DTYPE_BYTES[logits.dtype], *smoothed)
 
 
-def _fused_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
+def _vocab_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
     """Log-sum-exp; on the CPU where the local classes begin. Logits and targets are x0 and x1 (runtime/loss.py)."""
     logits, target = f.inputs
-    begin = (DTYPE_BYTES["int64"],) if f.special and f.device_type == "cpu" else ()
+    begin = (DTYPE_BYTES["int64"],) if f.device_type == "cpu" else ()
     return (target.num_elements * _statistics(logits.dtype), *begin)
 
 
@@ -253,10 +254,10 @@ def _cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
 _LOSS_CHUNK, _LOSS_CHUNKS = 1 << 18, 256
 
 
-def _fused_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
+def _vocab_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
     logits, target = f.inputs
     tokens, wide = target.num_elements, _statistics(logits.dtype)
-    per_token = tokens * 4 * wide  # statistics; forward before, backward after the logits are read
+    per_token = tokens * 6 * wide  # statistics; forward before, backward after the logits are read
     if f.device_type != "cpu":
         return (per_token, 0)
     classes = logits.shape[-1]
@@ -265,7 +266,7 @@ def _fused_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
     # which they become, has another dtype
     numbers = tokens * (DTYPE_BYTES["int64"] + 1)
     chunk = rows * classes * wide
-    return (numbers + per_token + chunk, numbers + 2 * tokens * wide + (chunk if logits.dtype in _HALF else 0))
+    return (numbers + per_token + chunk, numbers + tokens * (2 * wide + 1) + (chunk if logits.dtype in _HALF else 0))
 
 
 def _attention_workspace(f: OpFacts) -> tuple[int, ...]:
@@ -359,9 +360,8 @@ RULES: dict[str, SavedRule] = {
     "embedding": _rule("x1<0", form=Form.NEW),
     "vocab_embedding": _rule(form=Form.NEW, extra=_vocab_embedding_extra),
     "cross_entropy_sum": _rule("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace),
-    **dict.fromkeys(
-        ("vocab_cross_entropy", "cross_entropy_in_one_kernel"),
-        _rule("x0<0 x1<0", form=Form.NEW, extra=_fused_cross_entropy_extra, workspace=_fused_cross_entropy_workspace),
+    "vocab_cross_entropy": _rule(
+        "x0<0 x1<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
     ),
     "attention": _rule(
         "x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_attention_workspace
@@ -405,8 +405,6 @@ def rule_name(f: OpFacts) -> str:
     """Which line of the table holds for an operation: that of its name, or of a form that keeps something else."""
     if f.special in RULES:
         return f.special
-    if f.op == "cross_entropy_sum" and f.device_type != "cpu":
-        return "cross_entropy_in_one_kernel"
     if f.op == "attention":
         if f.attrs.get("window") is not None and f.attrs["window"] < f.inputs[0].shape[2]:
             return "attention_windowed"
