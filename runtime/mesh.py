@@ -17,7 +17,7 @@ plays all ranks: whatever depends on the rank must then be a tensor that differs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import cast
@@ -47,6 +47,7 @@ class AxisMesh:
         axes: (name, size) of the atomic sub-axes, major to minor over the ranks: the last one varies fastest.
         groups: (name, atomic names) of the flattened groups. The atomic names must be in mesh order, since torch sorts
             the ranks of a group.
+        only: the axes that something is sent over; the others have no communicator. None: all may be.
         device_type: ``'cpu'`` or ``'cuda'``; by default ``'cuda'`` if there is a GPU and the default process group
             is not one for the CPU.
 
@@ -61,6 +62,7 @@ class AxisMesh:
         axes: Sequence[tuple[str, int]],
         groups: Mapping[str, Sequence[str]] | Iterable[tuple[str, Sequence[str]]] = (),
         *,
+        only: Collection[str] | None = None,
         device_type: str | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -82,13 +84,14 @@ class AxisMesh:
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         first_with: dict[tuple[str, ...], str] = {}
         self._canonical = {n: first_with.setdefault(self._live(n), n) for n in self._members}
+        wanted = {self._live(n) for n in (self._members if only is None else only)}
         for live, name in first_with.items():
-            if live:
+            if live and live in wanted:
                 self._groups[name] = self._form(self._partition(live), name)
                 self._meshes[(name,)] = self._built((name,))
         self._by_group_name = {group.group_name: name for name, group in self._groups.items()}
         self._by_ranks = {tuple(self._own_ranks(live)): name for live, name in first_with.items()}
-        self._axis_types = {n: MeshAxis.of(self.group(n)) for n in names if self._sizes[n] > 1}
+        self._axis_types = {n: MeshAxis.of(self.group(n)) for n in names if self._canonical[n] in self._groups}
 
     def _live(self, axes: Axes) -> tuple[str, ...]:
         """The sub-axes of `axes` that are larger than 1."""
@@ -201,10 +204,13 @@ class AxisMesh:
         """The process group of ``axis`` that holds this rank.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: an unknown name, or an axis that was left out of ``only``.
         """
         name = self.canonical(axis)
-        if name not in self._groups:  # of size 1: seldom asked for
+        if name not in self._groups:
+            if self._live(axis):
+                raise ValueError(f"mesh axis {axis!r} was made without a communicator; name it in only=")
+            # of size 1: seldom asked for
             if self._alone is None:
                 self._alone = private.group_alone(self.world_size)
                 self._made.append(self._alone)
@@ -318,7 +324,7 @@ def use_mesh(mesh: AxisMesh, *, untyped: Sequence[str] = ()) -> Iterator[AxisMes
     for name in untyped:
         if name not in mesh.axes:
             raise ValueError(f"untyped axis {name!r} is not an atomic axis of {mesh!r}")
-    typed = {name: mesh.type_axes(name)[0] for name, size in mesh.axes.items() if size > 1 and name not in untyped}
+    typed = {name: found[0] for name in mesh.axes if name not in untyped and (found := mesh.type_axes(name))}
     token = _current.set(mesh)
     _entered.append(mesh)
     try:

@@ -14,7 +14,7 @@ from harness import pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoplan.runtime import private
-from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 WORLD = 64
 # hybrid ZeRO beside pipeline and tensor parallelism, as `autoplan.search.pins.make_mesh` writes it
@@ -71,6 +71,14 @@ def test_axes_of_one_rank_have_no_communicator() -> None:
         assert mesh._made == []
         assert dist.get_process_group_ranks(mesh.group("tp")) == [3]
         assert mesh.group("pp") is mesh.group("tp") and mesh._made == [mesh.group("pp")]
+
+
+def test_only_what_is_sent_over_has_a_communicator() -> None:
+    with rank_of(6, 8):
+        mesh = AxisMesh([("outer", 2), ("group", 2), ("inner", 2)], only=["group"])
+        assert mesh._made == [mesh.group("group")] and dist.get_process_group_ranks(mesh.group("group")) == [4, 6]
+        with use_mesh(mesh), pytest.raises(ValueError, match="'outer' was made without a communicator"):
+            mesh.group("outer")
 
 
 def test_meshes_of_several_axes_follow_their_order() -> None:

@@ -245,7 +245,7 @@ class _Meshes:
         """The mesh whose axis `group` has this size and stride. A collective over all ranks, the first time."""
         if (size, stride) not in self._made:
             axes = [("outer", self._job.world // (size * stride)), ("group", size), ("inner", stride)]
-            mesh = self._made[size, stride] = AxisMesh(axes, device_type=self._job.device.type)
+            mesh = self._made[size, stride] = AxisMesh(axes, only=["group"], device_type=self._job.device.type)
             mesh.connect(self._job.device)
         return self._made[size, stride]
 
