@@ -239,8 +239,10 @@ class BlockPricer:
             self.hides = 0.0
         self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
         self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
-        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce after the backward
-        beside = costs.mode is Mode.FUSED and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
+        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs where there are streams.
+        # What others ran op by op is priced as reduced after the backward.
+        emitted = costs.mode is Mode.FUSED or costs.profile is not None
+        beside = emitted and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
         self.reduces_beside = beside and config.zero_stage == 0
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:

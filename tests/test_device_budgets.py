@@ -202,7 +202,7 @@ def test_what_triton_needs_is_looked_for(lacking: str, monkeypatch: pytest.Monke
     where = tmp_path / "none" if lacking == "Python.h" else tmp_path
     monkeypatch.setattr("sysconfig.get_paths", lambda **_: {"include": str(where)})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    fused._has_triton.cache_clear()
+    fused.has_triton.cache_clear()
     try:
         gpu = torch.device("cuda")
         if lacking == "nothing":
@@ -213,7 +213,7 @@ def test_what_triton_needs_is_looked_for(lacking: str, monkeypatch: pytest.Monke
             assert not fused.one_kernel(gpu), "once"
         assert not fused.one_kernel(torch.device("cpu"))
     finally:
-        fused._has_triton.cache_clear()
+        fused.has_triton.cache_clear()
 
 
 def test_the_budget_sees_an_operation_that_is_not_fused() -> None:
