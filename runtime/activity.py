@@ -106,6 +106,10 @@ def of_traceback(traceback: TracebackType | None) -> Place:
 
 
 def _outwards(frame: FrameType | None) -> Iterator[Frame]:
+    # First the stack as it is, at once: the thread that is read goes on as soon as this one lets it, and Python 3.11
+    # has crashed in f_back of frames that were left meanwhile.
+    frames = []
     while frame is not None:
-        yield Frame.of(frame)
+        frames.append(frame)
         frame = frame.f_back
+    return map(Frame.of, frames)

@@ -68,6 +68,8 @@ _HOSTS_TRIED = 64
 # Between two looks at rank 0 while it works: per rank of the job, so that rank 0 answers 500 questions per second.
 _LOOK_S_PER_RANK = 0.002
 _LOOK_S = (0.005, 0.1)
+# Between two questions what it does, per rank of the job: 50 per second.
+_DOING_S_PER_RANK = 0.02
 
 # Parts of the messages of plain RuntimeErrors by which gloo says that the other side is gone or silent.
 _GLOO_MARKS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
@@ -549,10 +551,12 @@ def work_of_first(what: str) -> Iterator[None]:
 
 def _await_first(state: Ranks, what: str) -> None:
     begin = heard = time.monotonic()
-    note_s, pause_s = WAIT_NOTE_S, _LOOK_S[0]
+    note_s, pause_s, asked = WAIT_NOTE_S, _LOOK_S[0], 0.0
     while True:
-        answer = state.ask({0: state.addresses[0]}, ANSWER_S)[0]
+        brief = time.monotonic() - asked < max(1.0, _DOING_S_PER_RANK * state.world)
+        answer = state.ask({0: state.addresses[0]}, ANSWER_S, brief)[0]
         now = time.monotonic()
+        asked = asked if brief else now
         if not isinstance(answer, Silence):
             heard = now
             if answer["works_done"] >= state.works_awaited:

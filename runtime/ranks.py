@@ -84,21 +84,26 @@ class Ranks:
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to another rank's question."""
         self.known.learn(question)
-        return {
-            "doing": self.doing(),
-            "waits": self.waits or bool(activity.of_thread(self.thread).collective),
-            "works_done": self.works_done,
-            **self.known.to_plain(),
-        }
+        found = {"works_done": self.works_done, **self.known.to_plain()}
+        if not question.get("brief"):
+            found["doing"] = self.doing()
+            found["waits"] = self.waits or bool(activity.of_thread(self.thread).collective)
+        return found
 
-    def ask(self, ranks: Mapping[int, Address], timeout_s: float) -> dict[int, dict[str, Any] | Silence]:
-        """Ask ranks; a refused connection counts only if a rank of that host has ever answered."""
-        found = ask(ranks, self.known.to_plain(), timeout_s)
+    def ask(
+        self, ranks: Mapping[int, Address], timeout_s: float, brief: bool = False
+    ) -> dict[int, dict[str, Any] | Silence]:
+        """Ask ranks; a refused connection counts only if a rank of that host has ever answered.
+
+        `brief`: not what they do, for which the stack of a thread is read that runs on: not for every look of many.
+        """
+        found = ask(ranks, {**self.known.to_plain(), "brief": brief}, timeout_s)
         for rank, answer in found.items():
             if not isinstance(answer, Silence):
                 self.known.reached.add(ranks[rank].host)
                 self.known.learn(answer)
-                self.known.see(rank, answer["doing"])
+                if not brief:
+                    self.known.see(rank, answer["doing"])
             elif ranks[rank].host not in self.known.reached:
                 found[rank] = Silence.NO_ANSWER
         return found

@@ -220,6 +220,14 @@ def test_which_news_explain_a_broken_collective():
     assert other.first(exits=True) == known.first(exits=True)
 
 
+def test_a_brief_question_reads_no_stack(monkeypatch):
+    """Python 3.11 has crashed while the stack of a thread that ran on was read, on a rank that was asked often."""
+    state = Ranks(None, 0, 2, 60.0, 0)
+    assert {"doing", "waits", "works_done"} <= set(state.answer({}))
+    monkeypatch.setattr(activity, "of_thread", lambda ident: pytest.fail("the stack was read"))
+    assert state.answer({"brief": True})["works_done"] == 0
+
+
 def test_where_a_thread_is():
     try:
         x = torch.ones(1, requires_grad=True)
