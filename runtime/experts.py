@@ -229,12 +229,11 @@ def _by_token(
     """
     places, order = chosen.sort()
     starts = torch.searchsorted(places, torch.arange(0, t * k, k, device=chosen.device))
-    each = None
-    if weights is not None and weights.dtype == rows.dtype:
-        each = weights.flatten()[places]
-    elif weights is not None:
+    if weights is not None:  # rounded as a model that adds them one by one does: of two choices the sum has its bits
         rows = torch.mul(rows, weights.flatten()[chosen].unsqueeze(1), out=torch.empty_like(rows))
-    return functional.embedding_bag(order, rows, starts, mode="sum", per_sample_weights=each)
+    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # there torch does not round 16-bit sums to the nearest
+        return functional.embedding_bag(order, rows.float(), starts, mode="sum").to(rows.dtype)
+    return functional.embedding_bag(order, rows, starts, mode="sum")
 
 
 def _of_weights(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,14 @@ def test_sums_over_choices_are_rounded_once() -> None:
     assert (rows[0] + rows[1] + rows[2])[0] == 256.0  # control
 
 
+def test_16_bit_sums_are_rounded_to_the_nearest() -> None:
+    g = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        rows, chosen = torch.randn(60, 16, generator=g).to(dtype), torch.randperm(60, generator=g)
+        want = rows[chosen.argsort()].double().view(20, 3, 16).sum(1).to(dtype)
+        assert torch.equal(module._by_token(rows, chosen, 20, 3), want)
+
+
 def test_one_order_of_sums() -> None:
     """No operation adds in the order of arrival: what CUDA does with atomics is not among those that run."""
     with Ops() as ops:

@@ -315,9 +315,9 @@ def _experts_extra(f: OpFacts) -> tuple[int, ...]:
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    # forward: activated gate and its product with up, that and what the experts return, or this and the same weighted
-    # (weights of another dtype); backward: activated gate, its product with up, gradients of both, of the gate and of
-    # the first product, or gradients that arrive and, of what is between the products, the first two and its gradient
+    # forward: activated gate and its product with up, that and what the experts return, or this and the same weighted;
+    # backward: activated gate, its product with up, gradients of both, of the gate and of the first product, or
+    # gradients that arrive and, of what is between the products, the first two and its gradient
     rows, hidden, inner, width = experts_rows(f)
     return (rows * 2 * max(inner, hidden) * width, rows * max(6 * inner, 4 * inner + hidden) * width)
 
