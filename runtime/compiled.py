@@ -1,9 +1,9 @@
 """torch.compile of the blocks of a stage: each block's `compute`, inside what ZeRO and recompute hang on the block.
 
-Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention and plain
-losses are traced, collectives and the vocabulary-parallel operations are nodes that AOTAutograd looks into (they are
-functional collectives and plain operations, whose shapes no value decides), so that a compiler fuses up to them and
-overlaps around them. What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts
+Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention is traced,
+collectives, losses and the vocabulary-parallel embedding are nodes that AOTAutograd looks into (they are functional
+collectives, plain operations and kernels of ours, whose shapes no value decides), so that a compiler fuses up to them
+and overlaps around them. What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts
 (the host needs their counts), dropout (a kernel of its own), attention over a cut sequence (point-to-point transfers).
 Assertions of types, which do nothing but while type-checking, are left out. Another batch size or sequence length
 compiles again, from then on for all sizes. torch compiles nothing while a dispatch mode watches, `record_collectives`
@@ -26,8 +26,8 @@ __all__ = ["compile_blocks"]
 
 # names of an emitted module: nodes of a graph, each with forward and backward of its own
 _NODES = (
-    "all_gather all_reduce all_to_all reduce_scatter slice_ to_partial to_replicate vocab_parallel_cross_entropy_sum "
-    "vocab_parallel_embedding"
+    "all_gather all_reduce all_to_all cross_entropy_sum reduce_scatter slice_ to_partial to_replicate "
+    "vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
 _APART = "context_part dropout experts".split()
 _ASSERTIONS = ("typed", "vary")
