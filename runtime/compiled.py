@@ -1,11 +1,11 @@
 """torch.compile of the blocks of a stage: each block's `compute`, inside what ZeRO and recompute hang on the block.
 
-Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention and plain
-losses are traced, collectives, dropout and the vocabulary-parallel operations are nodes that AOTAutograd looks into
-(they are functional collectives and plain operations, whose shapes no value decides), so that a compiler fuses up to
-them. What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts (the host needs
-their counts), attention over a cut sequence (point-to-point transfers), all-to-alls (spmd_types calls them in place, on
-a process group that no graph can copy). Assertions of types, which do nothing but while type-checking, are left out.
+Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention is traced,
+collectives, dropout, losses and the vocabulary-parallel embedding are nodes that AOTAutograd looks into (functional
+collectives, plain operations and kernels of ours, whose shapes no value decides), so that a compiler fuses up to them.
+What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts (the host needs their
+counts), attention over a cut sequence (point-to-point transfers), all-to-alls (spmd_types calls them in place, on a
+process group that no graph can copy). Assertions of types, which do nothing but while type-checking, are left out.
 Another batch size or sequence length compiles again, from then on for all sizes. torch compiles nothing while a
 dispatch mode watches, `record_collectives` for one: what is recorded there runs op by op.
 """
@@ -27,7 +27,7 @@ __all__ = ["compile_blocks", "compiles_by_itself"]
 
 # names of an emitted module: nodes of a graph, each with forward and backward of its own
 _NODES = (
-    "all_gather all_reduce dropout reduce_scatter slice_ to_partial to_replicate "
+    "all_gather all_reduce cross_entropy_sum dropout reduce_scatter slice_ to_partial to_replicate "
     "vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
 _APART = ("all_to_all", "context_part", "experts")

@@ -66,6 +66,7 @@ def has_triton() -> bool:
     return lacking is None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look into it
 def one_kernel(device: torch.device) -> bool:
     """True if the operators here are to be used for tensors on this device. Warns once of a GPU that does without."""
     return device.type == "meta" or (device.type == "cuda" and has_triton())

@@ -135,7 +135,10 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
     Not too many, for FakeTensorMode, where each operation costs the same whatever its size.
     """
     rows, classes = logits.shape
-    size = max(CHUNK[logits.device.type == "cpu"] // max(classes, 1), -(-rows // CHUNKS), 1)
+    size = max(CHUNK[logits.device.type == "cpu"] // max(classes, 1), 1)
+    if 0 < rows <= size:  # of any such number where it is a symbol
+        return [slice(None)]
+    size = max(size, -(-rows // CHUNKS))
     return [slice(i, i + size) for i in range(0, rows, size)]
 
 
