@@ -1,19 +1,31 @@
-"""What the main thread of a rank does, read off its stack when another rank asks: it costs the main thread nothing."""
+"""What the main thread of a rank does, read off its stack when another rank asks: it costs the main thread nothing.
+
+The stack of a thread that runs on is written by `faulthandler`, in one go while Python stands still, and read as text:
+following frame objects from here lets the other thread go on between two of them, which Python 3.11 does not survive.
+"""
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import re
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
-# Modules whose innermost frames wait for other ranks: the functions of the first are the collectives by name; those of
-# the second wait for what a pipeline sends.
-_COLLECTIVES = "torch.distributed.distributed_c10d"
-_FUNCTIONAL = "_c10d_functional::"
-_PIPELINE = "torch.distributed.pipelining.schedules"
+import torch
+
+_TORCH = Path(torch.__file__).parent
+_AUTOPLAN = Path(__file__).parent.parent
+_LIBRARY = Path(threading.__file__).parent  # Python's own
+# Files whose innermost frames wait for other ranks. The functions of the first are the collectives by name; the second
+# is in any operator, and in functional collectives, which whoever called it names; the third waits for what is sent.
+_COLLECTIVES = str(_TORCH / "distributed" / "distributed_c10d.py")
+_OPERATORS = str(_TORCH / "_ops.py")
+_PIPELINE = str(_TORCH / "distributed" / "pipelining" / "schedules.py")
+_FUNCTIONAL = re.compile(r"_?(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast)")
 # Function -> phase; the innermost on the stack counts.
 _PHASES = {
     "_engine_run_backward": "backward",
@@ -36,21 +48,9 @@ _PHASES = {
 class Frame:
     """One Python frame."""
 
-    module: str
+    file: str
     function: str
     line: int
-    file: str
-    op: str = ""  # of torch.ops: the name of the operation
-
-    @classmethod
-    def of(cls, frame: FrameType, line: int | None = None) -> Frame:
-        """The frame as plain values."""
-        module, op = str(frame.f_globals.get("__name__", "")), ""
-        if module == "torch._ops" and frame.f_code.co_name == "__call__":
-            # of an overload or a packet; without calling anything of theirs, which another thread may be making
-            known = getattr(frame.f_locals.get("self"), "__dict__", {})
-            op = str(known.get("_qualified_op_name") or known.get("_name") or "")
-        return cls(module, frame.f_code.co_name, line or frame.f_lineno, frame.f_code.co_filename, op)
 
 
 @dataclass(frozen=True)
@@ -71,45 +71,52 @@ def place_of(frames: Iterable[Frame]) -> Place:
     """The place that a stack says, innermost frame first."""
     stack = list(frames)
     phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
-    named = [f.function for f in stack[:4] if f.module == _COLLECTIVES and not f.function.startswith("_")]
-    ops = [f.op for f in stack[:4] if f.op.startswith(_FUNCTIONAL)]
+    named = [f.function for f in stack[:4] if f.file == _COLLECTIVES and not f.function.startswith("_")]
     collective = next((name for name in reversed(named) if name != "wrapper"), "")
-    if not named and ops:
-        collective = ops[0].removeprefix(_FUNCTIONAL).removesuffix(".default")
-    elif not named and stack and stack[0].module == _PIPELINE:
+    if not named and stack and stack[0].file == _OPERATORS:
+        found = (_FUNCTIONAL.match(f.function) for f in stack[1:6])
+        collective = next((match[1] for match in found if match), "")
+    elif not named and stack and stack[0].file == _PIPELINE:
         collective = "send or receive of the pipeline"
-    own = next((f for f in stack if not (f.module.startswith(("torch", "autoplan.")) or _is_library(f.file))), None)
+    foreign = [f for f in stack if not _is_ours(f.file)]
+    own = next((f for f in foreign if "site-packages" not in f.file), foreign[0] if foreign else None)
     line = f"{Path(own.file).name}:{own.line} ({own.function})" if own is not None else ""
     return Place(phase, collective, line)
 
 
-def _is_library(file: str) -> bool:
-    """Whether a file is of Python's standard library."""
-    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and "site-packages" not in file)
+def _is_ours(file: str) -> bool:
+    """Whether a file is of torch, of autoplan, or of Python's standard library."""
+    path = Path(file)
+    if file.startswith("<frozen") or path.is_relative_to(_TORCH) or path.is_relative_to(_AUTOPLAN):
+        return True
+    return path.is_relative_to(_LIBRARY) and "site-packages" not in file
 
 
-_LIBRARY = str(Path(threading.__file__).parent)
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def of_thread(ident: int) -> Place:
-    """Where the thread with this identifier is now."""
-    return place_of(_outwards(sys._current_frames().get(ident)))
+    """Where the thread with this identifier is now; nowhere if there is none."""
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        faulthandler.dump_traceback(out, all_threads=True)
+        out.seek(0)
+        lines = out.read().splitlines()
+    frames, here = [], False
+    for line in lines:
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread:
+            here = int(thread[1], 16) == ident
+        elif here and frame:
+            frames.append(Frame(frame[1], frame[3], int(frame[2])))
+    return place_of(frames)
 
 
 def of_traceback(traceback: TracebackType | None) -> Place:
     """Where an exception was raised."""
     found = []
     while traceback is not None:
-        found.append(Frame.of(traceback.tb_frame, traceback.tb_lineno))
+        code = traceback.tb_frame.f_code
+        found.append(Frame(code.co_filename, code.co_name, traceback.tb_lineno))
         traceback = traceback.tb_next
     return place_of(reversed(found))
-
-
-def _outwards(frame: FrameType | None) -> Iterator[Frame]:
-    # First the stack as it is, at once: the thread that is read goes on as soon as this one lets it, and Python 3.11
-    # has crashed in f_back of frames that were left meanwhile.
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return map(Frame.of, frames)

@@ -237,6 +237,26 @@ def test_where_a_thread_is():
         place = activity.of_traceback(error.__traceback__)
     assert place.phase == "backward" and place.collective == "" and "test_failure.py" in place.line
     assert "test_failure.py" in activity.of_thread(threading.get_ident()).line
+    assert str(activity.of_thread(1)) == ""  # no such thread
+
+
+def test_a_thread_that_runs_on_is_read_from_another():
+    """As often as somebody asks: following frame objects while their thread goes on has crashed Python 3.11."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            sorted(range(1000), key=lambda x: -x)
+            [str(x) for x in range(100)]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        found = [activity.of_thread(thread.ident).line for _ in range(2000)]
+    finally:
+        done.set()
+        thread.join()
+    assert {line.split(":")[0] for line in found} == {"test_failure.py"}
 
 
 def test_an_optimizer_is_guarded_and_schedulers_take_it():

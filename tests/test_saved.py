@@ -420,6 +420,7 @@ def test_every_block_keeps_what_is_predicted_on_several_ranks(case: Case) -> Non
     """To the byte and block by block, with sequence parallelism and without, on simulated ranks."""
     batch = part_of(global_batch(case), 0, case.dp * case.num_micro_batches)
     graph, layouts, blocks = predicted(case, len(next(iter(batch.values()))))
+    compiled(case)  # captured before what autograd is given is watched
     with per_block() as kept:
         run_simulated(case, torch.float32)
     names = {
