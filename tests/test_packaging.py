@@ -37,10 +37,12 @@ def modules_loaded_by(code: str) -> set[str]:
 
 
 def import_all_of(package: str) -> str:
+    """But for the kernels where there is no Triton: `autoplan.runtime.fused` imports them where there is."""
     return (
-        f"import importlib, pkgutil, {package} as package\n"
+        f"import importlib, importlib.util, pkgutil, {package} as package\n"
         "for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "    importlib.import_module(found.name)"
+        "    if not found.name.endswith('.triton_kernels') or importlib.util.find_spec('triton'):\n"
+        "        importlib.import_module(found.name)"
     )
 
 
