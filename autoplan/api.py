@@ -66,6 +66,7 @@ def parallelize(
     timeout_s: float | None = None,
     check: bool = False,
     compile: bool | str = "auto",
+    async_tp: bool = False,
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
@@ -98,6 +99,9 @@ def parallelize(
             compiler on the CPU), or the name of one; False: not. 'auto': on CUDA where a plan with compiled blocks has
             the lower price (`pm.plan.compiled` says it), not on the CPU. A compiled block decides itself what it keeps,
             so that recompute is none, full or offload, and is priced with fused kernels.
+        async_tp: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the products beside them
+            (torch's async TP, an experiment of inductor): compiled blocks on CUDA, tp ranks joined by NVLink. The price
+            does not know of it, and it has never been run.
         check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
         precision: 'native' computes in the dtypes of the model; 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits ('bf16-grad16': gradients are summed in 16 bits, too), fp16 with
@@ -141,6 +145,7 @@ def parallelize(
         example_inputs = default_example(model)
     check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
+    compile = _check_compile(compile, async_tp, cluster.device_type)
     absent = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if absent:
         raise CaptureError(
@@ -198,6 +203,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(program.spec, model, {**parameters, **buffers}),
+        async_tp=async_tp,
         compile=None if not plan.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
@@ -219,6 +225,17 @@ def _check_optimizer(optimizer: Any) -> None:
         f"optimizer is of type {kind.__name__}; it must be a function from parameters to an optimizer, since this "
         f"rank's shards are made after planning: {example}"
     )
+
+
+def _check_compile(compile: bool | str, async_tp: bool, device_type: str) -> bool | str:
+    """What to compile with: `async_tp` needs inductor on CUDA. PinError where that is not asked for."""
+    if not async_tp:
+        return compile
+    if device_type != "cuda":
+        raise PinError(f"async_tp=True hides collectives on CUDA, the cluster has {device_type} devices; leave it out")
+    if compile not in (True, AUTO, _BACKEND):
+        raise PinError(f"async_tp=True is done by inductor, compile is {compile!r}; nearest legal: compile=True")
+    return True
 
 
 def _compressible(compression: Compression, pins: Mapping[str, Any], precision: str) -> dict[str, Any]:

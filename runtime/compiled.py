@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoplan.runtime.fused import has_triton
+from autoplan.runtime.private import share_memory
 from autoplan.runtime.program import Block
 
 __all__ = ["compile_blocks", "compiles_by_itself"]
@@ -40,15 +42,25 @@ def compiles_by_itself(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton()
 
 
-def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
+def compile_blocks(
+    stage: nn.Module,
+    backend: str | Callable[..., Any] = "inductor",
+    async_groups: Sequence[dist.ProcessGroup] = (),
+) -> int:
     """Compile every block of an emitted stage in place, before ZeRO is applied to it.
 
     Args:
         stage: an instance of the emitted `Stage`.
         backend: of torch.compile, by name or as a function; `inductor` needs a C++ compiler on the CPU.
+        async_groups: whose gathers and reduce-scatters inductor hides behind pieces of the products beside them (Wang
+            et al., Overlap communication with dependent computation via decomposition, ASPLOS 2023), where it finds
+            them next to each other.
 
     Returns: how many blocks there are.
     """
+    for group in async_groups:
+        share_memory(group)
+    options: dict[str, Any] | None = {"_micro_pipeline_tp": True} if async_groups else None
     names = vars(sys.modules[type(stage).__module__])
     for name in _NODES:
         names[name] = torch.compiler.allow_in_graph(names[name])  # type: ignore[no-untyped-call]
@@ -60,7 +72,7 @@ def compile_blocks(stage: nn.Module, backend: str | Callable[..., Any] = "induct
     blocks = [m for m in stage.modules() if isinstance(m, Block)]
     for block in blocks:
         block.compiled = True
-        block.compute = torch.compile(block.compute, backend=backend)  # type: ignore[method-assign]
+        block.compute = torch.compile(block.compute, backend=backend, options=options)  # type: ignore[method-assign]
     return len(blocks)
 
 

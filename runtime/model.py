@@ -61,6 +61,7 @@ class ParallelModel:
         aliases: further names of tied parameters, for `state_dict`.
         extra_state: persistent buffers of the original model and what else the loss does not need, for `state_dict`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
+        async_tp: compiled blocks hide the collectives of tensor parallelism behind pieces of products (inductor).
         gradient_compression: of the all-reduce of ZeRO 0 (`autoplan.runtime.compression`).
 
     Attributes:
@@ -88,6 +89,7 @@ class ParallelModel:
         extra_state: Mapping[str, Any] | None = None,
         mesh: AxisMesh | None = None,
         compile: str | None = None,
+        async_tp: bool = False,
         gradient_compression: Compression | None = None,
     ) -> None:
         self.spec, self.source = spec, dict(sources)
@@ -110,7 +112,7 @@ class ParallelModel:
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             for stage in self.stages.values():
-                compile_blocks(stage, compile)
+                compile_blocks(stage, compile, [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ())
         self._owners = self._find_owners()
         self._compression = gradient_compression
         if self.precision is not None and self.precision.scales_loss and isinstance(gradient_compression, PowerSGD):

@@ -29,6 +29,7 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | ProcessGroup.bound_device_id | the device that the caller's group was made with (device_id=) | |
 | distributed.rendezvous.rendezvous | the store of the variables of torchrun before there is a group: ranks agree on devices first, since NCCL's first communicator with a device twice, or without one, hangs or dies | |
 | ProcessGroup.abort, ProcessGroupNCCL._group_start, _group_end, distributed_c10d._world.pg_names | aborts the NCCL communicators from the thread that knows of a failure, while the main thread waits for a kernel that never ends; torch's own tables stay, which the main thread reads. After `abort` torch's watchdog looks at their errors no more, so that it does not end the process (ProcessGroupNCCL::Watchdog::runLoop, terminateProcessGroup_) | |
+| _symmetric_memory.enable_symm_mem_for_group, _inductor.config._micro_pipeline_tp (in compiled.py) | torch's async TP: inductor takes a product and the gather before it, or the reduce-scatter after it, apart into pieces that hide each other, for groups that were named | |
 | ProcessGroup.group_desc | the groups that autoplan made, among the caller's | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
@@ -55,6 +56,15 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 # True if torch allocates receive buffers at the receive and lets go of them when they are used.
 RECEIVES_INTO_FRESH_BUFFERS = hasattr(_RecvInfo, "take_buffer")
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group read each other's memory, which async TP needs; the first use is a collective."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():  # "no need to call it", but inductor still asks whether somebody did
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 def end_of_backward(root: Any) -> None:

@@ -6,7 +6,7 @@ import functools
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
-from autoplan.api import cheaper_program
+from autoplan.api import _check_compile, cheaper_program
 from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.plan import Plan
@@ -155,6 +155,68 @@ def test_regions_and_compiled_blocks_exclude_each_other() -> None:
         message = refusal(Case(compile="aot_eager", recompute=how))
         assert "compiled blocks" in message and "nearest legal: recompute='full'" in message
     assert not refusal(Case(compile="aot_eager", recompute="full"))
+
+
+@dataclass(frozen=True)
+class AsyncTp:
+    """Of all graphs that inductor made: gathers before products, and reduce-scatters behind them, of all there are."""
+
+    gathers: int
+    gathers_before_products: int
+    scatters: int
+    scatters_behind_products: int
+
+
+def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> AsyncTp:
+    """What torch's async TP finds to take apart in the graphs of a program; nothing is replaced on a CPU."""
+    import torch._inductor.fx_passes.micro_pipeline_tp as found_by
+
+    found = [0] * 4
+
+    def look(graph: torch.fx.Graph) -> None:
+        gathers, scatters = found_by.find_all_gather_patterns(graph), found_by.find_reduce_scatter_patterns(graph)
+        inputs = [s.input_node for s in scatters if s.input_node.target == torch.ops.aten.reshape.default]
+        for k, n in enumerate(
+            (
+                len(gathers),
+                sum(bool(found_by._find_consumer_matmuls(g.res_node)) for g in gathers),
+                len(scatters),
+                sum(found_by._find_producer_matmul(node) is not None for node in inputs),
+            )
+        ):
+            found[k] += n
+
+    torch._dynamo.reset()
+    pm = model_of(replace(case, compile=None), spec_json, sources, torch.float64)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=look):
+        compile_blocks(pm.stage, "inductor", [pm.mesh.group("tp")])
+        pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
+    return AsyncTp(*found)
+
+
+@pytest.mark.processes
+@NEEDS_COMPILER
+def test_async_tp_finds_what_it_takes_apart() -> None:
+    """Gathers stand right before products and products right before reduce-scatters, in what inductor is given."""
+    case = Case("llama", tp=2, compile="inductor")
+    program = compiled(case)
+    found = pool(2).run(async_job, case, program.spec.to_json(), dict(program.sources), timeout_s=400.0)[0]
+    assert found.gathers_before_products >= 4 and found.scatters_behind_products >= 2, found
+
+
+@pytest.mark.parametrize(
+    ("compile", "device_type", "message"),
+    [
+        (False, "cuda", "done by inductor, compile is False; nearest legal: compile=True"),
+        ("aot_eager", "cuda", "compile is 'aot_eager'"),
+        (True, "cpu", "the cluster has cpu devices"),
+    ],
+)
+def test_async_tp_needs_inductor_on_cuda(compile, device_type, message) -> None:
+    with pytest.raises(PinError, match=message):
+        _check_compile(compile, True, device_type)
+    assert _check_compile(compile, False, device_type) == compile
+    assert _check_compile("auto", True, "cuda") is True
 
 
 def _planned(eager_s: float | None, compiled_s: float | None) -> Callable[[bool], tuple[Plan, Any]]:
