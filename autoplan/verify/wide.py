@@ -114,11 +114,15 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """The kernel of experts has no float64 form. Rows of `a` up to offs[i], from offs[i - 1] on, times b[i]."""
-    if offs is None or a.dim() != 2 or b.dim() != 3 or bias is not None:
-        raise NotImplementedError("grouped products of other than rows with stacked matrices, in float64")
+    """The kernel of experts has no float64 form. Rows of `a` up to offs[i], from offs[i - 1] on, times b[i]; of two
+    matrices, columns of `a` times the same rows of `b`, one product per expert."""
+    if offs is None or a.dim() != 2 or b.dim() not in (2, 3) or bias is not None:
+        raise NotImplementedError("grouped products of other than rows with matrices, in float64")
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
-    rest = a.shape[0] - sum(sizes)
+    rest = b.shape[0] - sum(sizes) if b.dim() == 2 else a.shape[0] - sum(sizes)
+    if b.dim() == 2:
+        pairs = zip(torch.split(a, [*sizes, rest], 1)[:-1], torch.split(b, [*sizes, rest])[:-1], strict=True)
+        return torch.stack([left @ right for left, right in pairs])
     parts = [part @ b[i] for i, part in enumerate(torch.split(a, [*sizes, rest])[:-1])]
     return torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
 
