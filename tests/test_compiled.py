@@ -168,7 +168,7 @@ class AsyncTp:
 
 
 def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> AsyncTp:
-    """What torch's async TP finds to take apart in the graphs of a program; nothing is replaced on a CPU."""
+    """What torch's async TP finds to take apart in the graphs of a program. Not replaced: a CPU cannot run that."""
     import torch._inductor.fx_passes.micro_pipeline_tp as found_by
 
     found = [0] * 4
@@ -189,7 +189,7 @@ def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[s
     torch._dynamo.reset()
     pm = model_of(replace(case, compile=None), spec_json, sources, torch.float64)
     with torch._inductor.config.patch(post_grad_custom_post_pass=look):
-        compile_blocks(pm.stage, "inductor", [pm.mesh.group("tp")])
+        compile_blocks(pm.stage, "inductor")
         pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
     return AsyncTp(*found)
 
