@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -28,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 from measure import environment, make_console, run_command, write_json
-from on_gpu_rows import Row, Run
+from on_gpu_rows import Row, Run, read_rows
 from rich.table import Table
 
 TOTAL_S = 600.0
@@ -78,8 +77,7 @@ def run_part(part: Part, device: str, quick: bool, folder: Path, limit_s: float)
             problem = f"did not end within {time.monotonic() - begin:.0f} s"
         finally:
             _end_group(child)
-    found = [Row(**json.loads(line)) for line in rows.read_text().splitlines()] if rows.is_file() else []
-    return found, problem
+    return read_rows(rows), problem
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:

@@ -6,29 +6,27 @@ is told as what it raised: a finding about gloo, not about the program, which th
 
 from __future__ import annotations
 
-import functools
-import json
 import traceback
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from models import Size, make_llama, make_mixtral, token_batch
-from on_gpu_rows import Row, Run, worst_difference
+from on_gpu_rows import Row, Run, append_row, read_rows, worst_difference
 from processes import RankError, run_ranks
 from torch import nn
+from training import OPTIMIZER, part_of, train_alone
 
 import autoplan
 
 WORLD = 4
 SIZE = Size(64, 4, 32, 8, 128)
-# Gradients in float64, in another order of additions; the models compute their loss in float32; parameters after two
+# Gradients in float64, in another order of additions; the models compute their loss in float32; parameters after three
 # steps of an optimizer that divides by small numbers.
 LIMITS = {"loss": 1e-6, "gradients": 1e-12, "parameters": 1e-8}
-OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-6)
 
 
 @dataclass(frozen=True)
@@ -67,40 +65,24 @@ def _model(family: str, device: torch.device) -> nn.Module:
     return out
 
 
-def _alone(family: str, device: torch.device) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Loss and gradients of the first step, and parameters after two, of one process with the whole batch."""
-    model, batch = _model(family, device), {n: x.to(device) for n, x in token_batch(SIZE).items()}
-    optimizer, first, loss = OPTIMIZER(model.parameters()), {}, 0.0
-    for step in range(2):
-        optimizer.zero_grad()
-        out = model(**batch, use_cache=False).loss
-        out.backward()
-        if step == 0:
-            loss = float(out.detach())
-            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-    return loss, first, {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def _one(layout: Layout, rank: int, device: torch.device) -> Row:
-    truth_loss, truth_gradients, truth_parameters = _alone(layout.family, device)
-    pins = {"dp": 1, "tp": 1, "pp": 1, "num_micro_batches": 1, "recompute": "none"} | layout.pins
-    part = SIZE.batch // pins["dp"]
+def _one(layout: Layout, device: torch.device) -> Row:
     whole = {n: x.to(device) for n, x in token_batch(SIZE).items()}
+    truth = train_alone(_model(layout.family, device), whole)
+    pins = {"dp": 1, "tp": 1, "pp": 1, "num_micro_batches": 1, "recompute": "none"} | layout.pins
     pm = autoplan.parallelize(
         _model(layout.family, device), autoplan.Cluster.local(WORLD, device.type), optimizer=OPTIMIZER,
-        example_inputs={n: x[:part] for n, x in whole.items()}, pins=pins, global_batch_size=SIZE.batch, verify=False,
+        example_inputs=part_of(whole, 0, pins["dp"]), pins=pins, global_batch_size=SIZE.batch, verify=False,
         device=device, compile=False,
     )  # fmt: skip
-    mine = {n: x[pm.data_rank * part : (pm.data_rank + 1) * part] for n, x in whole.items()}
-    loss = float(pm.step(mine))
-    errors = {"loss": abs(loss - truth_loss) / abs(truth_loss)}
-    errors["gradients"] = worst_difference(pm.gradients(), truth_gradients)
-    pm.optimizer.step()
-    pm.step(mine)
-    pm.optimizer.step()
+    mine = part_of(whole, pm.data_rank, pm.data_world)
+    errors = {"loss": 0.0, "gradients": 0.0}
+    for step, expected in enumerate(truth.losses):
+        errors["loss"] = max(errors["loss"], abs(float(pm.step(mine)) - expected) / abs(expected))
+        if step == 0:
+            errors["gradients"] = worst_difference(pm.gradients(), truth.gradients)
+        pm.optimizer.step()
     state = pm.state_dict()
-    errors["parameters"] = worst_difference({n: state[n] for n in truth_parameters}, truth_parameters)
+    errors["parameters"] = worst_difference({n: state[n] for n in truth.parameters}, truth.parameters)
     found = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)  # on the host
     figures = dict(zip(errors, found.tolist(), strict=True))
@@ -113,40 +95,30 @@ def work(rank: int, world: int, names: list[str], device_type: str, rows: str) -
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     for layout in (x for x in LAYOUTS if x.name in names):
         try:
-            row = _one(layout, rank, device)
+            row = _one(layout, device)
         except Exception as exc:
             if rank == 0:
                 text = f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
-                _write(rows, Row("ranks", layout.name, {}, False, text))
+                append_row(Path(rows), Row("ranks", layout.name, {}, False, text))
                 traceback.print_exc()
             raise
         if rank == 0:
-            _write(rows, row)
-
-
-def _write(path: str, row: Row) -> None:
-    with Path(path).open("a") as out:
-        out.write(json.dumps(asdict(row)) + "\n")
+            append_row(Path(rows), row)
 
 
 def ranks(run: Run) -> None:
     """All layouts; after one that breaks its processes the others go on in new ones."""
     names = [x.name for x in LAYOUTS if not run.quick or x.name in QUICK]
-    rows = run.folder / f"{run.part}.rows"
     while names:
         if run.left_s <= 5.0:
             raise TimeoutError(f"no time left for {', '.join(names)}")
         try:
-            run_ranks(work, WORLD, names, run.device_type, str(rows), timeout_s=run.left_s)
+            run_ranks(work, WORLD, names, run.device_type, str(run.rows), timeout_s=run.left_s)
             return
         except RankError as exc:
-            found = _written(rows)
+            found = read_rows(run.rows)
             told = bool(found) and found[-1].passed is False and not found[-1].figures
             left = [n for n in names if n not in {row.name for row in found}]
             if not told and left:  # rank 0 could not say
-                _write(str(rows), Row(run.part, left.pop(0), {}, False, " ".join(str(exc).split())[-300:]))
+                append_row(run.rows, Row(run.part, left.pop(0), {}, False, " ".join(str(exc).split())[-300:]))
             names = left
-
-
-def _written(rows: Path) -> list[Row]:
-    return [Row(**json.loads(line)) for line in rows.read_text().splitlines()] if rows.is_file() else []

@@ -26,6 +26,17 @@ class Row:
     note: str = ""
 
 
+def append_row(path: Path, row: Row) -> None:
+    """Add a row to a file of them."""
+    with path.open("a") as out:
+        out.write(json.dumps(asdict(row)) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; none where there is no file."""
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
 @dataclass(frozen=True)
 class Run:
     """How a part runs, and where its rows go.
@@ -56,15 +67,18 @@ class Run:
         return self.end_s - time.monotonic()
 
     @property
+    def rows(self) -> Path:
+        """Where the rows of this part are."""
+        return self.folder / f"{self.part}.rows"
+
+    @property
     def profile(self) -> Path:
         """Where the profile of this device is, or will be."""
         return self.folder / "profile.json"
 
     def write(self, name: str, passed: bool | None = None, note: str = "", **figures: float | int | str) -> None:
         """Add a row."""
-        row = Row(self.part, name, figures, passed, note)
-        with (self.folder / f"{self.part}.rows").open("a") as out:
-            out.write(json.dumps(asdict(row)) + "\n")
+        append_row(self.rows, Row(self.part, name, figures, passed, note))
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:

@@ -142,8 +142,9 @@ class _AllReduce(GradientSync):
         self._lane = torch.cuda.Stream(parameters[0].device) if parameters and parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
         self._open: list[set[int]] = []  # of every bucket the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not on its way
+        self._beside = beside is not None and compression is None
         self._pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-        if beside is not None and compression is None:
+        if beside is not None and self._beside:
             for index, (_, bucket) in enumerate(self._buckets):
                 for p in bucket:
                     beside(p).register_post_accumulate_grad_hook(self._arrival(index, p))  # type: ignore[no-untyped-call]
@@ -161,7 +162,7 @@ class _AllReduce(GradientSync):
         return arrived
 
     def before_backward(self, micro_batch: int, is_last: bool) -> None:
-        self._open = [{id(p) for p in bucket} for _, bucket in self._buckets] if is_last else []
+        self._open = [{id(p) for p in bucket} for _, bucket in self._buckets] if is_last and self._beside else []
         self._pending, self._next = [], 0  # of a step that was interrupted
 
     def finish_step(self) -> None:
