@@ -12,15 +12,15 @@ from autoplan.versions import warn_if_not_tried
 if TYPE_CHECKING:
     from autoplan.api import parallelize
     from autoplan.catalog import load_model
-    from autoplan.cost_models.cluster import Cluster
-    from autoplan.cost_models.config import ParallelConfig
+    from autoplan.config.parallel import ParallelConfig
+    from autoplan.cost_models.hardware.cluster import Cluster
     from autoplan.cost_models.profile import Profile
-    from autoplan.fleet import capacity
     from autoplan.plan import Plan
-    from autoplan.planner import PlanRequest, estimate_config, search_plan
     from autoplan.runtime.compression import PowerSGD
     from autoplan.runtime.model import ParallelModel
-    from autoplan.sweep import whatif
+    from autoplan.search.planner import PlanRequest, estimate_config, search_plan
+    from autoplan.sweeps.capacity import capacity
+    from autoplan.sweeps.whatif import whatif
 
 __version__ = "0.1.0"
 
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Cluster": "autoplan.cost_models.cluster",
-    "ParallelConfig": "autoplan.cost_models.config",
+    "Cluster": "autoplan.cost_models.hardware.cluster",
+    "ParallelConfig": "autoplan.config.parallel",
     "ParallelModel": "autoplan.runtime.model",
     "Plan": "autoplan.plan",
-    "PlanRequest": "autoplan.planner",
+    "PlanRequest": "autoplan.search.planner",
     "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
-    "capacity": "autoplan.fleet",
-    "estimate_config": "autoplan.planner",
+    "capacity": "autoplan.sweeps.capacity",
+    "estimate_config": "autoplan.search.planner",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
-    "search_plan": "autoplan.planner",
-    "whatif": "autoplan.sweep",
+    "search_plan": "autoplan.search.planner",
+    "whatif": "autoplan.sweeps.whatif",
 }
 
 

@@ -16,21 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan import devices
-from autoplan.capture.cache import cached
-from autoplan.capture.cast import computing_in
-from autoplan.capture.export import capture
-from autoplan.capture.huggingface import default_example, is_hf_model
-from autoplan.capture.inputs import LossFn, check_arguments
-from autoplan.capture.lengths import example_lengths
+from autoplan.capture.frontend.cache import cached
+from autoplan.capture.frontend.export import capture
+from autoplan.capture.frontend.huggingface import default_example, is_hf_model
+from autoplan.capture.frontend.inputs import LossFn, check_arguments
+from autoplan.capture.passes.cast import computing_in
+from autoplan.capture.passes.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, executed_precision
-from autoplan.cost_models.errors import AutoplanError, CaptureError, LayoutError, PinError
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.config.parallel import Mode, executed_precision
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
+from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.files import write_whole
+from autoplan.ir.graph import ModelGraph
 from autoplan.plan import Plan, searched_plan
-from autoplan.planner import PlanRequest, search_plan
 from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
@@ -38,6 +37,7 @@ from autoplan.runtime.failure import guarded, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.whole import broadcast
+from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.space import check_pins, space
 from autoplan.verify.check import Task
 from autoplan.verify.door import check_verify, verify_capture

@@ -24,9 +24,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models.errors import AutoplanError, CaptureError, GraphError
-from autoplan.cost_models.graph import Block, ModelGraph, Node
+from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
+from autoplan.ir.graph import Block, ModelGraph, Node
 
 _SUFFIX = ".json.gz"
 
@@ -72,11 +72,11 @@ def load_model(text: str) -> ModelGraph:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise CaptureError(f"model {text!r}: there is no file {path}")
-        from autoplan.capture.source import load_config
+        from autoplan.capture.frontend.source import load_config
 
         return load_config(path)
     if ":" in text:
-        from autoplan.capture.source import load_factory
+        from autoplan.capture.frontend.source import load_factory
 
         return load_factory(text)
     raise _unknown(text)
@@ -180,7 +180,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 def captured(name: str) -> ModelGraph:
     """The graph of a catalog model, captured now from its config. AutoplanError for an unknown name."""
-    from autoplan.capture.source import graph_of_config
+    from autoplan.capture.frontend.source import graph_of_config
 
     known = configs()
     if name not in known:

@@ -40,10 +40,10 @@ from autoplan.report.output import say_error, written_output
 from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
-    from autoplan.cost_models.config import ParallelConfig
-    from autoplan.cost_models.run import Assumptions
-    from autoplan.planner import PlanRequest
-    from autoplan.sweep import Point
+    from autoplan.config.parallel import ParallelConfig
+    from autoplan.cost_models.whole_run import Assumptions
+    from autoplan.search.planner import PlanRequest
+    from autoplan.sweeps.whatif import Point
 
 EXIT_BAD_INPUT = 2
 EXIT_NOTHING_FITS = 3
@@ -58,7 +58,7 @@ class _Commands(TyperGroup):
             return super().main(*args, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        from autoplan.cost_models.errors import AutoplanError, InfeasibleError
+        from autoplan.errors import AutoplanError, InfeasibleError
 
         try:
             return super().invoke(ctx)
@@ -117,7 +117,7 @@ def _read_tokens(text: str | None) -> float | None:
 
 
 def _read_assumed(texts: Sequence[str] | None, tokens: float | None) -> Assumptions:
-    from autoplan.cost_models.errors import PinError
+    from autoplan.errors import PinError
     from autoplan.report.arguments import read_assumptions
 
     if texts and tokens is None:
@@ -156,9 +156,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """The fastest plan that fits, with its certificate."""
-    from autoplan.cost_models.errors import InfeasibleError
-    from autoplan.planner import search_plan
+    from autoplan.errors import InfeasibleError
     from autoplan.report.request import read_request
+    from autoplan.search.planner import search_plan
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
@@ -256,12 +256,12 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
-    from autoplan.planner import estimate_config
+    from autoplan.program.pins import layer_calls
     from autoplan.report.arguments import read_list, read_methods, read_recompute
     from autoplan.report.degrees import checked_config
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request
-    from autoplan.search.pins import layer_calls
+    from autoplan.search.planner import estimate_config
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
@@ -369,7 +369,7 @@ def whatif(
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, csv_rows
     from autoplan.report.request import read_request
-    from autoplan.sweep import check_varied, columns, points, row
+    from autoplan.sweeps.whatif import check_varied, columns, points, row
 
     total = _read_tokens(tokens)
     assumed = _read_assumed(assume, total)
@@ -451,9 +451,9 @@ def capacity(
     fused_loss, overlap_zero, overlap_gather, zero_by_tensor, document_len, profile, constants, assumptions
     (mtbf_device_days, pue, ...) and time_limit_s.
     """
-    from autoplan.fleet import Cell, cell_columns, cell_row, cells, read_task
     from autoplan.report.files import check_writable, csv_rows
     from autoplan.report.request import import_from_here
+    from autoplan.sweeps.capacity import Cell, cell_columns, cell_row, cells, read_task
 
     import_from_here()
     if csv is not None:
@@ -540,7 +540,7 @@ def models(as_json: AsJson = False) -> None:
 @hw.command("list")
 def hw_list(as_json: AsJson = False) -> None:
     """All devices: per device and direction, dense FLOP/s."""
-    from autoplan.cost_models.catalog import entries
+    from autoplan.cost_models.hardware.catalog import entries
     from autoplan.report.catalogs import device_data, devices_table
     from autoplan.report.text import console
 

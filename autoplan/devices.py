@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.cost_models.errors import DeviceError
+from autoplan.errors import DeviceError
 from autoplan.runtime import private
 from autoplan.runtime.agree import agreed, listed, ranks_text
 from autoplan.runtime.failure import exchange, give_back_at_exit, init_process_group, timeout_of, watch

@@ -8,27 +8,27 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoplan.codegen.program import Layouts
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig, executed_precision
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.price import Estimate
+from autoplan.config.parallel import ParallelConfig, executed_precision
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
-from autoplan.planner import Certificate, Planned
-from autoplan.search.context_pins import chosen_methods
-from autoplan.search.facts import Facts, ModelFacts
-from autoplan.search.folding import inner_degree, spreads
-from autoplan.search.intra import IntraSolution, solve
-from autoplan.search.legality import Scope
-from autoplan.search.nearest import check_config
-from autoplan.search.own_tokens import with_own_tokens
-from autoplan.search.pins import (
+from autoplan.cost_models.time.price import Estimate
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.context_pins import chosen_methods
+from autoplan.program.expert_mesh import inner_degree, spreads
+from autoplan.program.facts import Facts, ModelFacts
+from autoplan.program.legality import Scope
+from autoplan.program.pins import (
     layer_calls,
     make_mesh,
     pipeline_units,
     split_stages,
     stage_calls,
 )
-from autoplan.search.problem import IntraSettings, build_problem
+from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.token_dispatch_layouts import with_own_tokens
+from autoplan.search.intra import IntraSolution, solve
+from autoplan.search.nearest import check_config
+from autoplan.search.planner import Certificate, Planned
 
 PLAN_VERSION = 1
 
@@ -122,7 +122,7 @@ def make_plan(
     Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
     """
     if config.cp > 1 and config.context_method is None:
-        config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.search.pins`
+        config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.program.pins`
     check_config(config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin ")
     _, axes = make_mesh(graph, config)
     settings = IntraSettings(

@@ -21,7 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models.errors import ProfileError
+from autoplan.errors import ProfileError
 
 # Families of accelerators and classes of precision with a share of a burst's speed of their own.
 _SUSTAINED = {

@@ -10,15 +10,15 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from autoplan.cost_models.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
-from autoplan.cost_models.collectives import group_collective_s
-from autoplan.cost_models.compute import op_s
-from autoplan.cost_models.config import Mode, RunOptions
+from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
+from autoplan.cost_models.kernels.operations import op_s
+from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.errors import PinError
 
 # bytes AdamW moves per element beside the state it keeps: reads gradient and parameter, writes the parameter
 _ADAMW_FLOPS_PER_ELEMENT = 12.0

@@ -27,11 +27,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models.errors import ProfileError
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.units import DTYPE_BYTES
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.errors import ProfileError
 from autoplan.files import write_whole
+from autoplan.units import DTYPE_BYTES
 
 SCHEMA_VERSION = 2
 DEVICE_TYPES = ("cpu", "cuda")

@@ -1,6 +1,6 @@
 """What one rank does, as plain data: operations, collectives, parameters and activations of every block.
 
-Derived from a ModelGraph and its layout by `autoplan.search.workload`; priced by `autoplan.cost_models.price`. Sizes
+Derived from a ModelGraph and its layout by `autoplan.program.workload`; priced by `cost_models.time.price`. Sizes
 are those of one rank and one micro-batch.
 
     Workload    the model: units (layers), which blocks they call, what crosses between them
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from autoplan.cost_models.units import dtype_bytes
+from autoplan.units import dtype_bytes
 
 Plain = str | int | float | bool | None | tuple[int, ...]
 

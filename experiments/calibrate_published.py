@@ -43,8 +43,8 @@ from autoplan.calibration.fit import (
 from autoplan.calibration.steps import Planned
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
 from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
-from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.kernels import family_of
+from autoplan.cost_models.kernels.gpu import family_of
+from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 
 AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for

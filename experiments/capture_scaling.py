@@ -84,8 +84,8 @@ def _capture(shape: Published, depth: int, merge: bool) -> tuple[Any, tuple[floa
 
     Not `capture` itself: only the part inside lets layers be traced one by one.
     """
-    from autoplan.capture import export
-    from autoplan.rules.factors import infer_factors
+    from autoplan.capture.frontend import export
+    from autoplan.ops.factors import infer_factors
 
     model, batch = make_model(shape, depth)
     cpu, wall = time.process_time(), time.perf_counter()
@@ -136,9 +136,9 @@ def measure_case(rank: int, world: int, shape: Published, depth: int, tps: list[
 
 def _ilp(graph: Any, tp: int) -> dict[str, Any]:
     """Plan the layout inside for one tensor-parallel degree."""
-    from autoplan.cost_models.cluster import Cluster
+    from autoplan.cost_models.hardware.cluster import Cluster
     from autoplan.plan import make_plan
-    from autoplan.search.pins import read_pins
+    from autoplan.program.pins import read_pins
 
     start = time.perf_counter()
     config = read_pins({"tp": tp}, NUM_DEVICES)

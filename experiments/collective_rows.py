@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoplan.cost_models.catalog import NETWORK_LATENCY_S
-from autoplan.cost_models.hardware import Group, Level
-from autoplan.cost_models.units import GB
+from autoplan.cost_models.hardware.catalog import NETWORK_LATENCY_S
+from autoplan.cost_models.hardware.parts import Group, Level
+from autoplan.units import GB
 
 KINDS = {
     "all_reduce": "all_reduce",

@@ -28,8 +28,8 @@ from storage_counter import StorageCounter
 from torch import nn
 
 import autoplan
-from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.profile import Profile
+from autoplan.errors import AutoplanError
 from autoplan.runtime.failure import init_process_group
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of

@@ -42,9 +42,9 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from autoplan.api import plan_program
-from autoplan.capture.export import capture
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.capture.frontend.export import capture
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.errors import AutoplanError
 from autoplan.runtime.model import ParallelModel
 
 MAPPINGS = {

@@ -39,9 +39,10 @@ from kernel_accuracy_rows import Timing, read_timings
 from rich.console import Console
 from rich.table import Table
 
-from autoplan.cost_models import catalog, kernels
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.kernels import Kind
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.kernels import gpu as kernels
+from autoplan.cost_models.kernels.gpu import Kind
+from autoplan.errors import PinError
 
 _log = logging.getLogger(__name__)
 FOLDER = Path(__file__).resolve().parent.parent / "profiles" / "kernels"

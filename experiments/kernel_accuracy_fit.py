@@ -1,4 +1,4 @@
-"""Constants of autoplan.cost_models.kernels from timings: coordinate descent on the mean |log(predicted / measured)|.
+"""Constants of cost_models.kernels.gpu from timings: coordinate descent on the mean |log(predicted / measured)|.
 
 Attention and 8 or 4-bit products of inference runtimes hold more than the kernel (casts, cache writes): what that costs
 is fitted with them (`source_*` in the data) and not part of what training pays.
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from kernel_accuracy_rows import Timing
 
-from autoplan.cost_models import catalog
-from autoplan.cost_models.kernels import (
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.kernels.gpu import (
     BACKWARD_FLOPS,
     DIAGONAL,
     OPERAND_BYTES,

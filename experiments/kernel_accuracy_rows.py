@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoplan.cost_models import catalog
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.kernels import Kind
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.kernels.gpu import Kind
+from autoplan.errors import PinError
 
 # name in the data -> id of the catalog
 DEVICES: dict[str, str] = {

@@ -120,17 +120,17 @@ def run_case(family: str, size: Any, recompute: str) -> dict[str, Any]:
     """Predict and measure one model at one micro-batch size."""
     from models import gpt_loss, make_gpt, make_llama, token_batch
 
-    from autoplan.capture.export import capture
+    from autoplan.capture.frontend.export import capture
     from autoplan.codegen.program import compile_program
-    from autoplan.cost_models.cluster import Cluster
-    from autoplan.cost_models.units import DTYPE_BYTES
+    from autoplan.cost_models.hardware.cluster import Cluster
     from autoplan.plan import make_plan
+    from autoplan.program.activation_bytes import peak_bytes_of
+    from autoplan.program.activations import activations
+    from autoplan.program.lower import BlockLowering
+    from autoplan.program.pins import read_pins
     from autoplan.runtime.mesh import use_mesh
     from autoplan.runtime.model import ParallelModel
-    from autoplan.search.activations import activations
-    from autoplan.search.held import peak_bytes_of
-    from autoplan.search.lower import BlockLowering
-    from autoplan.search.pins import read_pins
+    from autoplan.units import DTYPE_BYTES
 
     batch = token_batch(size)
     model: nn.Module = make_llama(size) if family == "llama" else make_gpt(size)

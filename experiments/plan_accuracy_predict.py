@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from models import Size, make_llama, token_batch
 from plan_accuracy_worker import Trial
 
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.program import Program, compile_program
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig, precision_of
-from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
+from autoplan.errors import AutoplanError
+from autoplan.ir.graph import ModelGraph
 from autoplan.plan import searched_plan
-from autoplan.planner import Certificate, Planned, PlanRequest, estimate_config
 from autoplan.profiler.ops import Task
 from autoplan.profiler.run import measure
 from autoplan.profiler.tasks import model_tasks
-from autoplan.search.pins import make_mesh
-from autoplan.search.works import Works
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import make_mesh
+from autoplan.search.planner import Certificate, Planned, PlanRequest, estimate_config
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _tasks(graph: ModelGraph, size: Size, trials: Sequence[Trial]) -> list[Task]
     found: dict[str, Task] = {}
     for tp, share in sorted({(t.tp, size.batch // t.dp // t.num_micro_batches) for t in trials}):
         _, axes = make_mesh(graph, ParallelConfig(tp=tp))
-        works = Works(graph, axes, {"b": share, "s": size.seq}, precision=precision_of("native"))
+        works = OpCosts(graph, axes, {"b": share, "s": size.seq}, precision=precision_of("native"))
         for task in model_tasks(works):
             found.setdefault(task.work.key, task)
     return list(found.values())

@@ -13,8 +13,8 @@ import sys  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 
 from autoplan.catalog import load_model  # noqa: E402
-from autoplan.cost_models.cluster import Cluster  # noqa: E402
-from autoplan.planner import PlanRequest, search_plan  # noqa: E402
+from autoplan.cost_models.hardware.cluster import Cluster  # noqa: E402
+from autoplan.search.planner import PlanRequest, search_plan  # noqa: E402
 
 
 def main(model: str, machines: str, seq_len: int, batch: int, limit_s: float) -> None:

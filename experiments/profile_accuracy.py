@@ -26,20 +26,20 @@ from measure import describe, environment, limit_time, make_console, run_command
 from models import Size, make_llama, token_batch
 from rich.table import Table
 
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.program import compile_program
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.compute import interpolated_s
-from autoplan.cost_models.config import ParallelConfig
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.kernels.operations import interpolated_s
 from autoplan.cost_models.profile import OpRecord, Profile
 from autoplan.plan import make_plan
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.tasks import lowered_tasks
+from autoplan.program.lower import BlockLowering, Op
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import layer_calls
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.search.lower import BlockLowering, Op
-from autoplan.search.pins import layer_calls
-from autoplan.search.works import Works
 
 SIZES = (
     Size(hidden=32, num_layers=2, seq=32),
@@ -95,7 +95,7 @@ class Whole:
         name = layer_calls(self.graph)[0]
         block = self.graph.blocks[next(c.block for c in self.graph.calls if c.name == name)]
         lowered = BlockLowering(self.graph, block, self.layouts.selection, self.layouts.axes).run()
-        works = Works(self.graph, self.layouts.axes, self.env)
+        works = OpCosts(self.graph, self.layouts.axes, self.env)
         statements = [s for s in lowered.statements if isinstance(s, Op)]
         counts = Counter(works.op_work(block, s.node, s.strategy, s.bias is not None).key for s in statements)
         return lowered_tasks([lowered], works), counts

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from autoplan.cost_models.config import MODULES, Mode
+from autoplan.config.parallel import MODULES, Mode
 
 Found = TypeVar("Found")
 

@@ -3,7 +3,7 @@
     match = device_of("NVIDIA H100 80GB HBM3", 80.0)       # DeviceMatch: id, overrides, other candidates, notes
     found = clusters_of(row)                               # ClusterMatch: what the row ran on, and what else it may be
 
-Names and sizes are the catalog's own (`autoplan.cost_models.catalog`), so that a device that is added there is known
+Names and sizes are the catalog's own (`cost_models.hardware.catalog`), so that a device that is added there is known
 here. Only what has no row of its own, and what people call differently, is a table.
 """
 
@@ -19,10 +19,10 @@ import published_defaults as tables
 from published_defaults import find
 from published_table import Row, Unpriced, Unstated
 
-from autoplan.cost_models.catalog import RANKS_PER_ROW, entries, entry, nearest
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.units import GB
+from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries, entry, nearest
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import AutoplanError
+from autoplan.units import GB
 
 # Form factors in the catalog's ids, the usual one of training clusters first: that of a row which names none.
 FORMS = ("sxm", "oam", "", "nvl72", "pcie", "nvl")

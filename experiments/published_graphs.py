@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from published_shapes import Adapters, Shape
 
-from autoplan.cost_models.errors import GraphError
-from autoplan.cost_models.graph import Call, ModelGraph, check
+from autoplan.errors import GraphError
+from autoplan.ir.graph import Call, ModelGraph, check
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,10 +31,10 @@ def _captured(shape: Shape) -> ModelGraph:
     """From the user's cache if it is there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from autoplan.capture.cache import cached
-    from autoplan.capture.config_file import model_from_config
-    from autoplan.capture.export import capture
-    from autoplan.capture.huggingface import default_example
+    from autoplan.capture.frontend.cache import cached
+    from autoplan.capture.frontend.config_file import model_from_config
+    from autoplan.capture.frontend.export import capture
+    from autoplan.capture.frontend.huggingface import default_example
 
     config = shape.config()
     model = model_from_config(config, f"{config['model_type']} of {shape.layers} layers, {shape.hidden} wide")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from published_defaults import Framework, find
 
-from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOptions
+from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
 
 # Years with the part of the year that has passed: what was run was set up then, at the latest.
 _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"

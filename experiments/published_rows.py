@@ -40,8 +40,7 @@ from published_words import (
     usual_precision,
 )
 
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import (
+from autoplan.config.parallel import (
     GRADIENTS_16,
     MOMENTS_16,
     Attention,
@@ -49,8 +48,9 @@ from autoplan.cost_models.config import (
     ParallelConfig,
     RunOptions,
 )
-from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.schedule import num_copies
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import AutoplanError
+from autoplan.schedules.schedule import num_copies
 
 # -- how it ran --------------------------------------------------------------------------------------------------------
 

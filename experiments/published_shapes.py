@@ -21,7 +21,7 @@ from published_defaults import Framework
 from published_options import era_of
 from published_table import Row, Unstated
 
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.errors import AutoplanError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 
 BEGIN = "<!-- published runs: made by experiments/validate_published.py --readme, do not edit -->"

@@ -14,7 +14,7 @@ from typing import Any
 import published_defaults as tables
 from published_defaults import Framework, find
 
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.errors import AutoplanError
 
 COLUMNS = (
     "id campaign source trust model params_b layers hidden ffn_hidden heads kv_heads vocab seq_len moe_experts "

@@ -14,9 +14,9 @@ import published_defaults as tables
 from published_defaults import find
 from published_table import Row
 
-from autoplan.cost_models.config import modules_choice
-from autoplan.cost_models.hardware import Device
-from autoplan.cost_models.schedule import SCHEDULES
+from autoplan.config.parallel import modules_choice
+from autoplan.cost_models.hardware.parts import Device
+from autoplan.schedules.schedule import SCHEDULES
 
 Choice = TypeVar("Choice")
 

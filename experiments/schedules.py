@@ -24,7 +24,7 @@ from pipeline_by_hand import make_step
 from rich.table import Table
 
 import autoplan
-from autoplan.cost_models.schedule import chunks_of_ranks
+from autoplan.schedules.schedule import chunks_of_ranks
 
 SIZES = (
     Size(hidden=128, num_layers=8, seq=128, batch=8),

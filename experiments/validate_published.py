@@ -48,13 +48,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from autoplan.cost_models.config import ParallelConfig, precision_of
-from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.price import Estimate, Pricer
+from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.quantity import ZERO, Quantity
-from autoplan.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
-from autoplan.points import PlanRequest
+from autoplan.cost_models.time.price import Estimate, Pricer
+from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
+from autoplan.search.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
+from autoplan.search.layouts import PlanRequest
 
 _log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from measure import describe, environment, make_console, run_command, write_json
 from rich.table import Table
 from torch import nn
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.errors import CaptureError
+from autoplan.capture.frontend.export import capture
+from autoplan.errors import CaptureError
 from autoplan.verify import check
 from autoplan.verify.check import LIMIT_S, Task, choose_sizes, copies_of, run_graph, run_module, verify_whole
 from autoplan.verify.one_device import compile_one_device, load_stage

@@ -7,7 +7,7 @@ atomic sub-axes, listed major to minor over the ranks; a *group* is a named prod
 
 Communicators are made when the mesh is, on every rank in the same order, and connected before the first step: one that
 forms beside running kernels waits for them. Axes of size 1 have none, and axes that span the same ranks share one (that
-of the whole world is the default group): each costs device memory (`cost_models/memory.py`). ``close`` gives them back.
+of the whole world is the default group): each costs device memory (`cost_models/memory`). ``close`` gives them back.
 
 The same mesh serves real processes (gloo, NCCL), the fake process group, and ``LocalTensorMode``, where one process
 plays all ranks: whatever depends on the rank must then be a tensor that differs per rank

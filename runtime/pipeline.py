@@ -21,7 +21,7 @@ from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
-# By the names of autoplan.cost_models.schedule, whose orders are those of torch (tests/test_schedule.py).
+# By the names of autoplan.schedules.schedule, whose orders are those of torch (tests/test_schedule.py).
 SCHEDULES: Mapping[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "1F1B": Schedule1F1B,
     "GPipe": ScheduleGPipe,
@@ -68,7 +68,7 @@ class PipelineRunner:
 
     Args:
         stages: of this rank, in model order. Which ones, the schedule's placement says
-            (autoplan.cost_models.schedule.ranks_of_chunks).
+            (autoplan.schedules.schedule.ranks_of_chunks).
         pp_mesh: the pipeline's ranks, one axis; None or size 1 for a model in one stage.
         num_stages: of the whole pipeline. Default: one per rank.
         device: where the stages run. Default: the device of the first parameter, else the CPU.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions
-from autoplan.cost_models.graph import ModelGraph, check
-from autoplan.cost_models.price import Estimate
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.time.price import Estimate
+from autoplan.ir.graph import ModelGraph, check
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

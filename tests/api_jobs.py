@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autoplan
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.errors import AutoplanError
 
 
 def alone(rank: int, world: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import torch
 from parity import Case, global_batch, make_model, model_of, part_of
 
 import autoplan
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.errors import AutoplanError
 
 Batch = dict[str, Any]
 

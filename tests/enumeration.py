@@ -11,16 +11,16 @@ from typing import Any
 
 import models
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.capture.frontend.export import capture
+from autoplan.config.offload import SEARCHED
+from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.memory import RankMemory
-from autoplan.cost_models.price import Pricer, ranges_of
-from autoplan.planner import PlanRequest, estimate_config
-from autoplan.search.chunks import even_cuts
-from autoplan.search.offload_pins import SEARCHED
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.memory.ranks import RankMemory
+from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.ir.graph import ModelGraph
+from autoplan.search.interleaved_cuts import even_cuts
+from autoplan.search.planner import PlanRequest, estimate_config
 from autoplan.search.space import space
 
 SEQ = 64

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.capture.experts import experts
+from autoplan.capture.frontend.experts import experts
 
 
 class GPTBlock(nn.Module):

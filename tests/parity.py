@@ -25,13 +25,14 @@ from harness import pool
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.api import _aliases, _not_in
-from autoplan.capture.cast import computing_in
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
+from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import executed_precision
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.config.parallel import executed_precision
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.ir.graph import ModelGraph
 from autoplan.plan import make_plan
+from autoplan.program.pins import read_pins
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
@@ -39,7 +40,6 @@ from autoplan.runtime.params import materialise
 from autoplan.runtime.program import load_module
 from autoplan.runtime.shards import ParameterShard, held_indices
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
-from autoplan.search.pins import read_pins
 
 SEQ = 16
 TARGET = 12  # tokens of the target of an encoder-decoder

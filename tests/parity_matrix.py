@@ -36,11 +36,11 @@ from parity import (
     worst,
 )
 
-from autoplan.cost_models.config import Mode
-from autoplan.cost_models.errors import CaptureError, PinError
-from autoplan.planner import search_plan
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import Mode
+from autoplan.errors import CaptureError, PinError
 from autoplan.report.files import write_text
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
 
 NUM_SAMPLES = 12  # of the global batch
 NUM_STEPS = 3

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from autoplan.cost_models.errors import AutoplanError
 from autoplan.cost_models.profile import LinkRecord, OpRecord, Timing
+from autoplan.errors import AutoplanError
 from autoplan.profiler import run
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job

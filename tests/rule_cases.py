@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoplan.cost_models.graph import Node, Value
-from autoplan.cost_models.symbols import Expr, product
+from autoplan.ir.graph import Node, Value
+from autoplan.ir.symbols import Expr, product
 
 ENV = {"b": 2, "s": 8}
 FACTORS: dict[str, Expr] = {

@@ -20,13 +20,13 @@ from spmd_types.checker import typecheck
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.codegen.emit import Context, convert_text, op_text
-from autoplan.cost_models.graph import Value
-from autoplan.cost_models.layout import Axis, AxisType, Layout, conversion
-from autoplan.rules.strategies import Strategy, strategies
+from autoplan.ir.graph import Value
+from autoplan.ir.layout import Axis, AxisType, Layout, conversion
+from autoplan.ops.strategies import Strategy, strategies
+from autoplan.program.lower import Convert, Op
 from autoplan.runtime import program
 from autoplan.runtime.convert import V, typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.search.lower import Convert, Op
 
 SIZES = {name: int(size.evaluate(ENV)) for name, size in FACTORS.items()}
 _TYPES = {"R": program.R, "I": program.I, "P": program.P, "S": V}

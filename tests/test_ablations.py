@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from ablations import Setup, agrees, peak_bytes, priced, step_s
 
-from autoplan.cost_models.config import Attention, Launch, Mode, RunOptions
+from autoplan.config.parallel import Attention, Launch, Mode, RunOptions
 
 # Before FlashAttention (2022). NeMo's recipes overlap the communication of tp and pp; context parallelism is a ring.
 UNFUSED = RunOptions(attention=Attention.UNFUSED)

@@ -15,9 +15,9 @@ from harness import Pool, pool
 
 import autoplan
 from autoplan.api import plan_program
-from autoplan.capture.export import capture
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import CaptureError, PinError
+from autoplan.capture.frontend.export import capture
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import CaptureError, PinError
 from autoplan.runtime.optim import check_elementwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")

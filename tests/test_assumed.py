@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from autoplan.catalog import load_model
-from autoplan.cost_models import catalog
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.cluster_file import cluster_of
-from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.cluster_file import cluster_of
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.data import estimate_report
 from autoplan.report.text import estimate_text
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
 
 UNCONFIRMED = "gb300-nvl72"
 

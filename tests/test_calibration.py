@@ -30,14 +30,14 @@ from autoplan.calibration.steps import functions, read_steps
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, rounded, stored
 from autoplan.catalog import load_model
 from autoplan.cli import app
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Attention, Dispatcher, Launch, Mode
+from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import AutoplanError, PinError, ProfileError
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import AutoplanError, PinError, ProfileError
 from autoplan.report.arguments import read_options
 from autoplan.report.degrees import config_of
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

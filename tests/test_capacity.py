@@ -15,16 +15,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import autoplan
-from autoplan import fleet, sweep
 from autoplan.catalog import load_model
 from autoplan.cli import app
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Dispatcher, Launch, ParallelConfig, RunOptions
+from autoplan.config.parallel import Dispatcher, Launch, ParallelConfig, RunOptions
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import InfeasibleError, PinError
-from autoplan.cost_models.hardware import Price
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.parts import Price
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.run import (
+from autoplan.cost_models.whole_run import (
     FIGURES,
     Assumptions,
     critical_batch_tokens,
@@ -34,10 +32,13 @@ from autoplan.cost_models.run import (
     useful_share,
     whole_run,
 )
-from autoplan.planner import PlanRequest, estimate_config
+from autoplan.errors import InfeasibleError, PinError
 from autoplan.report import numbers, timeline
 from autoplan.report.arguments import read_assumptions
 from autoplan.report.files import CsvFile, check_writable, write_text
+from autoplan.search.planner import PlanRequest, estimate_config
+from autoplan.sweeps import capacity as fleet
+from autoplan.sweeps import whatif as sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 H100 = "1x4xh100-sxm5-80gb"
@@ -184,7 +185,7 @@ def fake_search(request: PlanRequest) -> Any:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[..., Any] = sweep.points
-    monkeypatch.setattr("autoplan.fleet.points", lambda base, vary, search: real(base, vary, fake_search))
+    monkeypatch.setattr("autoplan.sweeps.capacity.points", lambda base, vary, search: real(base, vary, fake_search))
 
 
 def write(folder: Path, text: str) -> Path:
@@ -317,7 +318,7 @@ def test_options_and_constants_reach_every_search(monkeypatch: pytest.MonkeyPatc
         return fake_search(request)
 
     real: Callable[..., Any] = sweep.points
-    monkeypatch.setattr("autoplan.fleet.points", lambda base, vary, _: real(base, vary, search))
+    monkeypatch.setattr("autoplan.sweeps.capacity.points", lambda base, vary, _: real(base, vary, search))
     (tmp_path / "mine.json").write_text('{"constants": {"memory_share": 0.7}}')
     path = write(tmp_path, FILE + OPTIONS + "constants: mine.json\n")
     wanted = RunOptions(

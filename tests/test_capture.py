@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.capture import cache
-from autoplan.capture.cache import cached, fingerprint
-from autoplan.capture.export import _capture, capture
-from autoplan.cost_models.errors import CaptureError
-from autoplan.cost_models.graph import ModelGraph, check
-from autoplan.cost_models.symbols import Expr
-from autoplan.rules.batch import batch_obstacle
+from autoplan.capture.frontend import cache
+from autoplan.capture.frontend.cache import cached, fingerprint
+from autoplan.capture.frontend.export import _capture, capture
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph, check
+from autoplan.ir.symbols import Expr
+from autoplan.ops.batch import batch_obstacle
 
 
 def gpt_batch(batch: int = 3, seq: int = 16) -> dict[str, torch.Tensor]:

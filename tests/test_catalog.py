@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from autoplan import catalog
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import AutoplanError, CaptureError, GraphError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.layout import Axis
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import AutoplanError, CaptureError, GraphError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Axis
+from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.search.intra import solve
-from autoplan.search.problem import IntraSettings, build_problem
 
 OBLIGATORY = (
     "llama-3.1-8b llama-3.1-70b llama-3.1-405b gpt3-175b mixtral-8x7b mixtral-8x22b qwen3-235b-a22b deepseek-v3 "

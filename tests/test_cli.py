@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 import autoplan
 from autoplan.catalog import load_model, names
 from autoplan.cli import app
-from autoplan.cost_models.catalog import entries
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import (
+from autoplan.config.parallel import (
     OVERLAPS,
     PRECISIONS,
     Attention,
@@ -28,13 +26,15 @@ from autoplan.cost_models.config import (
     RunOptions,
 )
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import InfeasibleError, PinError
-from autoplan.planner import PlanRequest, estimate_config, search_plan
+from autoplan.cost_models.hardware.catalog import entries
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import InfeasibleError, PinError
 from autoplan.report import numbers
 from autoplan.report.arguments import OPTIONS, option_data, option_texts, option_words, options_of, read_pins, read_vary
 from autoplan.report.commands import estimate_command
 from autoplan.report.label import plan_label
-from autoplan.sweep import VARIED, points, whatif
+from autoplan.search.planner import PlanRequest, estimate_config, search_plan
+from autoplan.sweeps.whatif import VARIED, points, whatif
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ def test_whatif_in_python_takes_options_and_constants(monkeypatch: pytest.Monkey
         seen.append(request)
         raise InfeasibleError("too big")
 
-    monkeypatch.setattr("autoplan.sweep.points", lambda base, vary: points(base, vary, search))
+    monkeypatch.setattr("autoplan.sweeps.whatif.points", lambda base, vary: points(base, vary, search))
     file = tmp_path / "c.json"
     file.write_text('{"constants": {"memory_share": 0.7}}')
     given: list[tuple[Any, Any]] = [(EVERYTHING, str(file)), ({"launch": "graphs"}, Constants()), (None, None)]
@@ -411,7 +411,7 @@ def test_help_and_version_load_no_planner() -> None:
     code = (
         "import sys\nfrom autoplan.cli import app\n"
         "app(['--version'], standalone_mode=False)\n"
-        "print(sorted(m for m in sys.modules if m in ('numpy', 'pulp', 'autoplan.planner', 'torch')))"
+        "print(sorted(m for m in sys.modules if m in ('numpy', 'pulp', 'autoplan.search.planner', 'torch')))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == [f"autoplan {autoplan.__version__}", "[]"], done.stderr

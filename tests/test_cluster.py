@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.cost_models import catalog
-from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
-from autoplan.cost_models.compute import roofline_s
-from autoplan.cost_models.config import Mode, RunOptions
+from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.hardware import Price
-from autoplan.cost_models.host import host_s
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level, Link
+from autoplan.cost_models.hardware.parts import Price
+from autoplan.cost_models.kernels.operations import roofline_s
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.units import GB, MIB, TERA
+from autoplan.cost_models.time.host import host_s
 from autoplan.cost_models.work import BlockWork, OpWork, TensorWork
+from autoplan.errors import PinError
+from autoplan.units import GB, MIB, TERA
 
 
 def shape(cluster: Cluster) -> list[tuple[str, int]]:

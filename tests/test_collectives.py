@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.blocks import BlockPricer
-from autoplan.cost_models.cluster import Cluster, Device, Group, Level, Link
-from autoplan.cost_models.cluster_file import cluster_of
-from autoplan.cost_models.collectives import (
+from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level, Link
+from autoplan.cost_models.hardware.cluster_file import cluster_of
+from autoplan.cost_models.network.collectives import (
     FABRICS,
     collective_s,
     curve,
@@ -22,14 +22,14 @@ from autoplan.cost_models.collectives import (
     group_collective_s,
     wire_bytes,
 )
-from autoplan.cost_models.collectives import KINDS as ALL_KINDS
-from autoplan.cost_models.config import ParallelConfig, precision_of
-from autoplan.cost_models.errors import LayoutError, PinError
-from autoplan.cost_models.nccl import Protocol, fabric_of, rows
-from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.network.collectives import KINDS as ALL_KINDS
+from autoplan.cost_models.network.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
+from autoplan.cost_models.time.blocks import BlockPricer
+from autoplan.cost_models.time.price import Pricer
+from autoplan.errors import LayoutError, PinError
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

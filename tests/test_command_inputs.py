@@ -9,9 +9,9 @@ from command_line import PLAIN, TASK, one_line_error, run
 from typer.testing import CliRunner
 
 from autoplan.cli import app
-from autoplan.cost_models.errors import PinError
+from autoplan.errors import PinError
 from autoplan.report.arguments import read_vary
-from autoplan.sweep import check_varied
+from autoplan.sweeps.whatif import check_varied
 
 
 def test_lengths_are_binary_and_tokens_of_a_run_decimal() -> None:

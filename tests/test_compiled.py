@@ -29,8 +29,8 @@ from parity_matrix import refusal
 
 import autoplan.runtime.compiled
 from autoplan.api import _check_compile, cheaper_program
-from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.errors import PinError
 from autoplan.plan import Plan
 from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
 from autoplan.runtime.model import ParallelModel

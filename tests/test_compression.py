@@ -12,7 +12,7 @@ from mixed import added, count_of, loss_of, plain_model
 from parity import Case, compiled, global_batch, part_of, worst
 
 import autoplan
-from autoplan.cost_models.errors import PinError
+from autoplan.errors import PinError
 from autoplan.runtime.compression import PowerSGD
 
 pytestmark = [

@@ -18,19 +18,19 @@ from parity import Case, compiled, global_batch, worst
 from torch import nn
 
 from autoplan.api import plan_program
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.check import check_program
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.context import read_method
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.planner import search_plan
-from autoplan.points import PlanRequest
-from autoplan.rules.batch import context_obstacle
-from autoplan.rules.saved import OpFacts, TensorFacts, extra_bytes, kept
+from autoplan.config.context_methods import read_method
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ops.batch import context_obstacle
+from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, kept
+from autoplan.program.megatron_kernels import Kernels, rule_of
 from autoplan.runtime.ring import Part, attend, attend_backward, parts_of
 from autoplan.runtime.spec import evaluate
-from autoplan.search.handwritten import Kernels, rule_of
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
 
 SEQ = 16
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan import devices
-from autoplan.capture.export import capture
-from autoplan.capture.host import examples_on_host, on_host
-from autoplan.cost_models.errors import DeviceError
+from autoplan.capture.frontend.export import capture
+from autoplan.capture.frontend.host import examples_on_host, on_host
 from autoplan.devices import Place, Sight, kind_of, pick, read, settle
+from autoplan.errors import DeviceError
 
 FOUR = Sight(num_gpus=4)
 

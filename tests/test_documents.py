@@ -15,9 +15,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autoplan.api import plan_program
-from autoplan.capture.export import capture
-from autoplan.cost_models.errors import CaptureError
-from autoplan.rules.saved import OpFacts, TensorFacts, saved_rule
+from autoplan.capture.frontend.export import capture
+from autoplan.errors import CaptureError
+from autoplan.ops.saved import OpFacts, TensorFacts, saved_rule
 from autoplan.runtime.attention import attention
 from autoplan.runtime.model import ParallelModel
 

@@ -31,24 +31,24 @@ from parity import (
 )
 from typer.testing import CliRunner
 
-from autoplan.capture.export import capture
-from autoplan.capture.lengths import example_lengths, length_symbols
+from autoplan.capture.frontend.export import capture
+from autoplan.capture.passes.lengths import example_lengths, length_symbols
 from autoplan.cli import app
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
-from autoplan.cost_models.errors import CaptureError, PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.memory import MemoryModel
-from autoplan.cost_models.symbols import Expr
+from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.work import Workload
+from autoplan.errors import CaptureError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.symbols import Expr
 from autoplan.plan import make_plan
-from autoplan.planner import PlanRequest, search_plan
-from autoplan.points import Points
+from autoplan.program.activation_bytes import Activations, saved_bytes_of
+from autoplan.program.activations import activations
+from autoplan.program.lower import BlockLowering
+from autoplan.program.pins import layer_calls, pipeline_units, read_pins
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import ProgramSpec, evaluate
-from autoplan.search.activations import activations
-from autoplan.search.held import Activations, saved_bytes_of
-from autoplan.search.lower import BlockLowering
-from autoplan.search.pins import layer_calls, pipeline_units, read_pins
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.planner import PlanRequest, search_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -249,7 +249,7 @@ def request(family: str, seq_len: int, target_len: int | None, world: int = 1, *
 
 def test_prices_know_both_lengths() -> None:
     """Bytes that cross, and arithmetic: of the encoder by s, of the decoder by t, of attention across by both."""
-    work = {(s, t): Points(request("encdec", s, t)).get(1, 2).workload for s, t in ((16, 12), (16, 24), (32, 12))}  # type: ignore[union-attr]
+    work = {(s, t): LayoutCache(request("encdec", s, t)).get(1, 2).workload for s, t in ((16, 12), (16, 24), (32, 12))}  # type: ignore[union-attr]
     token = 2 * 32 * 4  # bytes of one place of two sequences
     for (s, t), w in work.items():
         assert w.cut_bytes == (s * token, s * token + t * token, s * token + t * token)
@@ -351,7 +351,7 @@ def test_a_stage_holds_what_several_units_keep_once(family: str) -> None:
     input of the layers."""
     graph = graph_of(family, 0.0)
     request_ = request(family, SEQ, TARGET if graph.has_target else None)
-    work = Points(request_).get(1, 12).workload  # type: ignore[union-attr]
+    work = LayoutCache(request_).get(1, 12).workload  # type: ignore[union-attr]
     assert work.shared
     blocks = saved_blocks(Case(family))
     n, memory = len(work.units), model_of(work, 1)
@@ -365,7 +365,7 @@ def test_a_stage_holds_what_several_units_keep_once(family: str) -> None:
 
 def test_a_value_that_passes_is_held_once_on_every_stage() -> None:
     """Encoder output m and target y: received, used, sent on."""
-    work = Points(request("encdec", SEQ, TARGET)).get(1, 2).workload  # type: ignore[union-attr]
+    work = LayoutCache(request("encdec", SEQ, TARGET)).get(1, 2).workload  # type: ignore[union-attr]
     memory, (m, y) = model_of(work, 4), (2 * SEQ * 32 * 4, 2 * TARGET * 32 * 4)
     (value,) = work.shared
     assert (value.made, value.last, value.num_bytes, value.kept, value.kept_again) == (1, 3, m, (2, 3), (2, 3))
@@ -377,12 +377,12 @@ def test_a_value_that_passes_is_held_once_on_every_stage() -> None:
 
 
 def test_decoders_have_no_such_values() -> None:
-    assert Points(request("llama", SEQ, None)).get(1, 2).workload.shared == ()  # type: ignore[union-attr]
+    assert LayoutCache(request("llama", SEQ, None)).get(1, 2).workload.shared == ()  # type: ignore[union-attr]
 
 
 def test_a_skip_that_a_stage_only_passes_on() -> None:
     """What layer 0 gives, kept by layer 1 and by the product that scales it, behind layer 3."""
-    work = Points(request("skips", SEQ, None)).get(1, 2).workload  # type: ignore[union-attr]
+    work = LayoutCache(request("skips", SEQ, None)).get(1, 2).workload  # type: ignore[union-attr]
     first = next(v for v in work.shared if v.made == 0)
     assert (first.last, first.kept) == (3, (1, 3))
     memory = model_of(work, 5)

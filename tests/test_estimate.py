@@ -1,4 +1,4 @@
-"""autoplan.estimate: what a given configuration may be beyond what the search offers."""
+"""autoplan.search.estimate: what a given configuration may be beyond what the search offers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.cost_models.errors import PinError
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
 
 INTERLEAVED = "Interleaved1F1B"
 
@@ -81,7 +81,7 @@ def test_a_users_frozen_layer_costs_no_gradient_no_reduction_and_no_optimizer() 
     import torch
     from torch import nn
 
-    from autoplan.capture.export import capture
+    from autoplan.capture.frontend.export import capture
 
     class Two(nn.Module):
         def __init__(self, frozen: bool) -> None:

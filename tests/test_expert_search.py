@@ -14,19 +14,19 @@ import models
 import pytest
 
 from autoplan.api import plan_program
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.check import check_program
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.estimate import estimate_config
-from autoplan.planner import SearchResult, search_plan
-from autoplan.points import PlanRequest
-from autoplan.search.context_pins import combinations, legal_methods, neighbours_of
+from autoplan.config.offload import SEARCHED
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.context_pins import combinations, legal_methods, neighbours_of
+from autoplan.program.expert_mesh import folds
 from autoplan.search.degrees import BEYOND
-from autoplan.search.folding import folds
-from autoplan.search.offload_pins import SEARCHED
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import SearchResult, search_plan
 from autoplan.search.space import LEAST_PART, space
 
 SEQ = 16

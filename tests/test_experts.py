@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from rule_harness import cut, join, namespace
 from torch import nn
 
-from autoplan.capture.experts import experts
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.experts import experts
+from autoplan.capture.frontend.export import capture
 from autoplan.catalog import active_params
 from autoplan.codegen.emit import Context, op_text
-from autoplan.cost_models.errors import CaptureError
-from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
-from autoplan.cost_models.layout import Axis
-from autoplan.cost_models.symbols import Expr, product
-from autoplan.rules.batch import batch_obstacle
-from autoplan.rules.saved import OpFacts, TensorFacts, extra_bytes, saved_rule
-from autoplan.rules.saved import kept as saved_names
-from autoplan.rules.strategies import Strategy, strategies
-from autoplan.rules.table import flops, rule_for
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import Block, ModelGraph, Node, Value
+from autoplan.ir.layout import Axis
+from autoplan.ir.symbols import Expr, product
+from autoplan.ops.batch import batch_obstacle
+from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, saved_rule
+from autoplan.ops.saved import kept as saved_names
+from autoplan.ops.strategies import Strategy, strategies
+from autoplan.ops.table import flops, rule_for
+from autoplan.program.lower import Op
 from autoplan.runtime.experts import experts as runtime_experts
-from autoplan.search.lower import Op
 
 
 def run_experts(

@@ -19,11 +19,11 @@ from parity import SEQ, cluster_of, fake_group, worst
 from torch import nn
 
 from autoplan.api import plan_program
-from autoplan.capture.cast import computing_in
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.capture.ops import OPS, Args, Arguments, Lowered, lower
-from autoplan.cost_models.errors import CaptureError, PinError
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.capture.passes.cast import computing_in
+from autoplan.errors import CaptureError, PinError
+from autoplan.ir.graph import ModelGraph
 from autoplan.runtime import model as runtime_model
 from autoplan.runtime.failure import RankFailure
 from autoplan.runtime.model import ParallelModel

@@ -17,27 +17,27 @@ import torch
 from harness import pool
 from parity import Case, Trained, compiled, trained, worst
 
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import Program, compile_program
-from autoplan.cost_models.blocks import mesh_groups
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.errors import InfeasibleError, LayoutError, PinError
-from autoplan.cost_models.graph import Block, ModelGraph, Node, Value
-from autoplan.cost_models.layout import Axis, Mesh
-from autoplan.cost_models.symbols import Expr
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.time.blocks import mesh_groups
+from autoplan.errors import InfeasibleError, LayoutError, PinError
+from autoplan.ir.graph import Block, ModelGraph, Node, Value
+from autoplan.ir.layout import Axis, Mesh
+from autoplan.ir.symbols import Expr
 from autoplan.plan import make_plan, searched_plan
-from autoplan.planner import search_plan
-from autoplan.points import PlanRequest
+from autoplan.program.expert_mesh import canonical, folded_mesh, folds
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import make_mesh, read_pins
+from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.token_dispatch import ExpertDegrees, travelled_bytes
+from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.runtime.experts import experts
 from autoplan.runtime.spec import evaluate
-from autoplan.search.expert_parallel import ExpertDegrees, travelled_bytes
-from autoplan.search.folding import canonical, folded_mesh, folds
-from autoplan.search.own_tokens import with_own_tokens
-from autoplan.search.pins import make_mesh, read_pins
-from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.works import Works
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
 
 SEQ = 16
 
@@ -266,7 +266,7 @@ def test_what_travelling_rows_keep_is_what_runs(world: int, inner: bool) -> None
             "weights": Value("weights", (Expr.of(8), Expr.of(2)), "float64", True),
         },
     )
-    works = Works(graph(), (), {"b": 1, "s": SEQ})
+    works = OpCosts(graph(), (), {"b": 1, "s": SEQ})
     beside = travelled_bytes(block, block.nodes[0], works, ExpertDegrees(ep, etp, executed=True))
     rows = 8 * 2
     table = etp * rows * (8 + 2 * 5 * 8)  # of all parts' rows the place and the first product

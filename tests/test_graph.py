@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.errors import GraphError
-from autoplan.cost_models.graph import ModelGraph, check
-from autoplan.cost_models.symbols import Expr, product
-from autoplan.rules.factors import infer_factors
+from autoplan.capture.frontend.export import capture
+from autoplan.errors import GraphError
+from autoplan.ir.graph import ModelGraph, check
+from autoplan.ir.symbols import Expr, product
+from autoplan.ops.factors import infer_factors
 
 B, S = Expr.symbol("b"), Expr.symbol("s")
 

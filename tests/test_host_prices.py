@@ -18,21 +18,18 @@ from models import make_llama, token_batch
 from parity import fake_group
 
 from autoplan.api import plan_program
-from autoplan.capture.export import capture
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.compute import op_s
-from autoplan.cost_models.config import Launch, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.capture.frontend.export import capture
+from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import ProfileError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.host import host_op_s
-from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.profile import LinkRecord, OpRecord, Profile, Timing
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.time.host import host_op_s
+from autoplan.cost_models.time.price import Estimate
 from autoplan.cost_models.work import OpWork
-from autoplan.estimate import estimate_config
-from autoplan.planner import search_plan
-from autoplan.points import PlanRequest
+from autoplan.errors import ProfileError
+from autoplan.ir.graph import ModelGraph
 from autoplan.profiler import run
 from autoplan.profiler.clocks import measure_clock
 from autoplan.profiler.interference import Beside, measure_interference
@@ -43,6 +40,9 @@ from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.run import graph_tasks, main_dtypes, measure_in_job
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
 
 CPU = torch.device("cpu")
 SEQ, MICRO, CACHE = 16, 2, 1 << 16

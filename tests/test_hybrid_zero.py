@@ -20,16 +20,16 @@ from typer.testing import CliRunner
 
 from autoplan.catalog import load_model
 from autoplan.cli import app
-from autoplan.cost_models.blocks import mesh_groups
-from autoplan.cost_models.cluster import Cluster, Group, Level
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.errors import PinError
-from autoplan.estimate import estimate_config
-from autoplan.planner import search_plan
-from autoplan.points import PlanRequest, space_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster, Group, Level
+from autoplan.cost_models.time.blocks import mesh_groups
+from autoplan.errors import PinError
+from autoplan.program.pins import zero_replica_counts
 from autoplan.report.commands import estimate_command
 from autoplan.report.label import plan_label
-from autoplan.search.pins import zero_replica_counts
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest, space_of
+from autoplan.search.planner import search_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 

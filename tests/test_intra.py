@@ -20,16 +20,14 @@ from hypothesis import strategies as st
 from models import make_llama, token_batch
 from torch import nn
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.collectives import collective_s, wire_bytes
+from autoplan.capture.frontend.export import capture
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import InfeasibleError, LayoutError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.layout import Axis, AxisType, I, Layout, P, R, shard
-from autoplan.cost_models.units import GB, GIB, MICRO, TERA
-from autoplan.search.intra import IntraSolution, StoppedError, brute_force, solve
-from autoplan.search.problem import (
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.network.collectives import collective_s, wire_bytes
+from autoplan.errors import InfeasibleError, LayoutError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Axis, AxisType, I, Layout, P, R, shard
+from autoplan.program.problem import (
     Choice,
     IntraProblem,
     IntraSettings,
@@ -40,6 +38,8 @@ from autoplan.search.problem import (
     copy_work,
     evaluate,
 )
+from autoplan.search.intra import IntraSolution, StoppedError, brute_force, solve
+from autoplan.units import GB, GIB, MICRO, TERA
 
 DEVICE = Device("gpu", 400 * TERA, 2000.0 * GB, 64 * GIB, "assumed")
 CLUSTER = Cluster(1, 8, DEVICE, Link(10 * MICRO, 100.0 * GB, "assumed"), "cuda")
@@ -450,11 +450,11 @@ def test_solving_is_deterministic(tmp_path: Path) -> None:
     graph.write_text(llama(1024, 2).to_json())
     code = (
         "import json, sys\n"
-        "from autoplan.cost_models.cluster import Cluster\n"
-        "from autoplan.cost_models.graph import ModelGraph\n"
-        "from autoplan.cost_models.layout import Axis\n"
+        "from autoplan.cost_models.hardware.cluster import Cluster\n"
+        "from autoplan.ir.graph import ModelGraph\n"
+        "from autoplan.ir.layout import Axis\n"
         "from autoplan.search.intra import solve\n"
-        "from autoplan.search.problem import IntraSettings, build_problem\n"
+        "from autoplan.program.problem import IntraSettings, build_problem\n"
         "graph = ModelGraph.from_json(open(sys.argv[1]).read())\n"
         "settings = IntraSettings((Axis('a', 2), Axis('b', 2)), Cluster.local(4, 'cuda'), {'b': 1, 's': 2048})\n"
         "found = [{k: o.name for k, o in solve(build_problem(graph, settings)).selection.items()} for _ in range(2)]\n"

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.cost_models import catalog, kernels
-from autoplan.cost_models.compute import op_s, roofline_s
-from autoplan.cost_models.config import Mode, RunOptions
+from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.hardware import Device
-from autoplan.cost_models.kernels import Kernels, Kind, cast_bytes, kernels_of
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.parts import Device
+from autoplan.cost_models.kernels import gpu as kernels
+from autoplan.cost_models.kernels.gpu import Kernels, Kind, cast_bytes, kernels_of
+from autoplan.cost_models.kernels.operations import op_s, roofline_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.cost_models.errors import GraphError, RuleError
-from autoplan.cost_models.graph import Block, Call, ModelGraph, Node, Parameter, Value, check
-from autoplan.cost_models.symbols import Expr, product
-from autoplan.rules.factors import infer_factors, occurrences
-from autoplan.rules.language import Role, bind, parse
-from autoplan.rules.strategies import SPECIAL_OUTPUT
-from autoplan.rules.table import BUILDERS, LINES, align, rule_for
+from autoplan.errors import GraphError, RuleError
+from autoplan.ir.graph import Block, Call, ModelGraph, Node, Parameter, Value, check
+from autoplan.ir.symbols import Expr, product
+from autoplan.ops.factors import infer_factors, occurrences
+from autoplan.ops.language import Role, bind, parse
+from autoplan.ops.strategies import SPECIAL_OUTPUT
+from autoplan.ops.table import BUILDERS, LINES, align, rule_for
 
 B, S = Expr.symbol("b"), Expr.symbol("s")
 

@@ -20,23 +20,23 @@ import models
 import pytest
 from command_line import run
 
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.cost_models.errors import AutoplanError, PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.schedule import SCHEDULES
-from autoplan.estimate import check_config
-from autoplan.planner import PlanRequest
-from autoplan.points import check_task, space_of
+from autoplan.config.choices import PINS
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import AutoplanError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.program import legality
+from autoplan.program.facts import divisors
+from autoplan.program.legality import RULES, Scope, broken, not_executed
 from autoplan.report.arguments import read_vary
 from autoplan.report.degrees import DEGREES, checked_config, config_of
-from autoplan.search import legality
-from autoplan.search.choices import PINS
-from autoplan.search.facts import divisors
-from autoplan.search.legality import RULES, Scope, broken, not_executed
-from autoplan.sweep import VARIED, points
+from autoplan.schedules.schedule import SCHEDULES
+from autoplan.search.estimate import check_config
+from autoplan.search.layouts import check_task, space_of
+from autoplan.search.planner import PlanRequest
+from autoplan.sweeps.whatif import VARIED, points
 
 CATALOG = ("gpt2", "llama-3.1-8b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")  # 12 heads; GQA; experts
 CLUSTERS = ("1x8xh100-sxm5-80gb", "2x8xh100-sxm5-80gb", "3x4xh100-sxm5-80gb", "1x1xh100-sxm5-80gb")

@@ -17,13 +17,13 @@ from parity import (
     worst,
 )  # fmt: skip
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.errors import PinError
-from autoplan.rules.batch import batch_obstacle, context_obstacle
-from autoplan.search.facts import Facts, ModelFacts
-from autoplan.search.legality import Scope
+from autoplan.capture.frontend.export import capture
+from autoplan.errors import PinError
+from autoplan.ops.batch import batch_obstacle, context_obstacle
+from autoplan.program.facts import Facts, ModelFacts
+from autoplan.program.legality import Scope
+from autoplan.program.pins import read_pins
 from autoplan.search.nearest import check_config
-from autoplan.search.pins import read_pins
 
 
 def test_some_tokens_are_beyond_the_capacity_and_the_program_knows() -> None:

@@ -21,9 +21,9 @@ from parity import (
     worst,
 )
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.errors import CaptureError
-from autoplan.rules.batch import batch_obstacle
+from autoplan.capture.frontend.export import capture
+from autoplan.errors import CaptureError
+from autoplan.ops.batch import batch_obstacle
 
 SIMULATED = [
     Case("gpt-summed", num_micro_batches=3),

@@ -11,14 +11,14 @@ from unittest.mock import Mock
 import machines
 import pytest
 
-from autoplan.cost_models.blocks import BlockPricer
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.cluster_file import read_cluster
-from autoplan.cost_models.config import ParallelConfig, Precision
+from autoplan.config.parallel import ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import PinError, ProfileError
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.cluster_file import read_cluster
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
+from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.work import Workload
+from autoplan.errors import PinError, ProfileError
 from autoplan.profiler import command
 from autoplan.profiler.clocks import CLOCK_QUERY, PROCESS_QUERY, load_warning, parse_clocks, read_states, warnings
 from autoplan.profiler.nodes import Nodes, agree, num_nodes, under_torchrun

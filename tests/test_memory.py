@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from autoplan.cost_models.blocks import BlockCost, BlockPricer, mesh_groups, op_times
-from autoplan.cost_models.cluster import Cluster, Device, Link
-from autoplan.cost_models.config import Mode, ParallelConfig, executed_precision, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.memory import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
-from autoplan.cost_models.orders import F
-from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
-from autoplan.cost_models.schedule import Transfer, actions, held_at_backwards, simulate
+from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, mesh_groups, op_times
+from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TensorWork, Workload
+from autoplan.errors import PinError
 from autoplan.runtime import zero as runtime_zero
+from autoplan.schedules.orders import F
+from autoplan.schedules.schedule import Transfer, actions, held_at_backwards, simulate
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import GROUPS, MODULES, Mode, ParallelConfig, groups_of, modules_choice, modules_of
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.estimate import Planned, estimate_config
-from autoplan.planner import search_plan
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import GROUPS, MODULES, Mode, ParallelConfig, groups_of, modules_choice, modules_of
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.search.estimate import Planned, estimate_config
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

@@ -10,14 +10,14 @@ import pytest
 from command_line import one_line_error, run
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig, RunOptions
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.run import Assumptions
-from autoplan.planner import PlanRequest, estimate_config, search_plan
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.whole_run import Assumptions
+from autoplan.errors import PinError
+from autoplan.program.pins import layer_calls
 from autoplan.report import commands, data, text
 from autoplan.report.arguments import read_recompute, recompute_text
-from autoplan.search.pins import layer_calls
+from autoplan.search.planner import PlanRequest, estimate_config, search_plan
 
 ONE, TWO = "1x8xh100-sxm5-80gb", "2x8xh100-sxm5-80gb"
 

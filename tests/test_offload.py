@@ -25,14 +25,14 @@ from parity import (
     trained,
 )
 
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import PinError
-from autoplan.points import PlanRequest, Points
+from autoplan.config.offload import read_offload
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.program.pins import read_pins
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.spec import ProgramSpec
-from autoplan.search.offload_pins import read_offload
-from autoplan.search.pins import read_pins
+from autoplan.search.layouts import LayoutCache, PlanRequest
 from autoplan.search.space import Candidate
 
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
@@ -167,7 +167,7 @@ def test_what_lies_where_is_what_the_memory_model_says(zero: int, offload: str, 
         precision=precision,
         executed=True,
     )
-    planned = Points(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    planned = LayoutCache(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
     assert planned is not None
     model = planned.memory
     assert sum(model.states) == 0

@@ -10,15 +10,15 @@ import pytest
 from enumeration import brute_force, cluster, graph, request
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.memory import MemoryModel
-from autoplan.estimate import estimate_config
-from autoplan.planner import NothingFits, PlanRequest, SearchResult, search_plan
-from autoplan.points import Points, offloaded, space_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.ranks import MemoryModel
+from autoplan.errors import PinError
+from autoplan.search.cuts import Cutter
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import LayoutCache, offloaded, space_of
+from autoplan.search.planner import NothingFits, PlanRequest, SearchResult, search_plan
 from autoplan.search.space import Candidate
-from autoplan.search.stages import Cutter
 
 ROOM = 1 << 40
 FAST, SLOW = 1e10, 1e8  # bytes per second to the host
@@ -152,7 +152,7 @@ def test_memory_that_does_not_bind_is_seen() -> None:
     candidate = Candidate(2, 1, 1, 0, 1, 8)
     for share, binds in ((1.5, False), (0.7, True)):
         peak = peak_bytes(pins, 2)
-        cutter = Points(request(2, int(peak * share), pins=pins)).cutter(candidate)
+        cutter = LayoutCache(request(2, int(peak * share), pins=pins)).cutter(candidate)
         assert cutter is not None
         found = cutter.search()
         assert cutter.binds(found.step_s * (1 + 1e-9)) is binds
@@ -163,7 +163,7 @@ def test_nothing_on_the_host_beats_the_bound_without_memory() -> None:
     """`free_bound_s` of every candidate, against its best plan with everything that may be on the host."""
     pins = {"tp": 1, "pp": 2, "micro_batch_size": 1}
     r = request(4, int(0.6 * peak_bytes(pins, 4)), pins=pins, host=(ROOM, FAST), mode=Mode.EAGER)
-    points, seen = Points(r), set()
+    points, seen = LayoutCache(r), set()
     for c in space_of(r).candidates:
         plain = points.cutter(c)
         assert plain is not None
@@ -262,6 +262,6 @@ def test_the_memory_model_of_one_parameter() -> None:
     }
     for (zero, offload), expected in want.items():
         config = replace(base, zero_stage=zero, offload=offload)
-        m = MemoryModel(point.workload, config, Points(r).precision, r.cluster)
+        m = MemoryModel(point.workload, config, LayoutCache(r).precision, r.cluster)
         got = tuple(sum(x) / elements for x in (m.stored, m.grads, m.states, m.hosted))
         assert got == pytest.approx(expected, rel=1e-6), (zero, offload)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from autoplan.cli import app
 from autoplan.files import AppendedFile, write_whole
 from autoplan.report.output import EXIT_BROKEN_PIPE, EXIT_LOST_OUTPUT
-from autoplan.sweep import columns
+from autoplan.sweeps.whatif import columns
 
 # -- standard output ---------------------------------------------------------------------------------------------------
 
@@ -157,12 +157,12 @@ def test_every_row_is_in_the_file_before_the_next_search(tmp_path: Path, monkeyp
     file.write_text(CAPACITY)
 
     def search(request: object) -> object:
-        from autoplan.cost_models.errors import InfeasibleError
+        from autoplan.errors import InfeasibleError
 
         seen.append(len(path.read_text().splitlines()))
         raise InfeasibleError("nothing fits")
 
-    monkeypatch.setattr("autoplan.fleet.cells.__defaults__", (search,))
+    monkeypatch.setattr("autoplan.sweeps.capacity.cells.__defaults__", (search,))
     result = CliRunner().invoke(app, ["capacity", str(file), "--csv", str(path)], env=PLAIN)
     assert result.exit_code == 3, result.output
     assert seen == [1, 3]  # names; names and two rows of tokens

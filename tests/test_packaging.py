@@ -124,7 +124,7 @@ def test_an_import_says_in_one_line_that_a_version_was_not_tried(tmp_path):
     assert run_python("import autoplan").stderr == ""
     (tmp_path / "torch-9.0.dist-info").mkdir()
     (tmp_path / "torch-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.0\n")
-    code = "import sys, autoplan, autoplan.cost_models.graph; print('torch' in sys.modules)"
+    code = "import sys, autoplan, autoplan.ir.graph; print('torch' in sys.modules)"
     done = run_python(code, PYTHONPATH=str(tmp_path))
     assert done.stderr == "autoplan was not tried with torch 9.0 (tried: 2.13 to 2.15)\n"
     assert done.stdout == "False\n"

@@ -15,25 +15,33 @@ from enumeration import SEQ, brute_cut, brute_force, cluster, graph, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan import infeasible, planner, points
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import AutoplanError, PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import OpRecord, Profile, Timing
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TensorWork, Workload
-from autoplan.planner import InfeasibleReport, NothingFits, PlanRequest, StoppedError, estimate_config, search_plan
+from autoplan.errors import AutoplanError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.problem import IntraProblem
 from autoplan.report.data import certificate
 from autoplan.report.text import proof_text
+from autoplan.search import infeasible, planner
+from autoplan.search import layouts as points
+from autoplan.search.cuts import Cutter, Shortage
 from autoplan.search.intra import IntraSolution
-from autoplan.search.problem import IntraProblem
+from autoplan.search.planner import (
+    InfeasibleReport,
+    NothingFits,
+    PlanRequest,
+    StoppedError,
+    estimate_config,
+    search_plan,
+)
 from autoplan.search.space import Candidate, space
-from autoplan.search.stages import Cutter, Shortage
 
 INTERLEAVED = "Interleaved1F1B"
 

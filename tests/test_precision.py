@@ -13,13 +13,13 @@ from mixed import ByHand, by_hand, error_of, errors_of, exact_gradients, gradien
 from parity import SEQ, Case, compiled, graph_of, spread_out, trained, worst
 
 from autoplan.api import plan_program
-from autoplan.capture.cast import computing_in, main_dtype
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import PinError
-from autoplan.points import PlanRequest, Points
+from autoplan.capture.passes.cast import computing_in, main_dtype
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
 from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.precision import LossScaler, MixedPrecision
 from autoplan.runtime.spec import ProgramSpec, evaluate
+from autoplan.search.layouts import LayoutCache, PlanRequest
 from autoplan.search.space import Candidate
 
 pytestmark = [
@@ -292,7 +292,7 @@ def test_bytes_per_parameter(zero: int, precision: str) -> None:
         precision=precision,
         executed=True,
     )
-    planned = Points(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    planned = LayoutCache(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
     assert planned is not None
     model = planned.memory
     for rank in found:

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost_models.cluster import Cluster, Group
-from autoplan.cost_models.collectives import group_collective_s
-from autoplan.cost_models.compute import class_of, interpolated_s, op_s, phase_bytes, phase_flops
-from autoplan.cost_models.config import Mode
-from autoplan.cost_models.errors import ProfileError
+from autoplan.config.parallel import Mode
+from autoplan.cost_models.hardware.cluster import Cluster, Group
+from autoplan.cost_models.kernels.operations import class_of, interpolated_s, op_s, phase_bytes, phase_flops
+from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import ErrorStats, LinkRecord, OpRecord, Profile, Timing, known
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.errors import ProfileError
 
 DEVICE = Cluster.local(1).device
 

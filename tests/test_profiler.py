@@ -18,13 +18,13 @@ import torch.distributed as dist
 from harness import pool
 from models import gpt_loss, make_gpt, make_llama, token_batch
 
-from autoplan.capture.export import capture
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.compute import class_of
-from autoplan.cost_models.errors import ProfileError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.layout import Axis
+from autoplan.capture.frontend.export import capture
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.kernels.operations import class_of
 from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, OpRecord, Profile
+from autoplan.errors import ProfileError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Axis
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import (
     adamw_task,
@@ -41,8 +41,8 @@ from autoplan.profiler.ops import Clock, Task, cache_bytes, compiled, make_input
 from autoplan.profiler.run import cached_profile, machine_key, measure, measure_in_job, resolve, store
 from autoplan.profiler.show import summary
 from autoplan.profiler.tasks import model_tasks
+from autoplan.program.op_costs import OpCosts
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.search.works import Works
 
 pytestmark = pytest.mark.alone
 
@@ -83,7 +83,7 @@ def run(task: Task) -> list[torch.Tensor]:
 def test_operations_of_a_model_give_what_their_work_says(model: object, degree: int, alone: None) -> None:
     graph = model()  # type: ignore[operator]
     axes = (Axis("tp", 2),) if degree == 2 else ()
-    tasks = model_tasks(Works(graph, axes, ENV))
+    tasks = model_tasks(OpCosts(graph, axes, ENV))
     nodes = {n.op for block in graph.blocks.values() for n in block.nodes}
     assert {t.work.op for t in tasks} == nodes
     for task in tasks:
@@ -99,12 +99,14 @@ def test_operations_of_a_model_give_what_their_work_says(model: object, degree: 
 
 def test_shards_are_measured_too() -> None:
     graph = gpt()
-    shapes = {t.work.inputs[1].shape for t in model_tasks(Works(graph, (Axis("tp", 2),), ENV)) if t.work.op == "linear"}
+    shapes = {
+        t.work.inputs[1].shape for t in model_tasks(OpCosts(graph, (Axis("tp", 2),), ENV)) if t.work.op == "linear"
+    }
     assert {(128, 32), (64, 32), (32, 128), (32, 64)} <= shapes
 
 
 def test_inputs_lie_in_memory_as_in_the_model() -> None:
-    tasks = model_tasks(Works(gpt(), (), ENV))
+    tasks = model_tasks(OpCosts(gpt(), (), ENV))
     (attention,) = (t for t in tasks if t.work.op == "attention")
     q = make_input(attention.work.inputs[0], attention, 0, CPU)
     assert not q.is_contiguous() and q.transpose(1, 2).is_contiguous()

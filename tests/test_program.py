@@ -16,14 +16,14 @@ from spmd_types import SpmdTypeError
 
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import compile_program
-from autoplan.cost_models.cluster import Group
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.quantity import ZERO
 from autoplan.plan import make_plan
+from autoplan.program.pins import read_pins
+from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.problem import evaluate as evaluate_cost
 from autoplan.runtime.spec import SPEC_VERSION, LedgerEntry, ProgramSpec, evaluate
-from autoplan.search.pins import read_pins
-from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.problem import evaluate as evaluate_cost
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 

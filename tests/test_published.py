@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.config import Attention, Dispatcher, Mode
-from autoplan.cost_models.errors import AutoplanError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.estimate import estimate_config
+from autoplan.config.parallel import Attention, Dispatcher, Mode
+from autoplan.errors import AutoplanError
+from autoplan.ir.graph import ModelGraph
+from autoplan.search.estimate import estimate_config
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

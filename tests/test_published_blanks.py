@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.config import Dispatcher
+from autoplan.config.parallel import Dispatcher
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

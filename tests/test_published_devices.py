@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.cost_models.catalog import RANKS_PER_ROW, entries
+from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.errors import AutoplanError
+from autoplan.errors import AutoplanError
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 

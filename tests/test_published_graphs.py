@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.capture.config_file import model_from_config
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.config_file import model_from_config
+from autoplan.capture.frontend.export import capture
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Launch, Mode, ParallelConfig, RunOptions
-from autoplan.cost_models.errors import GraphError
-from autoplan.cost_models.graph import Call, ModelGraph
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import GraphError
+from autoplan.ir.graph import Call, ModelGraph
+from autoplan.search.estimate import estimate_config
+from autoplan.search.layouts import PlanRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
@@ -43,7 +43,7 @@ from published_rows import Adapters, Kind, Shape
     ids=lambda s: f"{s.config()['model_type']}-{s.num_experts}-{s.kind.expert_every}-{s.kind.q_rank}",
 )
 def test_a_shape_makes_a_model_with_the_parameters_that_it_counts(shape: Shape) -> None:
-    from autoplan.capture.config_file import model_from_config
+    from autoplan.capture.frontend.config_file import model_from_config
 
     model = model_from_config(shape.config(), "test")
     made = sum(p.numel() for p in model.parameters() if p.dim() > 1)
@@ -123,7 +123,7 @@ def test_what_is_frozen_has_no_gradient_no_reduction_and_no_optimizer() -> None:
     trained = sum(p.num_elements for p in graph.params.values() if p.trainable)
     assert trained == 2 * 4 * (64 + 4 * 16 + 64 + 2 * 16)  # down and up of both in two layers
     memory = adapted.stages[0].memory
-    # in bf16 four bytes of gradients and twelve of optimizer state (cost_models.config.PRECISIONS)
+    # in bf16 four bytes of gradients and twelve of optimizer state (config.parallel.PRECISIONS)
     assert (memory["gradients"].mid, memory["optimizer"].mid) == (4 * trained, 12 * trained)
     assert memory["parameters"].mid > whole.stages[0].memory["parameters"].mid
     for term in ("dp_comm", "optimizer", "accumulate"):

@@ -34,19 +34,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoplan.api import plan_program
 from autoplan.catalog import load_model
 from autoplan.codegen.check import check_program
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import precision_of
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.ladder import Choice, Ladder
-from autoplan.cost_models.price import Pricer
-from autoplan.planner import estimate_config, search_plan
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import precision_of
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
+from autoplan.cost_models.time.price import Pricer
+from autoplan.errors import PinError
+from autoplan.program.activation_bytes import Activations, peak_bytes_of
+from autoplan.program.pins import read_recompute
 from autoplan.runtime import recompute
 from autoplan.runtime.convert import CollectiveRecord
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate
-from autoplan.search.held import Activations, peak_bytes_of
-from autoplan.search.pins import read_recompute
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import estimate_config, search_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 

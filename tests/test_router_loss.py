@@ -28,14 +28,14 @@ from parity import (
     worst,
 )  # fmt: skip
 
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import compile_program
+from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.plan import make_plan
-from autoplan.rules.batch import batch_obstacle, context_obstacle
+from autoplan.program.pins import pipeline_units, read_pins
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate
-from autoplan.search.pins import pipeline_units, read_pins
 
 FAMILIES = ("mixtral-aux", "qwen3-moe-aux", "mixtral-padded-aux")
 

@@ -32,23 +32,23 @@ from rule_harness import _named, _outputs, namespace, strategies_of, text_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autoplan.capture.export import capture
+from autoplan.capture.frontend.export import capture
 from autoplan.codegen.emit import Context
 from autoplan.codegen.program import Layouts, compile_program
-from autoplan.cost_models.errors import RuleError
-from autoplan.cost_models.graph import Block, Call, ModelGraph, Node
+from autoplan.errors import RuleError
+from autoplan.ir.graph import Block, Call, ModelGraph, Node
+from autoplan.ops.saved import RULES, OpFacts, TensorFacts, extra_bytes, saved_rule, workspace_bytes
+from autoplan.ops.strategies import Strategy
+from autoplan.ops.strides import elementwise, is_contiguous, reshaped
+from autoplan.ops.table import BUILDERS
 from autoplan.plan import make_plan
-from autoplan.rules.saved import RULES, OpFacts, TensorFacts, extra_bytes, saved_rule, workspace_bytes
-from autoplan.rules.strategies import Strategy
-from autoplan.rules.strides import elementwise, is_contiguous, reshaped
-from autoplan.rules.table import BUILDERS
+from autoplan.program.activation_bytes import Activations, peak_bytes_of, saved_bytes_of
+from autoplan.program.activations import activations
+from autoplan.program.lower import BlockLowering, LoweredBlock, Op
+from autoplan.program.pins import read_pins
 from autoplan.runtime.loss import vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.search.activations import activations
-from autoplan.search.held import Activations, peak_bytes_of, saved_bytes_of
-from autoplan.search.lower import BlockLowering, LoweredBlock, Op
-from autoplan.search.pins import read_pins
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 from live_memory import LiveBytes, measure_step

@@ -17,10 +17,10 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from typer.testing import CliRunner
 
 from autoplan import cli
-from autoplan.cost_models.config import SCHEDULES as CONFIGURED
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.memory import _fullest, _Held
-from autoplan.cost_models.schedule import (
+from autoplan.config.parallel import SCHEDULES as CONFIGURED
+from autoplan.cost_models.memory.ranks import _fullest, _Held
+from autoplan.errors import PinError
+from autoplan.schedules.schedule import (
     SCHEDULES,
     Action,
     ActionKind,
@@ -358,7 +358,7 @@ def test_dual_pipe_feeds_micro_batches_from_both_ends() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16), (8, 16)])
 def test_table_of_bubbles_and_activations(p: int, m: int) -> None:
-    """The table of autoplan.cost_models.schedule, where it claims so with parts of a backward of different lengths."""
+    """The table of autoplan.schedules.schedule, where it claims so with parts of a backward of different lengths."""
     v = 2
     for f, b, w in ((1.0, 2.0, 1.0), (2.0, 6.0, 2.0), (2.0, 3.5, 1.5)):
         rows = {

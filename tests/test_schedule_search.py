@@ -10,13 +10,13 @@ import pytest
 from enumeration import brute_force, request
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, ParallelConfig
-from autoplan.cost_models.errors import PinError
-from autoplan.estimate import estimate_config
-from autoplan.planner import NothingFits, search_plan
-from autoplan.points import PlanRequest, Points
-from autoplan.search.chunks import ChunkCutter, even_cut, even_cuts
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.search.estimate import estimate_config
+from autoplan.search.interleaved_cuts import ChunkCutter, even_cut, even_cuts
+from autoplan.search.layouts import LayoutCache, PlanRequest
+from autoplan.search.planner import NothingFits, search_plan
 from autoplan.search.space import space
 
 
@@ -44,7 +44,7 @@ def test_the_fastest_of_the_even_cuts_is_taken() -> None:
         pins={"tp": 8, "pp": 12, "schedule": "Interleaved1F1B", "virtual_stages": 4, "micro_batch_size": 1},
     )  # fmt: skip
     (candidate, *_) = space(setup.graph, setup.cluster, 24, setup.pins).candidates
-    cutter = Points(setup).cutter(candidate)
+    cutter = LayoutCache(setup).cutter(candidate)
     assert isinstance(cutter, ChunkCutter) and len(cutter.cuts) > 1
     steps = {cut: cutter.pricer.step_s(cut, [0] * len(cut)) for cut in cutter.cuts}
     assert steps[cutter.chunks] == min(steps.values()) < max(steps.values())
@@ -83,7 +83,7 @@ def test_the_search_over_schedules_is_enumeration(pins: dict[str, Any], share: f
 def test_the_quick_bound_of_a_schedule_is_one() -> None:
     """Of every candidate with several stages per rank or a split backward."""
     r = request(4, pins={"tp": 1})
-    points, seen = Points(r), set()
+    points, seen = LayoutCache(r), set()
     for c in space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates:
         cutter = points.cutter(c)
         if isinstance(cutter, ChunkCutter):

@@ -15,11 +15,11 @@ from harness import pool
 from torch import nn
 
 import autoplan
-from autoplan.capture.cast import computing_in
-from autoplan.capture.export import capture
-from autoplan.cost_models.errors import CaptureError, PinError
-from autoplan.cost_models.graph import Block, ModelGraph, Node
-from autoplan.cost_models.symbols import Expr
+from autoplan.capture.frontend.export import capture
+from autoplan.capture.passes.cast import computing_in
+from autoplan.errors import CaptureError, PinError
+from autoplan.ir.graph import Block, ModelGraph, Node
+from autoplan.ir.symbols import Expr
 from autoplan.verify import check, door, shallow
 from autoplan.verify.check import Outcome, Task, verify_whole
 from autoplan.verify.door import check_verify, verify_capture

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 import autoplan
 from autoplan.catalog import load_model
 from autoplan.cli import app
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import InfeasibleError, PinError
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.planner import PlanRequest, StoppedError, search_plan
-from autoplan.sweep import Point, points, row, whatif, whole_run
+from autoplan.errors import InfeasibleError, PinError
+from autoplan.search.planner import PlanRequest, StoppedError, search_plan
+from autoplan.sweeps.whatif import Point, points, row, whatif, whole_run
 
 
 def test_whatif_is_a_table_of_plans(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch)
             raise KeyboardInterrupt
         return real
 
-    monkeypatch.setattr("autoplan.sweep.points", lambda base, vary: points(base, vary, stopped))
+    monkeypatch.setattr("autoplan.sweeps.whatif.points", lambda base, vary: points(base, vary, stopped))
     result = CliRunner().invoke(app, ["whatif", *TASK, "--vary", "memory_gb=80,70,60", "--json"], env=PLAIN)
     assert result.exit_code == 130 and "interrupted after 2 of 3 points" in result.stderr
     data = json.loads(result.stdout)

@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster, Group
-from autoplan.cost_models.compute import ELEMENTWISE, VIEWS, op_s
-from autoplan.cost_models.config import Attention, Launch, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Attention, Launch, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.errors import PinError, ProfileError
-from autoplan.cost_models.host import host_s
-from autoplan.cost_models.price import Estimate
+from autoplan.cost_models.hardware.cluster import Cluster, Group
+from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, op_s
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.time.host import host_s
+from autoplan.cost_models.time.price import Estimate
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
-from autoplan.estimate import estimate_config
-from autoplan.points import PlanRequest
-from autoplan.search.handwritten import Kernels
+from autoplan.errors import PinError, ProfileError
+from autoplan.program.megatron_kernels import Kernels
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import make_mesh
+from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.workload import workload
+from autoplan.search.estimate import estimate_config
 from autoplan.search.intra import solve
-from autoplan.search.pins import make_mesh
-from autoplan.search.problem import IntraSettings, build_problem
-from autoplan.search.workload import workload
-from autoplan.search.works import Works
+from autoplan.search.layouts import PlanRequest
 
 NODE = Cluster.parse("1x8xh100-sxm5-80gb")
 NODES = Cluster.parse("8x8xh100-sxm5-80gb")
@@ -41,7 +41,7 @@ def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload
     _, axes = make_mesh(graph, ParallelConfig(tp=tp))
     env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
     settings = IntraSettings(axes, NODE, env, 4, 1.02, None, Mode.FUSED, dtypes)
-    works = Works(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))
+    works = OpCosts(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))
     return workload(graph, solve(build_problem(graph, settings)).selection, works)
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.cost_models.layout import I, R
+from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
-from autoplan.planner import PlanRequest, estimate_config
-from autoplan.search.expert_parallel import ExpertDegrees
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import I, R
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import make_mesh
+from autoplan.program.problem import Choice, IntraSettings, Option, Selection, build_problem
+from autoplan.program.token_dispatch import ExpertDegrees
+from autoplan.program.workload import workload
 from autoplan.search.intra import solve
-from autoplan.search.pins import make_mesh
-from autoplan.search.problem import Choice, IntraSettings, Option, Selection, build_problem
-from autoplan.search.workload import workload
-from autoplan.search.works import Works
+from autoplan.search.planner import PlanRequest, estimate_config
 
 SEQ_LEN = 4096
 NO_OPTIONS = RunOptions()
@@ -31,13 +31,13 @@ def keep_all(choice: Choice, option: Option) -> bool:
 @lru_cache(maxsize=8)
 def solved(
     model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[Choice, Option], bool] = keep_all
-) -> tuple[ModelGraph, Selection, Works]:
+) -> tuple[ModelGraph, Selection, OpCosts]:
     graph = load_model(model)
     _, axes = make_mesh(graph, ParallelConfig(tp=tp))
     env, precision = {"b": 1, "s": seq_len // cp}, precision_of("bf16")
     cluster = Cluster.parse("2x8xh100-sxm5-80gb")
     settings = IntraSettings(axes, cluster, env, 4, 1.02, None, Mode.EAGER, precision, cp)
-    works = Works(graph, axes, env, context=cp, precision=precision, device_type="cuda")
+    works = OpCosts(graph, axes, env, context=cp, precision=precision, device_type="cuda")
     return graph, solve(build_problem(graph, settings).filtered(keep)).selection, works
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.cost_models.schedule import chunks_of_ranks
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.zero import apply_zero
+from autoplan.schedules.schedule import chunks_of_ranks
 
 VOCAB, DIM, HIDDEN, BATCH, SEQUENCE = 13, 5, 7, 2, 6
 NUM_BLOCKS = 4

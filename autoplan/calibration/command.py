@@ -16,8 +16,8 @@ from autoplan.calibration.fit import Fitted, Floats, HeldOut, Step, fit, held_ou
 from autoplan.calibration.steps import functions, read_steps
 from autoplan.calibration.tables import constants_table, rounded, stored
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import PinError
 from autoplan.cost_models.profile import Profile
+from autoplan.errors import PinError
 from autoplan.report.files import write_text
 from autoplan.report.text import console, paragraph
 

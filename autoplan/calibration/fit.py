@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import AutoplanError, ProfileError
+from autoplan.errors import AutoplanError, ProfileError
 
 Floats = NDArray[np.float64]
 

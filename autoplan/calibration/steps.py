@@ -25,21 +25,21 @@ from typing import Any
 
 from autoplan.calibration.fit import Step
 from autoplan.catalog import load_model
-from autoplan.cost_models.blocks import op_times
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.cluster_file import read_yaml
-from autoplan.cost_models.config import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.errors import AutoplanError, PinError
-from autoplan.cost_models.price import Pricer
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.cluster_file import read_yaml
 from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.time.blocks import op_times
+from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import Workload
-from autoplan.estimate import ends_apart, estimate_config, recompute_counts, units_of
-from autoplan.points import PlanRequest
+from autoplan.errors import AutoplanError, PinError
 from autoplan.report.arguments import options_of
 from autoplan.report.degrees import checked_config
 from autoplan.report.numbers import read_count
-from autoplan.sweep import check_task
+from autoplan.search.estimate import ends_apart, estimate_config, recompute_counts, units_of
+from autoplan.search.layouts import PlanRequest
+from autoplan.sweeps.whatif import check_task
 
 _NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
 _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.capture.left_out import check_attention_dropout
-from autoplan.cost_models.errors import CaptureError
+from autoplan.capture.frontend.left_out import check_attention_dropout
+from autoplan.errors import CaptureError
 
 Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names, symbolic sizes are Expr
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from autoplan.cost_models.context import ContextMethod
-from autoplan.cost_models.errors import LayoutError, RuleError
-from autoplan.cost_models.graph import Value
-from autoplan.cost_models.layout import Axis, ConversionKind, Layout
-from autoplan.cost_models.symbols import SYMBOLS, Expr, product
-from autoplan.search.lower import Convert, LoweredBlock, Op, local_factors, local_shape
-from autoplan.search.own_tokens import expert_weights, inner_place
-from autoplan.search.regions import Region, regions, variables_of
+from autoplan.config.context_methods import ContextMethod
+from autoplan.errors import LayoutError, RuleError
+from autoplan.ir.graph import Value
+from autoplan.ir.layout import Axis, ConversionKind, Layout
+from autoplan.ir.symbols import SYMBOLS, Expr, product
+from autoplan.program.lower import Convert, LoweredBlock, Op, local_factors, local_shape
+from autoplan.program.regions import Region, regions, variables_of
+from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 _SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}
@@ -312,7 +312,7 @@ def _experts(t: _OpText) -> str:
         if not all(kind.is_shard and kind.dim == 0 for kind in t.op.strategy.inputs[0]):
             raise LayoutError(
                 f"{t.op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
-                "autoplan.search.own_tokens"
+                "autoplan.program.token_dispatch_layouts"
             )
         here += f", dispatch={t.ctx.dispatch.name!r}"
         if t.ctx.inner is not None:

@@ -9,16 +9,27 @@ from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source, py
 from autoplan.codegen.sends import attention_sends, document_sends
-from autoplan.cost_models.config import executed_precision, groups_of
-from autoplan.cost_models.context import ContextMethod
-from autoplan.cost_models.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
-from autoplan.cost_models.layout import Axis, Layout, Mesh
-from autoplan.cost_models.schedule import ranks_of_chunks
-from autoplan.cost_models.symbols import SYMBOLS, Expr
-from autoplan.cost_models.units import DTYPE_BYTES
+from autoplan.config.context_methods import ContextMethod
+from autoplan.config.parallel import executed_precision, groups_of
 from autoplan.cost_models.work import backward_follows
 from autoplan.files import write_whole
-from autoplan.rules.saved import backward_reads_params
+from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
+from autoplan.ir.layout import Axis, Layout, Mesh
+from autoplan.ir.symbols import SYMBOLS, Expr
+from autoplan.ops.saved import backward_reads_params
+from autoplan.program.expert_mesh import canonical
+from autoplan.program.lower import (
+    BlockLowering,
+    LoweredBlock,
+    Op,
+    collectives,
+    identifier,
+    local_bytes,
+    local_factors,
+    local_shape,
+)
+from autoplan.program.problem import Selection
+from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 from autoplan.runtime.spec import (
     BufferSpec,
     CarriedSpec,
@@ -30,19 +41,8 @@ from autoplan.runtime.spec import (
     Terms,
     TiedSpec,
 )
-from autoplan.search.folding import canonical
-from autoplan.search.lower import (
-    BlockLowering,
-    LoweredBlock,
-    Op,
-    collectives,
-    identifier,
-    local_bytes,
-    local_factors,
-    local_shape,
-)
-from autoplan.search.own_tokens import expert_weights, inner_place
-from autoplan.search.problem import Selection
+from autoplan.schedules.schedule import ranks_of_chunks
+from autoplan.units import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Layouts:
     stages: tuple[tuple[str, ...], ...]  # calls that depend on parameters, per stage
     zero_stage: int
     schedule: str
-    recompute: Mapping[str, str]  # call -> none, full, selective, offload, or regions (see autoplan.search.regions)
+    recompute: Mapping[str, str]  # call -> none, full, selective, offload, or regions (see autoplan.program.regions)
     virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
     context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
     precision: str = "native"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from autoplan.cost_models.context import ContextMethod
-from autoplan.cost_models.errors import RuleError
-from autoplan.cost_models.symbols import Expr
+from autoplan.config.context_methods import ContextMethod
+from autoplan.errors import RuleError
+from autoplan.ir.symbols import Expr
 
 Send = tuple[str, str, str, Expr, str]  # what, kind, axis, bytes, phase
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from autoplan import devices
-from autoplan.cost_models.config import precision_of
-from autoplan.cost_models.errors import AutoplanError, ProfileError
+from autoplan.config.parallel import precision_of
 from autoplan.cost_models.profile import Profile
+from autoplan.errors import AutoplanError, ProfileError
 from autoplan.profiler.nodes import under_torchrun
 from autoplan.profiler.ops import Task
 from autoplan.profiler.run import (

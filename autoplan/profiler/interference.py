@@ -2,9 +2,10 @@
 
 Both are made about equally long and started together, as ZeRO starts a gather before the block that hides it. With a
 and c their times alone and t that of both, `t = a + c - hidden`: `overlap_fraction = hidden / min(a, c)` is the share
-of computing that `exposed = c - share * a` takes off (`cost_models.blocks`). While the collective runs, products are
-counted: `overlap_compute_slowdown` is how much longer one takes then. `overlap_collective_slowdown` is how much later
-the collective ends. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same cores.
+of computing that `exposed = c - share * a` takes off (`cost_models.time.blocks`). While the collective runs, products
+are counted: `overlap_compute_slowdown` is how much longer one takes then. `overlap_collective_slowdown` is how much
+later the collective ends. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same
+cores.
 
 A device with a queue has something else to do until both are queued (`DeviceTimer.keep_busy`): without that lead it
 would wait for the host between the start and the collective, and again before the first product, and what it waited

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoplan.cost_models.errors import ProfileError
+from autoplan.errors import ProfileError
 from autoplan.runtime.failure import RankFailure
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

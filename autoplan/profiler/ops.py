@@ -36,9 +36,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.cost_models.profile import OpRecord, Timing
-from autoplan.cost_models.units import MIB
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.runtime import program
+from autoplan.units import MIB
 
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
 _TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and at most

@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models import catalog
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.cluster_file import cluster_of
-from autoplan.cost_models.collectives import wire_bytes
-from autoplan.cost_models.errors import PinError
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.cluster_file import cluster_of
+from autoplan.cost_models.network.collectives import wire_bytes
 from autoplan.cost_models.profile import Profile
-from autoplan.cost_models.units import GB, MIB, MICRO, TERA
+from autoplan.errors import PinError
 from autoplan.profiler.topology import LinkKind, Topology
 from autoplan.report.files import write_text
+from autoplan.units import GB, MIB, MICRO, TERA
 
 # Names of the driver without "NVIDIA" or "Tesla" -> id of the catalog.
 _CATALOG: tuple[tuple[str, str], ...] = (

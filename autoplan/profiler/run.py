@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 
 from autoplan import devices
-from autoplan.cost_models.compute import class_of, has_near, interpolated_s
-from autoplan.cost_models.config import ParallelConfig, Precision
-from autoplan.cost_models.errors import ProfileError
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.config.parallel import ParallelConfig, Precision
+from autoplan.cost_models.kernels.operations import class_of, has_near, interpolated_s
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.errors import ProfileError
+from autoplan.ir.graph import ModelGraph
 from autoplan.profiler.clocks import large_product, measure_clock
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
@@ -44,12 +44,12 @@ from autoplan.profiler.nodes import Nodes, agree, identity, num_nodes
 from autoplan.profiler.ops import Clock, Task, cache_bytes, measure_op, memory_bytes
 from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.tasks import model_tasks
+from autoplan.program.facts import Facts, ModelFacts
+from autoplan.program.legality import Scope, broken
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import make_mesh
 from autoplan.runtime.failure import RankFailure, guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.search.facts import Facts, ModelFacts
-from autoplan.search.legality import Scope, broken
-from autoplan.search.pins import make_mesh
-from autoplan.search.works import Works
 
 DEFAULT_BUDGET_S = 120.0
 _OF_THE_MODEL = "operations of the model"
@@ -517,6 +517,6 @@ def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int
         if broken(config, Facts(tp, ModelFacts(graph)), Scope.PRICED) is not None:
             continue
         _, axes = make_mesh(graph, config)
-        for task in model_tasks(Works(graph, axes, env)):
+        for task in model_tasks(OpCosts(graph, axes, env)):
             found.setdefault(task.work.key, task)
     return list(found.values())

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.table import Table
 
-from autoplan.cost_models.compute import class_of, phase_flops
+from autoplan.cost_models.kernels.operations import class_of, phase_flops
 from autoplan.cost_models.profile import CLOCK, PHASES, OpRecord, Profile, Timing
-from autoplan.cost_models.units import GB, MIB, MICRO
 from autoplan.profiler.topology import Topology
+from autoplan.units import GB, MIB, MICRO
 
 
 def _spread(times: Sequence[Timing]) -> str:

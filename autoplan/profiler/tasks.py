@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from autoplan.codegen.emit import Context, op_text
-from autoplan.cost_models.graph import Block, Node
 from autoplan.cost_models.work import OpWork
+from autoplan.ir.graph import Block, Node
+from autoplan.ops.strategies import Strategy, strategies
 from autoplan.profiler.ops import Task, compiled
-from autoplan.rules.strategies import Strategy, strategies
-from autoplan.search.lower import LoweredBlock, Op
-from autoplan.search.works import Works
+from autoplan.program.lower import LoweredBlock, Op
+from autoplan.program.op_costs import OpCosts
 
 # Their text needs the runtime's mesh, or torch's own rule for meta tensors gives other strides than the kernels do.
 _NOT_ON_META = frozenset(("attention", "dropout", "experts"))
@@ -60,10 +60,10 @@ def _bounds(node: Node, work: OpWork) -> dict[int, int]:
 class _Memory:
     """In which order the values of a block lie in memory: its ops run on meta tensors, which only carry strides."""
 
-    def __init__(self, block: Block, works: Works) -> None:
+    def __init__(self, block: Block, works: OpCosts) -> None:
         self.strides: dict[str, tuple[int, ...]] = {}
         made: dict[str, torch.Tensor] = {}
-        rank0 = Works(works.graph, (), works.env, context=works.context, precision=works.precision)
+        rank0 = OpCosts(works.graph, (), works.env, context=works.context, precision=works.precision)
         ctx = Context(works.graph.factors, (), {})
         for name in (*block.inputs, *block.params, *block.buffers):
             value = block.values[name]
@@ -105,7 +105,7 @@ class _Memory:
         return orders, broadcast
 
 
-def model_tasks(works: Works) -> list[Task]:
+def model_tasks(works: OpCosts) -> list[Task]:
     """Every operation of the model under every strategy on the sub-axes of `works`; equal works once, longest first."""
     found: dict[str, Task] = {}
     for block in works.graph.blocks.values():
@@ -119,7 +119,7 @@ def model_tasks(works: Works) -> list[Task]:
     return sorted(found.values(), key=lambda t: -(t.work.flops + t.work.moved_bytes))
 
 
-def lowered_tasks(lowered: Iterable[LoweredBlock], works: Works) -> list[Task]:
+def lowered_tasks(lowered: Iterable[LoweredBlock], works: OpCosts) -> list[Task]:
     """The operations of lowered blocks only."""
     found: dict[str, Task] = {}
     for low in lowered:
@@ -143,7 +143,7 @@ def _biased(block: Block) -> set[str]:
     return out
 
 
-def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: Works, memory: _Memory) -> Task:
+def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: OpCosts, memory: _Memory) -> Task:
     work = works.op_work(block, node, strategy, bias)
     groups = {tuple(a.name for a in works.axes): "all"} if len(works.axes) > 1 else {}
     ctx = Context(works.graph.factors, works.axes, groups)

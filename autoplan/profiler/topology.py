@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from autoplan.cost_models.units import MIB
 from autoplan.profiler.system import System, ThisMachine, Unreadable, number_in
+from autoplan.units import MIB
 
 
 class LinkKind(Enum):

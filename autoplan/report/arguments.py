@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from autoplan.cost_models.config import Attention, Dispatcher, Launch, RunOptions
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.run import Assumptions
-from autoplan.points import PlanRequest
+from autoplan.config.choices import check_choice
+from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
+from autoplan.cost_models.whole_run import Assumptions
+from autoplan.errors import PinError
 from autoplan.report.numbers import read_count, read_series
-from autoplan.search.choices import check_choice
-from autoplan.sweep import LISTS, RANGES, TEXTS, VARIED, WHOLE
+from autoplan.search.layouts import PlanRequest
+from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from autoplan import catalog as models
-from autoplan.cost_models import catalog as hardware
-from autoplan.cost_models.units import GB, TERA
+from autoplan.cost_models.hardware import catalog as hardware
 from autoplan.report import numbers
 from autoplan.report.text import plain_table
+from autoplan.units import GB, TERA
 
 
 def models_data() -> list[dict[str, Any]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.run import Assumptions
-from autoplan.points import PlanRequest
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.whole_run import Assumptions
+from autoplan.program.pins import layer_calls
 from autoplan.report.arguments import option_words, recompute_text
 from autoplan.report.label import methods_text
-from autoplan.search.pins import layer_calls
+from autoplan.search.layouts import PlanRequest
 
 _DEFAULTS = ParallelConfig()
 

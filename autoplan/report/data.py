@@ -41,11 +41,11 @@ Schema 1:
 
     {"schema": 1, "status": "ok" | "interrupted" | "infeasible" | "illegal" | "stopped", "command": "whatif",
      "model", "cluster", "request": as of plan, before anything is varied,
-     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweep.whatif
+     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.whatif.whatif
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "options": {"attention", ...},
      "profile", "constants": null | file, "assumptions": as of run, "left_out": {model: [str]},
-     "rows": [...]}  # columns: autoplan.fleet.capacity
+     "rows": [...]}  # columns: autoplan.capacity.capacity
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.price import Estimate
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
-from autoplan.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
+from autoplan.program.legality import not_executed
+from autoplan.program.pins import layer_calls
 from autoplan.report.arguments import imbalance_of, option_data
-from autoplan.search.legality import not_executed
-from autoplan.search.pins import layer_calls
-from autoplan.sweep import critical_batch, run_of
+from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.sweeps.whatif import critical_batch, run_of
 
 SCHEMA_VERSION = 1
 
@@ -297,7 +297,7 @@ def whatif_report(
 
 
 def infeasible_report(error: Exception) -> dict[str, Any]:
-    """Why nothing fits. The fields of `autoplan.planner.InfeasibleReport`, where the error carries one."""
+    """Why nothing fits. The fields of `autoplan.search.planner.InfeasibleReport`, where the error carries one."""
     report = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
     return {

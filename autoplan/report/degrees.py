@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.errors import PinError
-from autoplan.planner import PlanRequest
-from autoplan.search.choices import PINS, check_values
-from autoplan.search.facts import Facts
-from autoplan.search.legality import Scope, check
+from autoplan.config.choices import PINS, check_values
+from autoplan.config.offload import state_offload, with_offload
+from autoplan.config.parallel import ParallelConfig
+from autoplan.errors import PinError
+from autoplan.program.facts import Facts
+from autoplan.program.legality import Scope, check
+from autoplan.program.pins import schedule_of
 from autoplan.search.nearest import Changes, explained
-from autoplan.search.offload_pins import state_offload, with_offload
-from autoplan.search.pins import schedule_of
+from autoplan.search.planner import PlanRequest
 
 DEGREES = tuple(name for name in PINS if name != "num_micro_batches")  # that may be given
 

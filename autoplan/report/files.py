@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from autoplan.cost_models.errors import PinError
+from autoplan.errors import PinError
 from autoplan.files import AppendedFile, write_whole
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.price import Estimate
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.schedule import num_copies
+from autoplan.cost_models.time.price import Estimate
+from autoplan.schedules.schedule import num_copies
 
 
 def recompute_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.hardware import Range
+from autoplan.cost_models.hardware.parts import Range
+from autoplan.errors import PinError
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BINARY = {suffix: 1024**power for power, suffix in enumerate(_DECIMAL)}

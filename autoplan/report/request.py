@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.catalog import load_model
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import Mode, precision_of
-from autoplan.cost_models.errors import PinError
+from autoplan.config.parallel import Mode, precision_of
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
-from autoplan.planner import PlanRequest
+from autoplan.errors import PinError
 from autoplan.report.arguments import read_options, read_pins
 from autoplan.report.numbers import read_count
-from autoplan.sweep import check_task, read_constants
+from autoplan.search.planner import PlanRequest
+from autoplan.sweeps.whatif import check_task, read_constants
 
 
 def import_from_here() -> None:

@@ -1,6 +1,6 @@
 """Enumeration of degrees under pins: every way to spread devices over pp, dp and tp, cut the batch, choose a stage.
 
-What is left out of it is illegal (`autoplan.search.legality`): each rule is tried as soon as the choices that it names
+What is left out of it is illegal (`autoplan.program.legality`): each rule is tried as soon as the choices that it names
 are decided. A search looks at a part of what is legal (`Limits`); `legal` goes through all of it.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.schedule import SCHEDULES
-from autoplan.search.choices import ZERO_STAGES, read_recompute
-from autoplan.search.facts import Facts, divisors
-from autoplan.search.folding import folds
-from autoplan.search.legality import RULES, Rule, Scope, zero_replica_counts
-from autoplan.search.offload_pins import state_offload
-from autoplan.search.pins import schedule_of
+from autoplan.config.choices import ZERO_STAGES, read_recompute
+from autoplan.config.offload import state_offload
+from autoplan.errors import PinError
+from autoplan.program.expert_mesh import folds
+from autoplan.program.facts import Facts, divisors
+from autoplan.program.legality import RULES, Rule, Scope, zero_replica_counts
+from autoplan.program.pins import schedule_of
+from autoplan.schedules.schedule import SCHEDULES
 
 MAX_ACTIONS = 10_000  # of a schedule that is looked at beside 1F1B: with more micro-batches the bubble is small anyway
 ONE_DOMAIN = "tp within one scale-up domain"

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import pulp
 
-from autoplan.cost_models.errors import AutoplanError, InfeasibleError
-from autoplan.cost_models.layout import Layout
-from autoplan.search.problem import Choice, IntraProblem, Option, ValueKey, evaluate
+from autoplan.errors import AutoplanError, InfeasibleError
+from autoplan.ir.layout import Layout
+from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey, evaluate
 
 # Costs are scaled so that the largest of one option is _SCALE. Ties are broken by option order and for fewer
 # conversions, far below any real difference and above the solver's tolerance (1e-7).

@@ -2,7 +2,7 @@
 
 First one choice is changed, those that the broken rule is about before the others; then two at once; then a choice is
 left open. Where nothing of that is legal, the refusal says so. Who asks says what trying is (`Attempt`): the doors of
-estimate, plan and what-if end in the same rules (`autoplan.search.legality`).
+estimate, plan and what-if end in the same rules (`autoplan.program.legality`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.context import methods
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.schedule import SCHEDULES
-from autoplan.search.choices import PINS, ZERO_STAGES, check_values, is_count
-from autoplan.search.facts import Facts, divisors
-from autoplan.search.legality import Scope, broken
-from autoplan.search.offload_pins import state_offload
+from autoplan.config.choices import PINS, ZERO_STAGES, check_values, is_count
+from autoplan.config.context_methods import methods
+from autoplan.config.offload import state_offload
+from autoplan.config.parallel import ParallelConfig
+from autoplan.errors import PinError
+from autoplan.program.facts import Facts, divisors
+from autoplan.program.legality import Scope, broken
+from autoplan.schedules.schedule import SCHEDULES
 
 Changes = Mapping[str, Any]
 # Tries changes of choices, with perhaps another batch or length in the facts. What they come to, choices that follow

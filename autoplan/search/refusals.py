@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autoplan.cost_models.errors import PinError
-from autoplan.search.choices import check_values
+from autoplan.config.choices import check_values
+from autoplan.config.offload import with_offload
+from autoplan.errors import PinError
+from autoplan.program.facts import Facts
 from autoplan.search.degrees import Limits, fault, legal
-from autoplan.search.facts import Facts
 from autoplan.search.nearest import Changes, explained
-from autoplan.search.offload_pins import with_offload
 
 
 def refusal(limits: Limits, pins: Mapping[str, Any]) -> PinError | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.errors import PinError
-from autoplan.cost_models.graph import ModelGraph
-from autoplan.search.choices import PINS as KNOWN_PINS
-from autoplan.search.choices import is_count
+from autoplan.config.choices import PINS as KNOWN_PINS
+from autoplan.config.choices import is_count
+from autoplan.config.offload import with_offload
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.facts import Facts, ModelFacts, divisors
+from autoplan.program.legality import Scope
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
-from autoplan.search.facts import Facts, ModelFacts, divisors
-from autoplan.search.legality import Scope
-from autoplan.search.offload_pins import with_offload
 from autoplan.search.refusals import check_pins, refusal
 
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "limits_of", "space"]

@@ -17,13 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
-from autoplan.capture.cast import main_dtype
-from autoplan.capture.host import HOST
-from autoplan.capture.huggingface import is_hf_model, own_hooks
-from autoplan.capture.inputs import LossFn, LossModule
-from autoplan.capture.lengths import example_lengths
-from autoplan.cost_models.errors import AutoplanError, CaptureError, GraphError
-from autoplan.cost_models.graph import ModelGraph
+from autoplan.capture.frontend.host import HOST
+from autoplan.capture.frontend.huggingface import is_hf_model, own_hooks
+from autoplan.capture.frontend.inputs import LossFn, LossModule
+from autoplan.capture.passes.cast import main_dtype
+from autoplan.capture.passes.lengths import example_lengths
+from autoplan.errors import AutoplanError, CaptureError, GraphError
+from autoplan.ir.graph import ModelGraph
 from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
 from autoplan.verify.one_device import OneDevice, bind, compile_one_device, load_stage, run
 from autoplan.verify.sample import draw_batch, longest_window, sizes_to_try

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autoplan.cost_models.graph import Block, ModelGraph
-from autoplan.search.works import Works
+from autoplan.ir.graph import Block, ModelGraph
+from autoplan.program.op_costs import OpCosts
 
 LIMIT_S = 5.0  # what verification may cost; more is done only where it is required
 USUAL_S = 0.3  # up to here longer sequences are worth it
@@ -50,7 +50,7 @@ def cost_of(graph: ModelGraph, sizes: Mapping[str, int]) -> Cost:
 
     Raises: GraphError for sizes that the graph is not for.
     """
-    works, counts = Works(graph, (), sizes), graph.call_counts()
+    works, counts = OpCosts(graph, (), sizes), graph.call_counts()
     flops = kept = 0.0
     num_nodes = 0
     for block in graph.blocks.values():
@@ -72,7 +72,7 @@ def cost_of_parameters(number: int) -> Cost:
     return Cost(_RUNS * 4 * stored / _BYTES_PER_S, _COPIES * stored)
 
 
-def _kept(works: Works, block: Block) -> float:
+def _kept(works: OpCosts, block: Block) -> float:
     """Bytes of all that a call of the block makes, in float64; of attention its scores, which the module may keep."""
     total = 0.0
     for node in block.nodes:

@@ -7,15 +7,27 @@ import json
 import math
 from pathlib import Path
 
-from autoplan.capture.cache import cache_folder, code_hash, fingerprint, store
-from autoplan.cost_models.errors import CaptureError, PinError
+from autoplan.capture.frontend.cache import cache_folder, code_hash, fingerprint, store
+from autoplan.errors import CaptureError, PinError
 from autoplan.verify.check import Outcome, Task, verify_whole
 from autoplan.verify.cost import LIMIT_S
 from autoplan.verify.shallow import verify_shallow
 
 CHOICES = (True, False, "required")
 # the code that a comparison runs; what captures is in the key of the captured graph
-_CODE = ("capture", "rules", "verify", "codegen", "runtime", "search", "cost_models")
+_CODE = (
+    "capture",
+    "ir",
+    "ops",
+    "program",
+    "verify",
+    "codegen",
+    "runtime",
+    "search",
+    "cost_models",
+    "config",
+    "schedules",
+)
 
 
 def check_verify(verify: object) -> bool | str:

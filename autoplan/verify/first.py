@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.cost_models.graph import Call, Node
-from autoplan.search.lower import Op, identifier
+from autoplan.ir.graph import Call, Node
+from autoplan.program.lower import Op, identifier
 from autoplan.verify.check import ADVICE, Task, Tensors, Wrong, run_graph, run_module
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from autoplan.codegen.program import Layouts, Program, compile_program
-from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.config import ParallelConfig
-from autoplan.cost_models.graph import LOSS_SHARE, Block, ModelGraph, Node
-from autoplan.cost_models.symbols import SYMBOLS
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
+from autoplan.ir.symbols import SYMBOLS
+from autoplan.program.lower import BlockLowering, LoweredBlock
+from autoplan.program.pins import make_mesh
+from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.runtime.params import buffer_owner
 from autoplan.runtime.program import load_module
-from autoplan.search.lower import BlockLowering, LoweredBlock
-from autoplan.search.pins import make_mesh
-from autoplan.search.problem import IntraSettings, build_problem
 from autoplan.verify.wide import thinned
 
 _STAGE = "stage0.py"

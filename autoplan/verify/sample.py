@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autoplan.cost_models.graph import ModelGraph, Node, Value
+from autoplan.ir.graph import ModelGraph, Node, Value
 
 Sizes = Mapping[str, int]
 

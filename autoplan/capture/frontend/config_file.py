@@ -1,0 +1,140 @@
+"""The model that a Hugging Face config.json describes: the class that it names, of the sizes that it gives.
+
+Nothing of a model is guessed: sizes that a config leaves to the defaults of its class, and a class that transformers
+does not have or that has no loss, are errors that name what is missing and what is near.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.errors import CaptureError
+
+# What makes a model large or small, by the names that all config classes share (`attribute_map` has a class's own).
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_LABELS = {  # tables of `modeling_auto` -> how many dims the labels of their classes have: of sequences, or of tokens
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": 2,
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": 2,
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": 2,
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": 2,
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": 1,
+}
+
+
+def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Build the model of a Hugging Face config.json on fake tensors of `dtype`.
+
+    Returns: an instance of the first class of `architectures`; without that key the causal language model of the
+        config's `model_type`, or its encoder-decoder.
+
+    Raises: CaptureError naming `where` and the key that is missing, the class that is not known, or why transformers
+        cannot build it.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        raise CaptureError(f"{where}: model_type {kind!r} is not an architecture of the installed transformers{hint}")
+    try:
+        settings = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as exc:  # whatever a config class of transformers raises
+        raise CaptureError(f"{where}: transformers cannot read it: {exc}") from exc
+    _check_sizes(config, settings, where)
+    cls = _named_class(config, settings, where)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # n_shared_experts = 0
+            if cls is None:
+                auto: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
+                made: nn.Module = auto.from_config(settings, dtype=dtype)
+            else:
+                made = cls._from_config(settings, dtype=dtype)
+    except Exception as exc:  # whatever a constructor of transformers raises
+        name = "a causal language model or encoder-decoder" if cls is None else cls.__name__
+        raise CaptureError(f"{where}: transformers cannot build {name} from it: {exc}") from exc
+    return made
+
+
+def label_dims(model: nn.Module) -> int:
+    """Number of dims of the labels of a model of transformers: 1 for one per sequence, else 2, one per token."""
+    from transformers.models.auto import modeling_auto
+
+    for table, dims in _LABELS.items():
+        named = getattr(modeling_auto, table).values()
+        if any(type(model).__name__ in ([n] if isinstance(n, str) else n) for n in named):
+            return dims
+    return 2
+
+
+def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
+    """Raise CaptureError for sizes that neither the file gives nor follow from what it gives."""
+    try:
+        usual = type(settings)()
+    except Exception:  # a class that cannot be built from nothing has no sizes that it could guess
+        return
+    inner, default, given = settings.get_text_config(), usual.get_text_config(), config
+    for name in type(settings).sub_configs:
+        if getattr(settings, name, None) is inner and inner is not settings:
+            where, given = f"{where}: {name}", config.get(name) or {}
+    missing, written = {}, default.to_dict()
+    for name in _SIZES:
+        own = inner.attribute_map.get(name, name)
+        value = written.get(own)
+        # what differs from the default was given by another name, or follows from other sizes
+        if isinstance(value, int) and own not in given and name not in given and getattr(inner, own, None) == value:
+            missing[own] = value
+    if missing:
+        raise CaptureError(
+            f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and the size of a model is "
+            f"not guessed; if the defaults of {type(inner).__name__} are meant, write them: "
+            + ", ".join(f'"{name}": {value}' for name, value in missing.items())
+        )
+
+
+def _named_class(config: Mapping[str, Any], settings: Any, where: str) -> Any:
+    """The first class of `architectures`; None if there is no such key."""
+    import transformers
+
+    named = config.get("architectures")
+    if not named:
+        return None
+    name = named[0] if isinstance(named, list) else named
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if found is None:
+        why = "is not a class of the installed transformers"
+    elif getattr(found, "config_class", None) is not type(settings):
+        why = f"is not a class of model_type {settings.model_type!r}"
+    elif not _has_loss(found):
+        why = "has no loss to train with"
+    else:
+        return found
+    known = {n.lower(): n for n in _classes_with_loss(settings)}
+    close = difflib.get_close_matches(str(name).lower(), known, 1, 0.0)
+    nearest = f'; nearest: "architectures": ["{known[close[0]]}"]' if close else ""
+    raise CaptureError(f"{where}: architectures: {name!r} {why}{nearest}")
+
+
+def _classes_with_loss(settings: Any) -> list[str]:
+    """Names of the classes of transformers that are made from a config like this one and return a loss."""
+    try:
+        module = importlib.import_module(type(settings).__module__.replace("configuration_", "modeling_"))
+    except ImportError:  # its classes are somewhere else: there is nothing to suggest
+        return []
+    found = vars(module).items()
+    return [name for name, c in found if getattr(c, "config_class", None) is type(settings) and _has_loss(c)]
+
+
+def _has_loss(cls: Any) -> bool:
+    forward = getattr(cls, "forward", None)
+    return forward is not None and "labels" in inspect.signature(forward).parameters

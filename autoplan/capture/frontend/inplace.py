@@ -1,0 +1,149 @@
+"""In-place ops as what they compute, where nobody can see the difference.
+
+Two forms occur in models that work: an op on a tensor the model has just made (`weights /= weights.sum()`), which is
+the same as the op out of place; and a tensor that is allocated and filled slice by slice, which is a `cat`. Anything
+else would need to know who else holds the memory, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import fx
+
+from autoplan.errors import CaptureError
+
+ALLOCATIONS = frozenset(
+    {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
+)
+FILLED = {"aten.new_zeros.default": 0}  # what an allocation holds of which nothing is written
+_MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
+
+
+@dataclass(eq=False)
+class Assembly:
+    """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> stop and value."""
+
+    node: fx.Node
+    dim: int | None = None
+    parts: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
+    name: str = ""  # of the finished value
+
+    @property
+    def complete(self) -> bool:
+        """True once every element is written, so that a slice of it is a reading one."""
+        return bool(self.name) or self.pieces() is not None
+
+    def pieces(self) -> list[str] | None:
+        """The values along the dim, in order; None while there is a gap or an overlap."""
+        at: Any = 0
+        out = []
+        for (start, _), (stop, value) in sorted(self.parts.items(), key=lambda part: part[0]):
+            if not _same(start, at):
+                return None
+            at = stop
+            out.append(value)
+        return out if self.dim is not None and _same(at, self.node.meta["val"].shape[self.dim]) else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A slice of an assembly; `stop` is a number or the symbolic size of the dim. `one`: a place, without the dim."""
+
+    of: Assembly
+    dim: int
+    start: int
+    stop: Any
+    one: bool = False
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of one number that the model makes in its forward."""
+
+    value: bool | int | float
+    dtype: str
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal numbers, or one symbolic size; sizes that are not known to be equal are not."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a is b or (not isinstance(a, int) and not isinstance(b, int) and bool(a.node.expr == b.node.expr))
+
+
+def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | Window:
+    """What a slice of an assembly is. CaptureError for slices that are not whole and along one dim."""
+    given: tuple[Any, ...] = node.args[1:]
+    place, start, stop, step = given + (0, 0, None, 1)[len(given) :]
+    dim = int(place) % source_rank(source)
+    size = source_size(source, dim)
+    start, stop = start or 0, size if stop is None or (isinstance(stop, int) and stop >= 2**62) else stop
+    if (start, step) == (0, 1) and _same(stop, size):
+        return source
+    to_end = _same(stop, size) or (isinstance(stop, int) and isinstance(size, int) and stop >= size)
+    fixed = isinstance(start, int) and start >= 0 and (to_end or (isinstance(stop, int) and stop >= 0))
+    if not fixed or step != 1 or isinstance(source, Window):
+        raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
+    return Window(source, dim, int(start), size if to_end else int(stop))
+
+
+def place(source: Assembly | Window, node: fx.Node, where: str) -> Window:
+    """What one place along a dim of an assembly is. CaptureError where that is not a fixed one."""
+    dim, index = cast(tuple[int, int], node.args[1:3])
+    if isinstance(source, Window) or not isinstance(index, int) or index < 0:
+        raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
+    return Window(source, dim % source_rank(source), index, index + 1, one=True)
+
+
+def source_rank(source: Assembly | Window) -> int:
+    """Number of dims."""
+    return len((source if isinstance(source, Assembly) else source.of).node.meta["val"].shape)
+
+
+def source_size(source: Assembly | Window, dim: int) -> Any:
+    """Size of a dim."""
+    if isinstance(source, Window) and source.dim == dim:
+        return source.stop - source.start
+    return (source if isinstance(source, Assembly) else source.of).node.meta["val"].shape[dim]
+
+
+def fill(place: Window, value: str, where: str) -> None:
+    """`slice.copy_(value)`."""
+    whole = place.of
+    if whole.name or whole.dim not in (None, place.dim):
+        raise CaptureError(f"{where}: a tensor filled slice by slice must be complete, along one dim, before use")
+    whole.dim = place.dim
+    whole.parts[place.start, str(place.stop)] = (place.stop, value)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True if the result may share memory with an input."""
+    if getattr(node.target, "__name__", "") == "getitem":
+        return _is_view(cast(fx.Node, node.args[0]))
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()) -> str | None:
+    """The op without side effect that an in-place op equals here, or None if somebody could see the difference.
+
+    `written`: views that were only written to, before.
+    """
+    name, dot, overload = target.removeprefix("aten.").partition(".")
+    changed = node.args[0] if node.args else None
+    if not name.endswith("_") or not isinstance(changed, fx.Node) or changed.op != "call_function":
+        return None
+    made = changed
+    while getattr(made.target, "__name__", "") == "getitem":
+        made = cast(fx.Node, made.args[0])
+    if str(made.target).startswith(_MARKERS) or _is_view(changed):
+        return None
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    for user in changed.users:
+        # the tracer lets later code use the in-place op's result: a later use of the old one means a second holder
+        if user is not node and (order[user] > order[node] or (_is_view(user) and user not in written)):
+            return None
+    return f"aten.{name[:-1]}{dot}{overload}"

@@ -1,0 +1,153 @@
+"""What a capture is given: a model, an example batch, a loss; and the three as one module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture.frontend.huggingface import is_hf_model
+from autoplan.errors import CaptureError
+
+LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
+    """CaptureError unless these are a module, a mapping from names to tensors, and a function or None."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is of type {type(model).__name__}, not an nn.Module")
+    if not isinstance(example_inputs, Mapping):
+        raise CaptureError(
+            f"example_inputs is of type {type(example_inputs).__name__}; it must map names to tensors [batch, ...]"
+            f"{_as_mapping(model, example_inputs)}"
+        )
+    if not example_inputs:
+        raise CaptureError("example_inputs is empty; it must map names to tensors [batch, ...]")
+    for name, tensor in example_inputs.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise CaptureError(
+                f"example_inputs[{name!r}] is of type {type(tensor).__name__}; example_inputs must map names to tensors"
+            )
+    if loss_fn is not None and not callable(loss_fn):
+        raise CaptureError(f"loss_fn is of type {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar")
+
+
+def _as_mapping(model: nn.Module, given: Any) -> str:
+    """', e.g. {...}': the tensors that were given, by the names of the arguments that they would have been."""
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+    names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in positional]
+    fits = isinstance(tensors, (tuple, list)) and all(isinstance(x, torch.Tensor) for x in tensors)
+    if not fits or not 0 < len(tensors) <= len(names):
+        return ""
+    source = "example_inputs" if isinstance(given, torch.Tensor) else "example_inputs[{}]"
+    return ": {" + ", ".join(f"{n!r}: {source.format(i)}" for i, n in enumerate(names[: len(tensors)])) + "}"
+
+
+class _Recorded(dict[str, torch.Tensor]):
+    """A batch that records which of its tensors are read."""
+
+    def __init__(self, batch: Mapping[str, torch.Tensor], read: set[str]) -> None:
+        super().__init__(batch)
+        self._read = read
+
+    def _all(self) -> None:
+        self._read |= set(super().keys())
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._read.add(key)
+        return super().pop(key, *default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._all()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._all()
+        return super().items()
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        self._all()
+        return super().copy()
+
+
+class LossModule(nn.Module):
+    """Model and loss as one module: tensors in (in the order of `names`), scalar loss out.
+
+    The model is given the inputs that its forward names. One that it does not name and that `loss_fn` does not read is
+    for its `**kwargs`, if it has them: known after the first call only, so `gives_more` says whether to call again.
+    """
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self._names, self._loss_fn = names, loss_fn
+        self._model_names, self._rest = model_input_names(model, names, loss_fn is not None)
+        self._read: set[str] = set()
+        self._extra: dict[str, Any] = {"use_cache": False} if is_hf_model(model) else {}
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The scalar loss of one micro-batch."""
+        batch = dict(zip(self._names, tensors, strict=True))
+        out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
+        if self._loss_fn is not None:
+            return self._loss_fn(out, _Recorded(batch, self._read))
+        loss = getattr(out, "loss", None)
+        loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
+        loss = out if loss is None and isinstance(out, torch.Tensor) and out.dim() == 0 else loss
+        if loss is None:
+            raise CaptureError(
+                f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in "
+                "example_inputs"
+            )
+        return loss
+
+    def gives_more(self) -> bool:
+        """True if `forward` ran without an input that is for the model's `**kwargs`; from now on the model gets it."""
+        more = [n for n in self._rest if n not in self._read]
+        self._rest = ()
+        self._model_names = tuple(n for n in self._names if n in self._model_names or n in more)
+        return bool(more)
+
+
+def model_input_names(
+    model: nn.Module, names: tuple[str, ...], own_loss: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The batch's tensors that the model's forward takes by name, and those that its `**kwargs` may take.
+
+    The rest go to the loss only. A forward that names none of its inputs is given all of them. `own_loss`: a function
+    of the user's computes the loss, so that some inputs may be for it alone.
+
+    Raises: CaptureError if the model takes none.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    chosen = tuple(n for n in names if n in accepted)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+        if not chosen or not own_loss:
+            return names, ()
+        return chosen, tuple(n for n in names if n not in chosen)
+    if not chosen:
+        raise CaptureError(
+            f"none of the inputs {', '.join(names)} is an argument of "
+            f"{type(model).__name__}.forward({', '.join(accepted)})"
+        )
+    return chosen, ()

@@ -1,0 +1,299 @@
+"""Masks that Hugging Face models ask transformers for: handed out as what they are, and never lost.
+
+A model asks `transformers.masking_utils` for a mask and gives it to its layers. A layer that hands it on to the
+registered attention function needs no s x s elements: that function reads from it that attention is causal, its window
+and its documents. So what is handed out is a `PendingMask`. Any other use of one (adding it to scores, slicing it) ends
+the trace, and the model is traced again with that mask as what transformers makes: a tensor, or None where 'sdpa' is
+given none. A mask that is asked for is thus taken by the attention function, or used as a tensor, or used by nobody in
+the module either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from autoplan.errors import CaptureError
+
+
+class MaskUsed(CaptureError):
+    """A mask was used as a tensor that is none in this trace; the model is to be traced again."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model asked for.
+
+    Attributes:
+        config: id of the config of the model that asked.
+        causal: a query sees no later key.
+        window: a query sees the last `window` keys only, itself included.
+        counted: padding or documents hide some tokens from others.
+        replaced: with 'sdpa', transformers gives None for it, and attention goes by the module's `is_causal`.
+    """
+
+    config: int
+    causal: bool
+    window: int | None
+    counted: bool
+    replaced: bool
+
+
+@dataclass(eq=False)
+class Ledger:
+    """Which masks are given as transformers makes them, over all traces of one capture."""
+
+    tensors: set[Asked] = field(default_factory=set)
+    used: set[Asked] = field(default_factory=set)
+
+    def again(self) -> bool:
+        """True if the last trace used masks that it was not given as tensors; the next one is given them."""
+        new = self.used - self.tensors
+        self.tensors |= new
+        self.used.clear()
+        return bool(new)
+
+
+class PendingMask:
+    """A mask that the registered attention function takes as it is; every other use raises MaskUsed.
+
+    Whether it is None cannot be asked wrongly: it is not, as the mask that the module gets is not.
+    """
+
+    def __init__(self, asked: Asked, documents: torch.Tensor | None, lengths: tuple[Any, Any], ledger: Ledger) -> None:
+        self._asked, self._documents, self._lengths, self._ledger = asked, documents, lengths, ledger
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        for leaf in pytree.tree_leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, PendingMask)):
+            if isinstance(leaf, PendingMask):
+                leaf._use(getattr(function, "__name__", str(function)))
+        raise MaskUsed(f"a mask is used by {function}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what protocols probe for
+            raise AttributeError(name)
+        self._use(name)
+
+    def _use(self, name: str) -> NoReturn:
+        self._ledger.used.add(self._asked)
+        raise MaskUsed(f"the model uses an attention mask by itself ({name})")
+
+
+def _operator(name: str) -> Callable[..., NoReturn]:
+    def use(self: PendingMask, *args: Any) -> NoReturn:
+        self._use(name)
+
+    return use
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv and rand or ror xor rxor invert neg abs eq ne lt le gt "
+    "ge getitem setitem len iter bool float int matmul rmatmul pow rpow"
+).split():
+    setattr(PendingMask, f"__{_name}__", _operator(f"__{_name}__"))
+PendingMask.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _rebuilt(documents: Any, lengths: Any, asked: Asked, ledger: Ledger) -> PendingMask:
+    return PendingMask(asked, documents, lengths, ledger)
+
+
+# Layers are delimited by the tensors that enter them: the documents of a mask are one.
+pytree.register_pytree_node(
+    PendingMask,
+    lambda mask: ([mask._documents, mask._lengths], (mask._asked, mask._ledger)),
+    lambda children, context: _rebuilt(*children, *context),
+)
+
+
+def taken(mask: PendingMask, query: torch.Tensor, key: torch.Tensor) -> tuple[Asked, torch.Tensor | None]:
+    """What was asked for, and the documents [b, s]: for the registered attention function only.
+
+    Raises: CaptureError if the mask is of other lengths than the attention.
+    """
+    asked, (q, kv) = mask._asked, mask._lengths
+    if key.shape[2] != kv or (asked.causal and query.shape[2] != q):
+        raise CaptureError(
+            f"attention of {query.shape[2]} over {key.shape[2]} tokens is given a mask of {q} x {kv}: attention over "
+            "tokens of an earlier segment is not supported"
+        )
+    return asked, mask._documents
+
+
+def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """[b, s], for `autoplan.runtime.attention`: to which document every token belongs, from the mask of what counts.
+
+    Tokens that count are document 1. Padding is seen by nobody and sees document 1 (-2), as in transformers; but where
+    a causal query would see no token that counts, where transformers' kernels differ, padding sees itself (0).
+    """
+    counts = (mask != 0).to(torch.int64)
+    if not causal:
+        return 3 * counts - 2
+    so_far = counts.cumsum(-1)
+    if window is not None:
+        so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
+    return 3 * counts - 2 * (so_far > 0).to(torch.int64)
+
+
+def _pattern(function: Any) -> tuple[bool, int | None] | None:
+    """(causal, window) of a mask function of transformers, or None if it is another one."""
+    from transformers import masking_utils
+
+    if function is masking_utils.causal_mask_function:
+        return True, None
+    if function is masking_utils.bidirectional_mask_function:
+        return False, None
+    cells = dict(
+        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        if hasattr(function, "__code__")
+        else ()
+    )
+    made_by = getattr(function, "__qualname__", "")
+    if made_by == "chunked_overlay.<locals>.inner_mask":
+        raise CaptureError(f"attention in chunks of {cells['chunk_size'].cell_contents} tokens is not supported")
+    if made_by != "and_masks.<locals>.and_mask":
+        return None
+    window, causal = None, False
+    for part in cells["mask_functions"].cell_contents:
+        if getattr(part, "__qualname__", "") == "sliding_window_overlay.<locals>.inner_mask" and window is None:
+            window = int(part.__closure__[0].cell_contents)
+            continue
+        found = _pattern(part)
+        if found is None or found[1] is not None:
+            return None
+        causal |= found[0]
+    return (causal, window) if causal else None
+
+
+_KEEPS = frozenset(
+    "to.dtype to.device to.dtype_layout _to_copy.default expand.default unsqueeze.default view.default "
+    "reshape.default slice.Tensor alias.default clone.default contiguous.default".split()
+)
+_ONES = frozenset("ones.default ones_like.default new_ones.default full.default full_like.default".split())
+_RANGES = frozenset(("arange.default", "arange.start"))
+
+
+def _made_by(
+    tensor: torch.Tensor, makers: frozenset[str], through: frozenset[str] = frozenset()
+) -> torch.fx.Node | None:
+    """The traced op that made all of `tensor`, if it is one of `makers`; copies, casts and views are seen through.
+
+    `get_proxy_mode` and `get_proxy_slot` are private to torch (tried on 2.13): there is no public way to see in a
+    trace what a tensor was made by.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    node: Any = getattr(getattr(slot, "proxy", None), "node", None)
+    while node is not None:
+        name = str(node.target).removeprefix("aten.")
+        if name in makers and isinstance(node, torch.fx.Node):
+            return node
+        if name not in _KEEPS | through or len(node.all_input_nodes) == 0:
+            return None
+        if name == "slice.Tensor" and len(node.args) > 4 and node.args[4] != 1:
+            return None
+        if name in through and any(isinstance(a, torch.fx.Node) for a in node.args[1:]):
+            return None
+        node = node.args[0]
+    return None
+
+
+def _all_ones(mask: torch.Tensor) -> bool:
+    """True if the model itself made a mask in which every token counts."""
+    node = _made_by(mask, _ONES)
+    if node is None:
+        return False
+    return "full" not in str(node.target) or node.args[1] in (1, 1.0, True)
+
+
+def document_starts(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """[b, s]: to which document every token belongs, by positions that do not follow; None if all of them follow.
+
+    As find_packed_sequence_indices of transformers, which cannot be asked in a trace: it reads values.
+    """
+    if _made_by(position_ids, _RANGES, frozenset(("add.Tensor",))) is not None:
+        return None
+    follows = position_ids[:, 1:] - position_ids[:, :-1] == 1
+    return F.pad((~follows).to(torch.int64), (1, 0)).cumsum(-1)
+
+
+def mask_function(
+    implementation: str, make: Callable[..., Any], ledger: Ledger, packed: list[torch.Tensor | None]
+) -> Callable[..., Any]:
+    """What models get from `transformers.masking_utils` as the mask for `implementation`, 'sdpa' or 'eager'.
+
+    Args:
+        make: makes the mask as a tensor [b, 1, q, kv] of bool (True takes part), as 'sdpa' has it; that of 'eager' is 0
+            and the least number of its dtype, which is added.
+        packed: receives the documents of the positions that the same call was given (`document_starts`), if any.
+    """
+
+    def ask(
+        *,
+        batch_size: Any,
+        q_length: Any,
+        kv_length: Any,
+        q_offset: Any = 0,
+        kv_offset: Any = 0,
+        mask_function: Any,
+        attention_mask: torch.Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | PendingMask | None:
+        together = packed.pop() if packed else None
+        packed.clear()
+        if attention_mask is not None and _all_ones(attention_mask):
+            attention_mask = None
+        found = _pattern(mask_function)
+        plain = found is not None and q_offset == 0 and kv_offset == 0
+        causal, window = found or (True, None)
+        if plain and not causal and attention_mask is None and allow_is_bidirectional_skip:
+            return None  # as transformers: everybody sees everybody
+        counted = attention_mask is not None or together is not None
+        asked = Asked(
+            id(config),
+            causal,
+            window,
+            counted,
+            implementation == "sdpa" and allow_is_causal_skip and causal and window is None and not counted,
+        )
+        if plain and asked not in ledger.tensors:
+            documents = together
+            if attention_mask is not None:
+                documents = documents_of(attention_mask, causal, window)
+            return PendingMask(asked, documents, (q_length, kv_length), ledger)
+        if plain and asked.replaced:
+            return None
+        seen: torch.Tensor = make(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            **kwargs,
+        )
+        if attention_mask is not None:
+            seen = seen & attention_mask.to(torch.bool)[:, None, None, :]
+        if together is not None:
+            seen = seen & (together[:, None, :, None] == together[:, None, None, :])
+        if implementation == "sdpa":
+            return seen
+        dtype = kwargs.get("dtype", torch.float32)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+    return ask

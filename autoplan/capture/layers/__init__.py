@@ -1,0 +1,1 @@
+"""From a flat trace to blocks and calls."""

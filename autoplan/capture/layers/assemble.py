@@ -1,0 +1,394 @@
+"""Cut the flat trace into blocks and calls: layers, the glue before, between and after them, and parameter-free tables.
+
+Values that depend on no parameter (rotary tables, masks, shifted labels) go into blocks of their own, which every
+pipeline stage recomputes instead of receiving them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from autoplan.capture.passes.batch_size import averages_of_micro_batches, insert_after, wide_means
+from autoplan.capture.passes.coupled import router_terms
+from autoplan.capture.passes.hoist import hoist, simplify
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import LOSS_DENOMINATOR, Block, Call, ModelGraph, Node, Parameter, Value
+from autoplan.ir.symbols import Expr
+
+if TYPE_CHECKING:
+    from autoplan.capture.frontend.export import Trace
+
+
+_NEVER_PURE = frozenset(("dropout", "batch_sum"))
+
+
+@dataclass
+class _Segment:
+    """A run of nodes that becomes one call."""
+
+    name: str
+    kind: str  # "layer" | "repeat" | "glue" | "tables"
+    nodes: list[Node] = field(default_factory=list)
+    repeat: int = -1
+
+
+@dataclass(frozen=True)
+class _Loss:
+    count: str
+    target: str | None
+    ignore_index: int
+    main: str = ""  # the value of the term that is counted so
+
+
+def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
+    """The ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-contained."""
+    simplify(trace)
+    wide_means(trace)
+    loss = _normalise_loss(trace)
+    _drop_dead(trace)
+    hoist(trace, _pure_values(trace))
+    if loss.main:
+        router_terms(trace, loss.main)
+    pure = _pure_values(trace)
+    averages_of_micro_batches(trace, pure)
+    segments = _segments(trace, pure)
+    return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
+
+
+def _normalise_loss(trace: Trace) -> _Loss:
+    """Means over the batch become sums divided by the global count (DESIGN section 4, Loss)."""
+    entropies = [i for i, n in enumerate(trace.nodes) if n.op == "cross_entropy"]
+    if len(entropies) > 1:
+        raise CaptureError(f"{len(entropies)} cross-entropy terms in one loss are not supported; one is")
+    trace.values[LOSS_DENOMINATOR] = Value(LOSS_DENOMINATOR, (), "float32", False)
+    trace.inputs.append(LOSS_DENOMINATOR)
+    if not entropies:
+        return _normalise_mean(trace)
+    node = trace.nodes[entropies[0]]
+    attrs = {k: v for k, v in node.attrs.items() if k != "mean"}
+    total, out = f"{node.name}.sum", node.outputs[0]
+    ignore, target = int(node.attrs["ignore_index"]), str(node.inputs[1])
+    if len(trace.values[str(node.inputs[0])].shape) != 2:
+        raise CaptureError(
+            f"{node.source}: cross_entropy needs logits [tokens, classes]; flatten batch and sequence first"
+        )
+    if not node.attrs["mean"]:
+        trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs)
+        return _Loss("none", target, ignore, out)
+    trace.values[total] = replace(trace.values[out], name=total)
+    trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
+    insert_after(
+        trace, entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
+    )
+    return _Loss("tokens", target, ignore, out)
+
+
+def _normalise_mean(trace: Trace) -> _Loss:
+    """mean(x) over everything = sum(x) / (elements per sample) / (number of samples)."""
+    for i, node in enumerate(trace.nodes):
+        source = trace.values[str(node.inputs[0])] if node.inputs else None
+        if node.op != "mean" or source is None or trace.values[node.outputs[0]].shape != () or trace.region[node.name]:
+            continue
+        per_sample = source.num_elements.divide(Expr.symbol("b"))
+        if per_sample is None:
+            continue
+        total, part, out = f"{node.name}.sum", f"{node.name}.part", node.outputs[0]
+        for fresh in (total, part):
+            trace.values[fresh] = replace(trace.values[out], name=fresh)
+        trace.nodes[i] = replace(node, op="sum", outputs=(total,))
+        insert_after(trace, i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
+        at = next(k for k, n in enumerate(trace.nodes) if n.name == part)
+        insert_after(trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
+        return _Loss("samples", None, -100, out)
+    return _Loss("none", None, -100)
+
+
+def _drop_dead(trace: Trace) -> None:
+    """Keep what the loss needs, in program order."""
+    needed, keep = {trace.output}, []
+    for kind, index in reversed(trace.order):
+        if kind == "repeat":
+            if needed & set(trace.repeats[index][3]):
+                needed |= _used_by_repeat(trace, index)
+                keep.append((kind, index))
+        else:
+            node = trace.nodes[index]
+            if needed & set(node.outputs):
+                needed |= set(node.tensor_inputs)
+                keep.append((kind, index))
+    trace.order = keep[::-1]
+
+
+def _gets_gradient(block: Block, param: str) -> bool:
+    """False if all that a block does with a parameter is without gradients."""
+    return any(param in n.tensor_inputs and n.op != "detach" for n in block.nodes)
+
+
+def _used_by_repeat(trace: Trace, index: int) -> set[str]:
+    """The tensors a merged layer really uses: those at the places that its first one uses or hands through."""
+    _, first, ins, _ = trace.repeats[index]
+    used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs}
+    used |= set(trace.layer_outputs[first])
+    return {mine for mine, theirs in zip(ins, trace.layer_inputs[first], strict=True) if theirs in used}
+
+
+def _pure_values(trace: Trace) -> set[str]:
+    """Values that depend on inputs, buffers and sizes only."""
+    pure = set(trace.inputs) | set(trace.buffers)
+    for kind, index in trace.order:
+        if kind == "node":
+            node = trace.nodes[index]
+            if (
+                not trace.region[node.name]
+                and node.op not in _NEVER_PURE
+                and all(x in pure for x in node.tensor_inputs)
+            ):
+                pure |= set(node.outputs)
+    return pure
+
+
+def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
+    tables = _tables([trace.nodes[i] for kind, i in trace.order if kind == "node"], trace, pure)
+    in_tables = {n.name for segment in tables for n in segment.nodes}
+    out: list[_Segment] = []
+    for kind, index in trace.order:
+        if kind == "repeat":
+            out.append(_Segment(trace.repeats[index][0], "repeat", repeat=index))
+            continue
+        node = trace.nodes[index]
+        if node.name in in_tables:
+            continue
+        layer = trace.region[node.name]
+        wanted = ("layer", layer) if layer else ("glue", "")
+        if not out or out[-1].kind != wanted[0] or (layer and out[-1].name != layer):
+            out.append(_Segment(layer, wanted[0]))
+        out[-1].nodes.append(node)
+    glue = [s for s in out if s.kind == "glue"]
+    for i, segment in enumerate(glue):
+        before_layers = segment is out[0] and len(out) > 1
+        segment.name = "embed" if before_layers else "head" if segment is out[-1] and len(out) > 1 else f"glue{i}"
+    if len(out) == 1:
+        out[0].name = out[0].name or "model"
+    return [*tables, *out]
+
+
+def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
+    """Connected components of the parameter-free nodes outside layers."""
+    mine = [n for n in nodes if not trace.region[n.name] and set(n.outputs) <= pure]
+    component: dict[str, int] = {}
+    groups: list[list[Node]] = []
+    for node in mine:
+        joined = sorted({component[x] for x in node.tensor_inputs if x in component})
+        target = joined[0] if joined else len(groups)
+        if not joined:
+            groups.append([])
+        for other in joined[1:]:
+            groups[target] += groups[other]
+            groups[other] = []
+            component.update({x: target for n in groups[target] for x in n.outputs})
+        groups[target].append(node)
+        component.update({x: target for x in node.outputs})
+    position = {n.name: i for i, n in enumerate(mine)}
+    kept = [sorted(g, key=lambda n: position[n.name]) for g in groups if g]
+    return [_Segment("tables" if i == 0 else f"tables{i}", "tables", nodes=g) for i, g in enumerate(kept)]
+
+
+class _Builder:
+    def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss, pure: set[str]) -> None:
+        self.trace, self.segments, self.loss, self.pure = trace, segments, loss, pure
+        self.blocks: dict[str, Block] = {}
+        # block, actual inputs, actual outputs of the first
+        self.by_layer: dict[str, tuple[Block, list[str], list[str]]] = {}
+        self.calls: list[Call] = []
+        self.rename: dict[str, str] = {}
+        self.ok = True
+
+    def graph(self, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
+        for index, segment in enumerate(self.segments):
+            if segment.kind == "repeat":
+                self._repeat(segment)
+            else:
+                self._segment(segment, self._needed_after(index))
+            if not self.ok:
+                return None
+        used = {x for c in self.calls for x in (*c.inputs, *c.outputs)} | set(self.trace.inputs)
+        used_params = {full for c in self.calls for full in c.params.values()}
+        used_buffers = {full for c in self.calls for full in c.buffers.values()}
+        trained = {
+            full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
+        }
+        unused = sorted(n for n, p in params.items() if n not in trained and p.trainable)
+        if unused:
+            raise CaptureError(
+                f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False"
+            )
+        return ModelGraph(
+            name=name,
+            inputs=tuple(self.trace.inputs),
+            output=self.trace.output,
+            values={n: v for n, v in self.trace.values.items() if n in used},
+            blocks=self.blocks,
+            calls=tuple(self.calls),
+            params={n: p for n, p in params.items() if n in used_params},
+            buffers={n: p for n, p in buffers.items() if n in used_buffers},
+            loss_count=self.loss.count,
+            loss_target=self.loss.target,
+            ignore_index=self.loss.ignore_index,
+        )
+
+    def _needed_after(self, index: int) -> set[str]:
+        needed = {self.trace.output}
+        if self.loss.target is not None:
+            needed.add(self.loss.target)
+        for segment in self.segments[index + 1 :]:
+            if segment.kind == "repeat":
+                needed |= _used_by_repeat(self.trace, segment.repeat)
+            for node in segment.nodes:
+                needed |= set(node.tensor_inputs)
+        return needed
+
+    def _local(self, layer: str, full: str) -> str:
+        """Name of a parameter inside a block: relative to the layer, or full if it belongs to another module."""
+        return full.removeprefix(f"{layer}.") if layer and full.startswith(f"{layer}.") else full
+
+    def _segment(self, segment: _Segment, needed: set[str]) -> None:
+        layer = segment.name if segment.kind == "layer" else ""
+        nodes = [replace(n, inputs=tuple(self.rename.get(x, x) if x else x for x in n.inputs)) for n in segment.nodes]
+        produced = {x for n in nodes for x in n.outputs}
+        used = list(dict.fromkeys(x for n in nodes for x in n.tensor_inputs))
+        ins = [x for x in used if x not in produced and x not in self.trace.params and x not in self.trace.buffers]
+        outs = [x for x in dict.fromkeys(x for n in nodes for x in n.outputs) if x in needed]
+        if layer:
+            entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
+            if set(ins) - set(entering) and any(r[1] == layer for r in self.trace.repeats):
+                self.ok = False  # the layer uses a tensor it was not given
+                return
+            ins = [x for x in entering if x in ins] + [x for x in ins if x not in entering]
+        names = self._names(nodes, ins, layer)
+        params = [x for x in used if x in self.trace.params]
+        buffers = [x for x in used if x in self.trace.buffers]
+        block = Block(
+            name=segment.name,
+            inputs=tuple(names[x] for x in ins),
+            params=tuple(names[x] for x in params),
+            buffers=tuple(names[x] for x in buffers),
+            outputs=tuple(names[x] for x in outs),
+            nodes=tuple(self._rewrite(n, names, self._relative(n.scope, layer)) for n in nodes),
+            values={new: replace(self.trace.values[old], name=new) for old, new in names.items()},
+        )
+        block = self._intern(block, layer)
+        self.by_layer[segment.name] = (block, ins, outs)
+        self.calls.append(
+            Call(
+                segment.name,
+                block.name,
+                tuple(ins),
+                tuple(outs),
+                {names[x]: self.trace.params[x] for x in params},
+                {names[x]: self.trace.buffers[x] for x in buffers},
+            )
+        )
+
+    def _intern(self, block: Block, layer: str) -> Block:
+        """The equal block that exists already, or this one under a fresh class-like name."""
+        for old in self.blocks.values():
+            if replace(block, name=old.name) == old:
+                return old
+        base = "layer" if layer else block.name
+        name, k = base, 1
+        while name in self.blocks:
+            name, k = f"{base}{k}", k + 1
+        block = replace(block, name=name)
+        self.blocks[name] = block
+        return block
+
+    def _names(self, nodes: list[Node], ins: list[str], layer: str) -> dict[str, str]:
+        """Short canonical names inside a block: equal blocks get equal names."""
+        names: dict[str, str] = {}
+        used: dict[str, int] = {}
+
+        def fresh(base: str) -> str:
+            count = used.get(base, 0)
+            used[base] = count + 1
+            return base if count == 0 else f"{base}_{count}"
+
+        for x in ins:
+            value = self.trace.values[x]
+            plain = (x if x in self.trace.inputs else x.rsplit("_", 1)[0]).split(".")[0]
+            plain = plain if x in self.pure or x in self.trace.inputs else "count"  # the same behind every layer
+            names[x] = fresh("hidden" if value.requires_grad else plain)
+        for node in nodes:
+            for x in node.tensor_inputs:
+                if x in self.trace.params and x not in names:
+                    names[x] = self._local(layer, self.trace.params[x])
+                elif x in self.trace.buffers and x not in names:
+                    names[x] = self._local(layer, self.trace.buffers[x])
+            base = fresh(self._base(node, layer))
+            for i, x in enumerate(node.outputs):
+                names[x] = base if len(node.outputs) == 1 else f"{base}_{'abcdefghijklmnop'[i]}"
+        return names
+
+    @staticmethod
+    def _base(node: Node, layer: str) -> str:
+        """A name for what a node makes: the module's own name for projections, norms and tables, else the op's."""
+        leaf = node.scope.removeprefix(f"{layer}.").rsplit(".", 1)[-1] if layer else node.scope.rsplit(".", 1)[-1]
+        named = node.op in ("linear", "layer_norm", "rms_norm", "embedding") and leaf.isidentifier()
+        return leaf if named else node.op
+
+    def _relative(self, scope: str, layer: str) -> str:
+        return scope.removeprefix(layer).removeprefix(".") if layer and scope.startswith(layer) else scope
+
+    @staticmethod
+    def _rewrite(node: Node, names: Mapping[str, str], scope: str) -> Node:
+        outs = tuple(names[x] for x in node.outputs)
+        return replace(
+            node,
+            name=outs[0],
+            scope=scope,
+            inputs=tuple(names[x] if x is not None else None for x in node.inputs),
+            outputs=outs,
+        )
+
+    def _repeat(self, segment: _Segment) -> None:
+        layer, first, ins, outs = self.trace.repeats[segment.repeat]
+        ins = [self.rename.get(x, x) for x in ins]
+        block, first_ins, first_outs = self.by_layer[first]
+        given = [self.rename.get(x, x) for x in self.trace.layer_inputs[first]]
+        leaving = [self.rename.get(x, x) for x in self.trace.layer_outputs[first]]
+        actual: dict[str, str] = {}
+        for mine, theirs in zip(ins, given, strict=True):
+            if actual.setdefault(theirs, mine) != mine:
+                self.ok = False  # the first layer got one tensor twice, this one two
+                return
+        results: dict[str, str] = {}
+        for mine, theirs in zip(outs, leaving, strict=True):
+            if theirs in given:
+                self.rename[mine] = actual[theirs]  # handed through unchanged
+            elif theirs in first_outs:
+                if theirs in results:
+                    self.rename[mine] = results[theirs]
+                results.setdefault(theirs, mine)
+            else:
+                self.rename[mine] = mine  # computed, but nobody uses it
+        if set(first_outs) - set(results) or set(first_ins) - set(actual):
+            self.ok = False  # something leaves or enters the layer past its arguments
+            return
+        for theirs, mine in results.items():
+            self.trace.values[mine] = replace(self.trace.values[theirs], name=mine)
+        call = next(c for c in self.calls if c.name == first)
+
+        def move(full: str) -> str:
+            return f"{layer}.{full.removeprefix(f'{first}.')}" if full.startswith(f"{first}.") else full
+
+        self.calls.append(
+            Call(
+                layer,
+                block.name,
+                tuple(actual[x] for x in first_ins),
+                tuple(results[x] for x in first_outs),
+                {local: move(full) for local, full in call.params.items()},
+                {local: move(full) for local, full in call.buffers.items()},
+            )
+        )

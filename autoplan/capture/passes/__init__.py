@@ -1,0 +1,1 @@
+"""What is rewritten between."""

@@ -1,0 +1,134 @@
+"""Means over the batch and numbers that are its size, in a model that is computed micro-batch by micro-batch.
+
+`x.mean()` and `loss.sum() / ids.shape[0]` are the mean over the samples of whatever is computed at once. Ranks of data
+parallelism share a micro-batch, and programs write its whole size (`autoplan.codegen.emit.Context.whole`);
+micro-batches are averaged over (the input `loss_share`), as by accumulating the gradients of `loss / number`. Where the
+size of the batch is in anything but such a mean the batch cannot be split: `autoplan.ops.batch` refuses it by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import LOSS_DENOMINATOR, LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value
+from autoplan.ir.symbols import Expr
+
+if TYPE_CHECKING:
+    from autoplan.capture.frontend.export import Trace
+
+
+def wide_means(trace: Trace) -> None:
+    """Means over the batch of 16-bit values, in float32: torch sums them so, and here the sum is a value of its own,
+    which would overflow in 16 bits."""
+    for index, node in enumerate(list(trace.nodes)):
+        if _number_of_mean(trace, node) is None:
+            continue
+        (name,) = node.outputs
+        out = trace.values[name]
+        if out.dtype not in ("float16", "bfloat16"):
+            continue
+        wide = f"{node.name}.wide"
+        trace.values[wide] = replace(out, name=wide, dtype="float32")
+        trace.nodes[index] = replace(node, outputs=(wide,), attrs={**node.attrs, "dtype": "float32"})
+        cast = Node(f"{node.name}.narrow", "to", (wide,), (name,), {"dtype": out.dtype}, "", node.source)
+        insert_after(trace, index, cast)
+
+
+def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
+    """Of a mean over the batch outside the layers, over how many elements it goes."""
+    if node.op != "mean" or trace.region[node.name]:
+        return None
+    source, out = trace.values[str(node.inputs[0])], trace.values[node.outputs[0]]
+    number = source.num_elements.divide(out.num_elements)
+    return number if number is not None and "b" in number.symbols else None
+
+
+def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
+    """Changes the trace: means over the batch and sums that are divided by its size get their share, other uses of the
+    size a mark.
+
+    Args:
+        pure: values that depend on inputs and buffers only.
+
+    Raises: CaptureError for a mean over tokens that is divided by the size of the batch once more.
+    """
+    maker = {out: node for node in trace.nodes for out in node.outputs}
+    shared: set[str] = set()  # what leads to terms that have their share already
+    for node in trace.nodes:
+        if LOSS_SHARE in node.inputs:
+            shared |= _ancestors(maker, node.outputs[0])
+    _means_as_sums(trace, pure | shared)
+    maker = {out: node for node in trace.nodes for out in node.outputs}
+    for index in range(len(trace.nodes)):
+        node = trace.nodes[index]
+        scalar = node.attrs.get("scalar")
+        if not isinstance(scalar, Expr) or "b" not in scalar.symbols or set(node.outputs) & (pure | shared):
+            continue
+        (given,) = node.tensor_inputs
+        summed = not any("b" in size.symbols for size in trace.values[given].shape)
+        rest = scalar.divide(Expr.symbol("b"))
+        once = node.op == "div_scalar" and rest is not None and "b" not in rest.symbols
+        if not once or not summed or trace.region[node.name]:
+            trace.nodes[index] = replace(node, attrs={**node.attrs, OF_THE_WHOLE_BATCH: True})
+            continue
+        if _ancestors(maker, given) & {LOSS_DENOMINATOR, LOSS_SHARE}:
+            raise CaptureError(
+                f"{node.source}: a mean over the batch is divided by {scalar} once more; use reduction='sum' before "
+                "it, or leave the division out"
+            )
+        _share(trace, index)
+
+
+def _means_as_sums(trace: Trace, but: set[str]) -> None:
+    for index, node in enumerate(list(trace.nodes)):
+        number = _number_of_mean(trace, node)
+        if number is not None and not set(node.outputs) & but:
+            mean_as_sum(trace, index, number)
+
+
+def mean_as_sum(trace: Trace, index: int, number: Expr) -> None:
+    """A mean over `number` elements as their sum, divided by it in a node that is added at the end of all."""
+    node = trace.nodes[index]
+    total = f"{node.name}.sum"
+    trace.values[total] = replace(trace.values[node.outputs[0]], name=total)
+    trace.nodes[index] = replace(node, op="sum", outputs=(total,))
+    by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
+    insert_after(trace, index, by)
+
+
+def insert_after(trace: Trace, index: int, node: Node) -> None:
+    """Adds a node to the trace, directly after another one and in its layer."""
+    trace.region[node.name] = trace.region[trace.nodes[index].name]
+    trace.order.insert(trace.order.index(("node", index)) + 1, ("node", len(trace.nodes)))
+    trace.nodes.append(node)
+
+
+def _ancestors(maker: dict[str, Node], value: str) -> set[str]:
+    found: set[str] = set()
+    wanted = [value]
+    while wanted:
+        at = wanted.pop()
+        if at not in found:
+            found.add(at)
+            wanted += maker[at].tensor_inputs if at in maker else ()
+    return found
+
+
+def ask_for_share(trace: Trace) -> None:
+    """Makes `loss_share` an input, if it is none yet."""
+    if LOSS_SHARE not in trace.values:
+        trace.values[LOSS_SHARE] = Value(LOSS_SHARE, (), "float32", False)
+        trace.inputs.append(LOSS_SHARE)
+
+
+def _share(trace: Trace, index: int) -> None:
+    """One over the number of micro-batches of what a node makes."""
+    ask_for_share(trace)
+    node = trace.nodes[index]
+    (out,) = node.outputs
+    part = f"{out}.of_micro_batch"
+    trace.values[part] = replace(trace.values[out], name=part)
+    trace.nodes[index] = replace(node, outputs=(part,))
+    insert_after(trace, index, Node(f"{node.name}.share", "mul", (part, LOSS_SHARE), (out,), {}, "", node.source))

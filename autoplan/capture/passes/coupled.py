@@ -1,0 +1,199 @@
+"""A loss of routers: a term that couples all tokens of a batch.
+
+A term such as `experts * sum(counts / rows * probability / rows)` is a product of two sums over the tokens. Every rank
+and micro-batch has a part of the tokens, so a product of its own sums would be another loss. Here the one sum is summed
+over the ranks that share a micro-batch (op `batch_sum`) before it is multiplied by the other, which stays a pending sum
+with the loss: a few numbers are sent, and no gradient flows through counts. Where nothing stays pending, each rank has
+the whole term, and one counts it (op `batch_part`). Micro-batches are averaged over (the input `loss_share`, one over
+their number), as by accumulating the gradients of `loss / number`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from autoplan.capture.passes.batch_size import ask_for_share, mean_as_sum
+from autoplan.ir.graph import LOSS_SHARE, Node
+from autoplan.ops.table import PASSES_PARTIAL
+
+if TYPE_CHECKING:
+    from autoplan.capture.frontend.export import Trace
+
+SYMBOLS = ("b", "s")  # what is cut over data- and context-parallel ranks
+_CHOOSES = frozenset(("topk", "histc", "weighted_count", "one_hot"))
+_CONTRACTS = frozenset(("sum", "histc", "weighted_count"))
+_SCALES = frozenset(("div", "div_scalar", "mul_scalar"))
+Kinds = tuple[str, ...]  # for each of SYMBOLS: "S" has the dim, "P" pending sum over it, "R" neither
+
+
+def router_terms(trace: Trace, main: str) -> None:
+    """Finds terms of the loss that count what routers chose, and makes them computable in parts. Any other term that
+    couples the batch stays as it is (`autoplan.ops.batch` refuses it by name).
+
+    Args:
+        trace: its nodes and order are changed.
+        main: the value of the term that is a sum over tokens or samples.
+    """
+    maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
+    for term in _terms(trace, maker, trace.output):
+        cone = _cone(trace, maker, term)
+        ops = {trace.nodes[i].op for i in cone}
+        if main not in {x for i in cone for x in trace.nodes[i].outputs} and ops & _CHOOSES:
+            _Term(trace, cone, term).run()
+
+
+def _terms(trace: Trace, maker: dict[str, int], value: str) -> list[str]:
+    """The values that are added up to a value."""
+    node = trace.nodes[maker[value]] if value in maker else None
+    if node is None or node.op != "add":
+        return [value]
+    return [term for x in node.tensor_inputs for term in _terms(trace, maker, x)]
+
+
+def _cone(trace: Trace, maker: dict[str, int], value: str) -> list[int]:
+    """What leads to a value outside the layers, in program order."""
+    found: set[int] = set()
+    wanted = [value]
+    while wanted:
+        at = maker.get(wanted.pop())
+        if at is not None and at not in found:
+            found.add(at)
+            wanted += trace.nodes[at].tensor_inputs
+    return [i for kind, i in trace.order if kind == "node" and i in found]
+
+
+@dataclass
+class _Term:
+    trace: Trace
+    cone: list[int]
+    value: str
+    kinds: dict[str, Kinds] = field(default_factory=dict)
+    free: set[str] = field(default_factory=set)  # depends on no parameter: made of whole sequences on every rank
+    summed: dict[str, str] = field(default_factory=dict)
+    before: dict[int, list[Node]] = field(default_factory=dict)  # nodes to come before one of the trace
+    inputs: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Changes the trace, or leaves it where some operation is not a sum that could be summed further."""
+        self._means_as_sums()
+        self.free = set(self.trace.inputs) | set(self.trace.buffers)
+        for i in self.cone:
+            node = self.trace.nodes[i]
+            if all(x in self.free for x in node.tensor_inputs):
+                self.free |= set(node.outputs)
+            if not self._node(i, node):
+                return
+        self._rewrite()
+        self._share()
+
+    def _means_as_sums(self) -> None:
+        """A mean over tokens is a sum over them by their number, of all parts."""
+        cone = []
+        for i in self.cone:
+            cone.append(i)
+            node = self.trace.nodes[i]
+            if node.op != "mean":
+                continue
+            source, out = self.trace.values[str(node.inputs[0])], self.trace.values[node.outputs[0]]
+            number = source.num_elements.divide(out.num_elements)
+            if number is None or not number.symbols:
+                continue
+            cone.append(len(self.trace.nodes))
+            mean_as_sum(self.trace, i, number)
+        self.cone = cone
+
+    def _places(self, value: str) -> Kinds:
+        symbols = {s for size in self.trace.values[value].shape for s in size.symbols}
+        return tuple("S" if s in symbols else "R" for s in SYMBOLS)
+
+    def _kinds(self, value: str) -> Kinds:
+        return self.kinds.setdefault(value, self._places(value))
+
+    def _node(self, index: int, node: Node) -> bool:
+        inputs = [self._kinds(x) for x in node.tensor_inputs]
+        if any("P" in kinds for kinds in inputs):
+            self._sum_all_but(index, node, self._stays(node, inputs))
+            inputs = [self._kinds(x) for x in self._inputs(index) if x is not None]
+        out = []
+        for k, place in enumerate(self._places(node.outputs[0])):
+            mine = {kinds[k] for kinds in inputs}
+            whole = SYMBOLS[k] == "s" and node.outputs[0] in self.free
+            if "P" in mine:
+                out.append("P")
+            elif "S" in mine and place == "R" and not whole:
+                if node.op not in _CONTRACTS:
+                    return False
+                out.append("P")
+            else:
+                out.append(place)
+        self.kinds |= dict.fromkeys(node.outputs, tuple(out))
+        return True
+
+    def _inputs(self, index: int) -> tuple[str | None, ...]:
+        return self.inputs.get(index, self.trace.nodes[index].inputs)
+
+    def _stays(self, node: Node, inputs: list[Kinds]) -> set[int]:
+        """Which pending inputs may stay so: all of an addition or of a linear op, one factor of a product."""
+        pending = {k for k, kinds in enumerate(inputs) if "P" in kinds}
+        if node.op not in PASSES_PARTIAL:
+            return set()
+        if node.op in ("add", "sub", "cat"):
+            return pending if len({inputs[k] for k in range(len(inputs))}) == 1 else set()
+        if node.op in _SCALES:  # counts are summed while they are whole numbers, which is exact in any order
+            pending = {k for k in pending if self.trace.values[node.tensor_inputs[k]].requires_grad}
+        if node.op == "div":
+            return pending & {0}
+        if node.op in ("mul", "matmul"):  # rather what a gradient flows through, which then need not be sent
+            grads = {k for k in pending if self.trace.values[node.tensor_inputs[k]].requires_grad}
+            return set(sorted(grads or pending)[:1])
+        return pending
+
+    def _sum_all_but(self, index: int, node: Node, stays: set[int]) -> None:
+        given = list(node.inputs)
+        for k, name in enumerate(node.tensor_inputs):
+            kinds = self._kinds(name)
+            if k in stays or "P" not in kinds:
+                continue
+            if name not in self.summed:
+                over = tuple(s for s, kind in zip(SYMBOLS, kinds, strict=True) if kind == "P")
+                total = f"{name}.whole"
+                self.trace.values[total] = replace(self.trace.values[name], name=total)
+                made = Node(total, "batch_sum", (name,), (total,), {"over": over}, "", node.source)
+                self.before.setdefault(index, []).append(made)
+                self.summed[name] = total
+                self.kinds[total] = tuple("R" if kind == "P" else kind for kind in kinds)
+            given = [self.summed[name] if x == name else x for x in given]
+        self.inputs[index] = tuple(given)
+
+    def _rewrite(self) -> None:
+        for index, inputs in self.inputs.items():
+            self.trace.nodes[index] = replace(self.trace.nodes[index], inputs=inputs)
+        for index, nodes in self.before.items():
+            for node in nodes:
+                self._insert(node, self.trace.order.index(("node", index)))
+
+    def _insert(self, node: Node, place: int) -> None:
+        self.trace.region[node.name] = ""
+        self.trace.order.insert(place, ("node", len(self.trace.nodes)))
+        self.trace.nodes.append(node)
+
+    def _share(self) -> None:
+        """The term, divided by the number of micro-batches and counted by one rank if all have it."""
+        ask_for_share(self.trace)
+        kinds, term = self._kinds(self.value), self.value
+        index = next(i for i in self.cone if term in self.trace.nodes[i].outputs)
+        source, place = self.trace.nodes[index].source, self.trace.order.index(("node", index)) + 1
+        users = [i for i, n in enumerate(self.trace.nodes) if term in n.tensor_inputs]
+        steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
+        over = tuple(s for s, kind in zip(SYMBOLS, kinds, strict=True) if kind == "R")
+        if over:
+            steps.append(("batch_part", f"{term}.part", (), {"over": over}))
+        last = term
+        for op, name, more, attrs in steps:
+            self.trace.values[name] = replace(self.trace.values[term], name=name)
+            self._insert(Node(name, op, (last, *more), (name,), attrs, "", source), place)
+            last, place = name, place + 1
+        for i in users:
+            node = self.trace.nodes[i]
+            self.trace.nodes[i] = replace(node, inputs=tuple(last if x == term else x for x in node.inputs))

@@ -1,0 +1,128 @@
+"""Sums over the layers of a model, carried from layer to layer instead of made at its end of what every layer left.
+
+A loss of routers is written behind the last layer, from the logits of all routers: tokens x experts of every layer,
+which a pipeline would hand on over all of its cuts. What it needs of them is small: counts and sums over the tokens,
+added up layer by layer. Everything outside the layers that leads to such a value without a parameter, and that depends
+on nothing later than some layer, is moved to directly behind that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autoplan.ir.graph import Node
+
+if TYPE_CHECKING:
+    from autoplan.capture.frontend.export import Trace
+
+_VIEWS = frozenset(("reshape", "squeeze", "unsqueeze"))
+
+
+def simplify(trace: Trace) -> None:
+    """Counting in a form that can be split over the tokens, and sums without the zeros that they start from."""
+    maker = {out: node for node in trace.nodes for out in node.outputs}
+    same: dict[str, str] = {}
+    for i, node in enumerate(trace.nodes):
+        node = replace(node, inputs=tuple(same.get(x, x) if x else x for x in node.inputs))
+        if node.op == "histc":
+            node = replace(node, inputs=(_whole_numbers(trace, maker, str(node.inputs[0])),))
+        if node.op == "scatter_add" and _zeros(maker, str(node.inputs[0])) and not node.attrs["dim"]:
+            bins = trace.values[node.outputs[0]].shape[0]
+            node = replace(node, op="weighted_count", inputs=node.inputs[1:], attrs={"num": bins})
+        if node.op == "add" and len(node.tensor_inputs) == 2:
+            left, right = node.tensor_inputs
+            for zeros, other in ((left, right), (right, left)):
+                a, b = trace.values[other], trace.values[node.outputs[0]]
+                if _zeros(maker, zeros) and (a.shape, a.dtype) == (b.shape, b.dtype):
+                    same[node.outputs[0]] = other
+                    break
+        trace.nodes[i] = node
+    if same:
+        _rename(trace, same)
+
+
+def _zeros(maker: Mapping[str, Node], value: str) -> bool:
+    node = maker.get(value)
+    return node is not None and node.op == "full" and node.attrs["scalar"] == 0
+
+
+def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
+    """What a cast of whole numbers, flattened before, casts; any other value itself."""
+    at = value
+    while (node := maker.get(at)) is not None and (node.op in _VIEWS or node.op == "to"):
+        at = str(node.inputs[0])
+        if trace.values[at].dtype == "int64" and (maker.get(at) is None or maker[at].op not in _VIEWS):
+            return at
+    return value
+
+
+def _rename(trace: Trace, same: Mapping[str, str]) -> None:
+    """The nodes themselves have their new names already."""
+    trace.output = same.get(trace.output, trace.output)
+    trace.repeats = [(layer, first, [same.get(x, x) for x in ins], outs) for layer, first, ins, outs in trace.repeats]
+    for of in (trace.layer_inputs, trace.layer_outputs):
+        for layer, values in of.items():
+            of[layer] = [same.get(x, x) for x in values]
+
+
+def hoist(trace: Trace, pure: set[str]) -> None:
+    """Moves what leads to sums over the tokens of earlier layers.
+
+    Args:
+        trace: what the loss does not need is gone; changed in place.
+        pure: values that depend on no parameter.
+    """
+    depth: dict[str, int] = {}  # of a value: the last layer that it depends on
+    at: dict[int, int] = {}  # of a node outside layers: the last layer before it
+    made: dict[str, int] = {}
+    ends: list[int] = []  # of the glue behind each layer, in the order of the trace
+    seen: dict[str, int] = {}
+    for place, (kind, index) in enumerate(trace.order):
+        layer = trace.repeats[index][0] if kind == "repeat" else trace.region[trace.nodes[index].name]
+        if layer and layer not in seen:
+            seen[layer] = len(seen)
+            ends.append(place + 1)
+        ends[-1:] = [place + 1] if ends else []
+        if kind == "repeat":
+            depth |= dict.fromkeys(trace.repeats[index][3], seen[layer])
+            continue
+        node = trace.nodes[index]
+        deep = seen[layer] if layer else max((depth.get(x, -1) for x in node.tensor_inputs), default=-1)
+        depth |= dict.fromkeys(node.outputs, deep)
+        if not layer:
+            at[index] = len(seen) - 1
+            made |= dict.fromkeys(node.outputs, index)
+    late = {i for i, last in at.items() if 0 <= depth[trace.nodes[i].outputs[0]] < last}
+    moved: set[int] = set()
+    for i in late:
+        if all(not size.symbols for out in trace.nodes[i].outputs for size in trace.values[out].shape):
+            moved |= _led_to(trace, i, late, made, pure) or set()
+    behind: dict[int, list[tuple[str, int]]] = {}
+    for kind, index in trace.order:
+        if kind == "node" and index in moved:
+            place = ends[depth[trace.nodes[index].outputs[0]]]
+            behind.setdefault(place, []).append((kind, index))
+    order: list[tuple[str, int]] = []
+    for place, entry in enumerate([*trace.order, None]):
+        order += behind.get(place, [])
+        if entry is not None and not (entry[0] == "node" and entry[1] in moved):
+            order.append(entry)
+    trace.order = order
+
+
+def _led_to(trace: Trace, index: int, late: set[int], made: Mapping[str, int], pure: set[str]) -> set[int] | None:
+    """The late nodes that a late one is made by, itself included; None where one of them may not be moved."""
+    out: set[int] = set()
+    wanted = [index]
+    while wanted:
+        i = wanted.pop()
+        node = trace.nodes[i]
+        if i in out:
+            continue
+        if node.op == "dropout" or any(x in trace.params for x in node.tensor_inputs):
+            return None
+        out.add(i)
+        wanted += [made[x] for x in node.tensor_inputs if x in made and made[x] in late and x not in pure]
+    return out

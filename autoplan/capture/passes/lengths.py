@@ -1,0 +1,77 @@
+"""Which inputs are sequences, and of which of two lengths: `s`, that of the first input, or `t`, that of a target.
+
+A Hugging Face encoder-decoder says by the names of its inputs which sequence they belong to. In any other model a
+second sequence is one whose length differs from the first input's in the example: dim 1 of the first such tensor of
+whole numbers [batch, length]. What has this length too belongs to it. Sequences of equal length in the example have to
+be of equal length in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from autoplan.capture.frontend.huggingface import is_hf_model
+from autoplan.errors import CaptureError
+
+_DECODER_INPUTS = frozenset(("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds"))
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """True for a Hugging Face model whose config says so."""
+    return is_hf_model(model) and bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def target_inputs(model: nn.Module) -> frozenset[str]:
+    """Names of inputs that belong to the target sequence whatever its length in the example."""
+    return _DECODER_INPUTS if is_encoder_decoder(model) else frozenset()
+
+
+def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str]) -> dict[str, str]:
+    """Input -> `s` or `t`, for those that carry a sequence in dim 1.
+
+    Args:
+        example_inputs: name -> tensor [batch, ...].
+        targets: inputs that belong to the target sequence by their names.
+
+    Raises: CaptureError where inputs of one sequence have different lengths.
+    """
+    tensors = {n: x for n, x in example_inputs.items() if x.dim() > 1 and x.shape[1] > 1}
+    first = next(iter(example_inputs.values()))
+    if first.dim() < 2 or first.shape[1] < 2:
+        return {}
+    if targets:
+        symbols = {n: "t" if n in targets else "s" for n in tensors}
+        if "s" in symbols.values():  # else the model takes the target only
+            _check_lengths(tensors, symbols)
+            return symbols
+    source = first.shape[1]
+    others = (x.shape[1] for x in tensors.values() if x.dim() == 2 and not x.is_floating_point())
+    target = next((length for length in others if length != source), None)
+    lengths = {source: "s", **({} if target is None else {target: "t"})}
+    return {
+        name: lengths[x.shape[1]]
+        for name, x in tensors.items()
+        if x.shape[1] == source or (x.shape[1] == target and (x.dim() > 2 or not x.is_floating_point()))
+    }
+
+
+def _check_lengths(tensors: Mapping[str, torch.Tensor], symbols: Mapping[str, str]) -> None:
+    found: dict[str, str] = {}
+    for name, symbol in symbols.items():
+        other = found.setdefault(symbol, name)
+        if tensors[other].shape[1] != tensors[name].shape[1]:
+            raise CaptureError(
+                f"inputs {other} {tuple(tensors[other].shape)} and {name} {tuple(tensors[name].shape)} belong to one "
+                "sequence and must have one length"
+            )
+
+
+def example_lengths(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
+    """Tokens of the sequence, 1 if there is none, and of the target where it has a length of its own."""
+    symbols = length_symbols(example_inputs, target_inputs(model))
+    sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
+    shape = next(iter(example_inputs.values())).shape
+    return sizes.get("s", int(shape[1]) if len(shape) > 1 else 1), sizes.get("t")

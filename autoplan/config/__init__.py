@@ -1,0 +1,1 @@
+"""What can be chosen of a configuration and of a run."""

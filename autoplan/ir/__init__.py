@@ -1,0 +1,1 @@
+"""The graph of a model, sizes and layouts as plain data."""

@@ -1,0 +1,431 @@
+"""ModelGraph: the torch-free form of a captured model.
+
+A ModelGraph is a list of *calls* of *blocks*. A block (embedding, one decoder layer, head and loss) is defined once
+however often it occurs; a call gives it its inputs and the full names of its parameters. Every tensor dim is a product
+of named *factors* (`heads head_dim`, `b s` after a flatten) whose sizes may be symbolic, so a sharding can name what it
+splits.
+
+    graph = ModelGraph(...)      # made by autoplan.capture, factors filled by autoplan.ops.factors
+    check(graph)                 # valid in, valid out: raises GraphError
+    print(graph)                 # readable listing
+    ModelGraph.from_json(graph.to_json()) == graph
+    graph.content_hash           # cache key
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from autoplan.errors import GraphError
+from autoplan.ir.symbols import Expr, product
+from autoplan.units import DTYPE_BYTES, dtype_bytes
+
+SCHEMA_VERSION = 2
+
+# Inputs of a captured graph that are not of the batch: the runtime gives them.
+LOSS_DENOMINATOR = "loss_denominator"  # the global number of what the mean of the loss runs over
+LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for what is averaged over them
+OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number in it is the size of the batch, not of a micro-batch
+NOT_OF_THE_BATCH = frozenset((LOSS_DENOMINATOR, LOSS_SHARE))
+
+_Thing = TypeVar("_Thing")
+Dim = tuple[str, ...]  # factor names, major to minor; () is a dim of size 1
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor: global shape, dtype, whether a gradient flows to it, its dims as factors (None before inference)."""
+
+    name: str
+    shape: tuple[Expr, ...]
+    dtype: str
+    requires_grad: bool
+    dims: tuple[Dim, ...] | None = None
+
+    @property
+    def num_elements(self) -> Expr:
+        """Global element count."""
+        return product(self.shape)
+
+    @property
+    def num_bytes(self) -> Expr:
+        """Global bytes."""
+        return self.num_elements * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op. `inputs` name values (None for an absent optional tensor); `attrs` are plain data or Expr."""
+
+    name: str
+    op: str
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    scope: str = ""  # module path relative to the block
+    source: str = ""  # file:line in the user's model
+
+    @property
+    def tensor_inputs(self) -> tuple[str, ...]:
+        """The inputs that are present."""
+        return tuple(name for name in self.inputs if name is not None)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A unit of repetition, recompute, ZeRO gathering and pipeline cutting."""
+
+    name: str
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]  # values that are parameters, named relative to the block's module path
+    buffers: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    values: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One occurrence of a block. `inputs`/`outputs` are top-level values, `params`/`buffers` map to full names."""
+
+    name: str
+    block: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: Mapping[str, str]
+    buffers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter (or buffer) of the user's model. `aliases` are further names of the same tensor (tied weights)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        """Element count."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """The whole model, forward and loss. `output` is the top-level value of the (scalar) loss.
+
+    The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known
+    before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
+    `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of
+    `loss_target` (!= `ignore_index`), samples, or nothing. Of sequences whose length is not within its `bounds` the
+    model would compute something else (its forward asked). What the model does and this graph does not is `left_out`,
+    in words: such a graph is priced, not executed.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    output: str
+    values: Mapping[str, Value]
+    blocks: Mapping[str, Block]
+    calls: tuple[Call, ...]
+    params: Mapping[str, Parameter]
+    buffers: Mapping[str, Parameter]
+    loss_count: str = "none"  # "tokens" | "samples" | "none"
+    loss_target: str | None = None
+    ignore_index: int = -100
+    factors: Mapping[str, Expr] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t: the least, the largest
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        """Trainable and frozen parameters, tied ones once."""
+        return sum(p.num_elements for p in self.params.values())
+
+    @property
+    def has_target(self) -> bool:
+        """True if a second sequence has a length of its own: the symbol `t`."""
+        return any("t" in size.symbols for name in self.inputs for size in self.values[name].shape)
+
+    def call_counts(self) -> dict[str, int]:
+        """How often each block occurs."""
+        counts: dict[str, int] = {name: 0 for name in self.blocks}
+        for call in self.calls:
+            counts[call.block] += 1
+        return counts
+
+    def free_calls(self) -> frozenset[str]:
+        """Calls that need no parameter, directly or through their inputs: every pipeline stage recomputes them."""
+        known, free = set(self.inputs), set()
+        for call in self.calls:
+            if not call.params and set(call.inputs) <= known:
+                free.add(call.name)
+                known |= set(call.outputs)
+        return frozenset(free)
+
+    def tied_params(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Parameters used by more than one call: full name -> ((call, name in block), ...)."""
+        uses: dict[str, list[tuple[str, str]]] = {}
+        for call in self.calls:
+            for local, full in call.params.items():
+                uses.setdefault(full, []).append((call.name, local))
+        return {name: tuple(where) for name, where in uses.items() if len(where) > 1}
+
+    def factor_sizes(self, env: Mapping[str, int]) -> dict[str, int]:
+        """Numbers for all factors under `env` (b, s, t). Raises GraphError for a size that is not a whole number."""
+        out = {}
+        for name, size in self.factors.items():
+            value = size.evaluate(env)
+            if value.denominator != 1:
+                raise GraphError(f"factor {name} = {size} is {value}, not a whole number, for {dict(env)}")
+            out[name] = int(value)
+        return out
+
+    def with_factors(
+        self, factors: Mapping[str, Expr], values: Mapping[str, Value], blocks: Mapping[str, Block]
+    ) -> ModelGraph:
+        """The same graph with inferred factors."""
+        return replace(self, factors=dict(factors), values=dict(values), blocks=dict(blocks))
+
+    def in_order(self) -> ModelGraph:
+        """The same graph, its blocks as they are called and all else by name: as read from a file, whatever made it. A
+        solver breaks ties by the order of what it is asked."""
+        called = dict.fromkeys((*(call.block for call in self.calls), *sorted(self.blocks)))
+        blocks = {
+            name: replace(b, values=_sorted(b.values), nodes=tuple(replace(n, attrs=_sorted(n.attrs)) for n in b.nodes))
+            for name in called
+            if (b := self.blocks.get(name))
+        }
+        return replace(
+            self,
+            values=_sorted(self.values),
+            blocks=blocks,
+            calls=tuple(replace(c, params=_sorted(c.params), buffers=_sorted(c.buffers)) for c in self.calls),
+            params=_sorted(self.params),
+            buffers=_sorted(self.buffers),
+            factors=_sorted(self.factors),
+            bounds=_sorted(self.bounds),
+        )
+
+    def to_json(self) -> str:
+        """Text form, stable: equal graphs give equal text."""
+        return json.dumps({"schema": SCHEMA_VERSION, "graph": _encode(self)}, indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> ModelGraph:
+        """Read and check. Raises GraphError on another schema or a broken graph."""
+        data = json.loads(text)
+        if data.get("schema") != SCHEMA_VERSION:
+            raise GraphError(
+                f"ModelGraph schema {data.get('schema')!r} cannot be read; this version reads {SCHEMA_VERSION}"
+            )
+        graph = _decode_graph(data["graph"]).in_order()
+        check(graph)
+        return graph
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of the text form."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __str__(self) -> str:
+        lines = [
+            f"model {self.name}: {self.num_params:,} parameters, {len(self.calls)} calls of {len(self.blocks)} blocks"
+        ]
+        if self.factors:
+            lines.append("factors " + ", ".join(f"{k}={v}" for k, v in self.factors.items()))
+        lines.append("inputs " + ", ".join(_show(self.values[name]) for name in self.inputs))
+        for call in self.calls:
+            lines.append(f"  {', '.join(call.outputs)} = {call.block}[{call.name}]({', '.join(call.inputs)})")
+        lines.append(f"output {self.output}")
+        for block in self.blocks.values():
+            lines.append("")
+            lines.append(f"block {block.name}({', '.join(_show(block.values[i]) for i in block.inputs)})")
+            for p in (*block.params, *block.buffers):
+                lines.append(f"  {'param' if p in block.params else 'buffer'} {_show(block.values[p])}")
+            for node in block.nodes:
+                attrs = ", ".join(f"{k}={v}" for k, v in node.attrs.items())
+                args = ", ".join([*(str(i) for i in node.inputs), *([attrs] if attrs else [])])
+                outs = ", ".join(_show(block.values[o]) for o in node.outputs)
+                lines.append(f"  {outs} = {node.op}({args})")
+            lines.append(f"  return {', '.join(block.outputs)}")
+        return "\n".join(lines)
+
+
+def _show(value: Value) -> str:
+    if value.dims is None:
+        shape = ", ".join(str(s) for s in value.shape)
+    else:
+        shape = ", ".join(" ".join(d) if d else "1" for d in value.dims)
+    return f"{value.name}: {value.dtype}[{shape}]"
+
+
+def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
+    return dict(sorted(things.items()))
+
+
+def _encode(obj: Any) -> Any:
+    if isinstance(obj, Expr):
+        return {"expr": str(obj)}
+    if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
+        fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
+        return {k: v for k, v in fields.items() if k != "left_out" or v}  # of nearly all graphs there is nothing
+    if isinstance(obj, Mapping):
+        return {k: _encode(v) for k, v in obj.items()}
+    if isinstance(obj, (tuple, list)):
+        return [_encode(v) for v in obj]
+    if obj is None or isinstance(obj, (bool, int, float, str)):
+        return obj
+    raise GraphError(f"{obj!r} of type {type(obj).__name__} is not plain data")
+
+
+def _plain(obj: Any) -> Any:
+    if isinstance(obj, dict):
+        if set(obj) == {"expr"}:
+            return Expr.parse(obj["expr"])
+        return {k: _plain(v) for k, v in obj.items()}
+    if isinstance(obj, list):
+        return tuple(_plain(v) for v in obj)
+    return obj
+
+
+def _decode_value(data: Any) -> Value:
+    return Value(**_plain(data))
+
+
+def _decode_graph(data: Any) -> ModelGraph:
+    blocks = {}
+    for name, raw in data["blocks"].items():
+        blocks[name] = Block(
+            name=raw["name"],
+            inputs=tuple(raw["inputs"]),
+            params=tuple(raw["params"]),
+            buffers=tuple(raw["buffers"]),
+            outputs=tuple(raw["outputs"]),
+            nodes=tuple(Node(**_plain(n)) for n in raw["nodes"]),
+            values={k: _decode_value(v) for k, v in raw["values"].items()},
+        )
+    return ModelGraph(
+        name=data["name"],
+        inputs=tuple(data["inputs"]),
+        output=data["output"],
+        values={k: _decode_value(v) for k, v in data["values"].items()},
+        blocks=blocks,
+        calls=tuple(Call(**_plain(c)) for c in data["calls"]),
+        params={k: Parameter(**_plain(v)) for k, v in data["params"].items()},
+        buffers={k: Parameter(**_plain(v)) for k, v in data["buffers"].items()},
+        loss_count=data["loss_count"],
+        loss_target=data["loss_target"],
+        ignore_index=data["ignore_index"],
+        factors=_plain(data["factors"]),
+        bounds=_plain(data["bounds"]),
+        left_out=tuple(data.get("left_out", ())),
+    )
+
+
+def _check_value(where: str, value: Value, factors: Mapping[str, Expr]) -> None:
+    if value.dtype not in DTYPE_BYTES:
+        raise GraphError(f"{where}: {value.name} has unknown dtype {value.dtype!r}")
+    if value.dims is None:
+        return
+    if len(value.dims) != len(value.shape):
+        raise GraphError(f"{where}: {value.name} has {len(value.shape)} dims but {len(value.dims)} factor lists")
+    for i, (dim, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+        unknown = [f for f in dim if f not in factors]
+        if unknown:
+            raise GraphError(f"{where}: {value.name} dim {i} names unknown factor {unknown[0]!r}")
+        if product([factors[f] for f in dim]) != size:
+            raise GraphError(
+                f"{where}: {value.name} dim {i} is {size} but its factors {' '.join(dim)} multiply to another size"
+            )
+
+
+def _check_names(where: str, things: Mapping[str, Value] | Mapping[str, Block] | Mapping[str, Parameter]) -> None:
+    for name, thing in things.items():
+        if thing.name != name:
+            raise GraphError(f"{where}: {name!r} holds something named {thing.name!r}")
+
+
+def _define(where: str, defined: dict[str, None], names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in defined:
+            raise GraphError(f"{where}: {name!r} is defined twice")
+        defined[name] = None
+
+
+def _check_block(block: Block, factors: Mapping[str, Expr]) -> None:
+    where = f"block {block.name}"
+    _check_names(where, block.values)
+    for value in block.values.values():
+        _check_value(where, value, factors)
+    defined: dict[str, None] = {}
+    _define(where, defined, (*block.inputs, *block.params, *block.buffers))
+    for node in block.nodes:
+        for name in node.tensor_inputs:
+            if name not in defined:
+                raise GraphError(f"{where}: {node.name} uses {name!r} before it is defined")
+        _define(where, defined, node.outputs)
+    missing = [name for name in defined if name not in block.values]
+    missing += [name for name in block.outputs if name not in defined]
+    if missing:
+        raise GraphError(f"{where}: {missing[0]!r} is not a value of the block")
+
+
+def _check_call(graph: ModelGraph, call: Call) -> None:
+    callee, where = graph.blocks[call.block], f"call {call.name}"
+    for given, wanted in ((call.inputs, callee.inputs), (call.outputs, callee.outputs)):
+        if len(given) != len(wanted):
+            raise GraphError(
+                f"{where}: {len(given)} values {', '.join(given)} for {', '.join(wanted)} of {callee.name}"
+            )
+        for actual, formal in zip(given, wanted, strict=True):
+            if actual not in graph.values:
+                raise GraphError(f"{where}: {actual!r} is not a value of the graph")
+            a, f = graph.values[actual], callee.values[formal]
+            if (a.shape, a.dtype, a.dims) != (f.shape, f.dtype, f.dims):
+                raise GraphError(f"{where}: {_show(a)} passed for {_show(f)}")
+    if set(call.params) != set(callee.params) or set(call.buffers) != set(callee.buffers):
+        raise GraphError(f"{where} does not bind exactly the parameters of block {call.block}")
+    for bound, known in ((call.params, graph.params), (call.buffers, graph.buffers)):
+        for local, full in bound.items():
+            if full not in known:
+                raise GraphError(f"{where} binds {local} of block {call.block} to the unknown {full!r}")
+            if callee.values[local].shape != tuple(Expr.of(s) for s in known[full].shape):
+                raise GraphError(f"{where}: {full} has another shape than {local} of block {call.block}")
+
+
+def check(graph: ModelGraph) -> None:
+    """Raise GraphError unless every name resolves, is defined before use and once, and factors multiply to sizes."""
+    _check_names("top level", graph.values)
+    _check_names("blocks", graph.blocks)
+    _check_names("parameters", graph.params)
+    _check_names("buffers", graph.buffers)
+    for value in graph.values.values():
+        _check_value("top level", value, graph.factors)
+    for block in graph.blocks.values():
+        _check_block(block, graph.factors)
+    available: dict[str, None] = {}
+    _define("top level", available, graph.inputs)
+    for name in graph.inputs:
+        if name not in graph.values:
+            raise GraphError(f"input {name!r} is not a value of the graph")
+    for call in graph.calls:
+        if call.block not in graph.blocks:
+            raise GraphError(f"call {call.name} names unknown block {call.block!r}")
+        for name in call.inputs:
+            if name not in available:
+                raise GraphError(f"call {call.name} uses {name!r} before it is defined")
+        _check_call(graph, call)
+        _define(f"call {call.name}", available, call.outputs)
+    for what, wanted in (("output", graph.output), ("loss target", graph.loss_target)):
+        if wanted is not None and wanted not in available:
+            raise GraphError(f"{what} {wanted!r} is not computed by any call")

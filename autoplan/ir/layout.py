@@ -1,0 +1,236 @@
+"""Layouts as data: the mesh of atomic sub-axes, the type of a value per sub-axis, and the conversions between types.
+
+Types and their gradients (DESIGN section 4; the terms of the PyPI package spmd_types):
+
+    R replicate   same value, each rank uses it differently   gradient P
+    I invariant   same value, every rank does the same work   gradient I
+    S shard       split                                       gradient S
+    P partial     pending sum                                 gradient R
+
+A shard is written `Shard(dim, factor)`: it splits the factor at position `factor` of tensor dim `dim`. A value has one
+type per sub-axis; sub-axes that shard the same factor do so in mesh order, major to minor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from autoplan.errors import LayoutError
+
+
+class Kind(Enum):
+    """Type of a value on one sub-axis."""
+
+    R = "R"
+    I = "I"  # noqa: E741  the field's name for invariant
+    P = "P"
+    S = "S"
+
+
+@dataclass(frozen=True, order=True)
+class AxisType:
+    """R, I, P, or a shard of factor `factor` of dim `dim`."""
+
+    kind_name: str
+    dim: int = -1
+    factor: int = -1
+
+    @property
+    def kind(self) -> Kind:
+        """The kind as an enum."""
+        return Kind(self.kind_name)
+
+    @property
+    def is_shard(self) -> bool:
+        """True for S."""
+        return self.kind_name == "S"
+
+    def gradient(self) -> AxisType:
+        """Type of the gradient of a value of this type."""
+        return {"R": P, "I": I, "P": R}.get(self.kind_name, self)
+
+    def __str__(self) -> str:
+        return f"S({self.dim}.{self.factor})" if self.is_shard else self.kind_name
+
+
+R = AxisType("R")
+I = AxisType("I")  # noqa: E741
+P = AxisType("P")
+
+
+def shard(dim: int, factor: int = 0) -> AxisType:
+    """Shard of one factor of one dim."""
+    return AxisType("S", dim, factor)
+
+
+def parse_axis_type(text: str) -> AxisType:
+    """Inverse of str(AxisType)."""
+    if text in ("R", "I", "P"):
+        return AxisType(text)
+    if text.startswith("S(") and text.endswith(")"):
+        dim, _, factor = text[2:-1].partition(".")
+        return shard(int(dim), int(factor))
+    raise LayoutError(f"unknown type {text!r}; known: R, I, P, S(dim.factor)")
+
+
+Layout = tuple[AxisType, ...]  # one type per sub-axis of the intra-op mesh, in mesh order
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An atomic sub-axis of the device grid."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The device grid: atomic sub-axes, major to minor over ranks, and named products of adjacent ones."""
+
+    axes: tuple[Axis, ...]
+    groups: Mapping[str, tuple[str, ...]]  # e.g. {"tp": ("tp0", "tp1")}
+
+    def size(self, name: str) -> int:
+        """Size of an axis or of a named product. LayoutError names an unknown axis."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis.size
+        if name in self.groups:
+            total = 1
+            for member in self.groups[name]:
+                total *= self.size(member)
+            return total
+        known = [a.name for a in self.axes] + list(self.groups)
+        raise LayoutError(f"unknown mesh axis {name!r}; known: {', '.join(known)}")
+
+    @property
+    def num_devices(self) -> int:
+        """Product of all sub-axes."""
+        total = 1
+        for axis in self.axes:
+            total *= axis.size
+        return total
+
+    def atoms(self, name: str) -> tuple[str, ...]:
+        """The sub-axes of an axis or of a named product."""
+        return self.groups.get(name, (name,))
+
+
+class ConversionKind(Enum):
+    """What a conversion step does. The value is the runtime function's name."""
+
+    ALL_REDUCE = "all_reduce"  # P -> R | I
+    REDUCE_SCATTER = "reduce_scatter"  # P -> S
+    ALL_GATHER = "all_gather"  # S -> R | I
+    SLICE = "slice_"  # R | I -> S
+    TO_REPLICATE = "to_replicate"  # I -> R
+    ALL_TO_ALL = "all_to_all"  # S -> S'
+    TO_PARTIAL = "to_partial"  # R | I -> P
+
+
+# collective in the forward, collective in the backward (None: nothing is sent). DESIGN section 4.
+COLLECTIVES: dict[tuple[ConversionKind, str], tuple[str | None, str | None]] = {
+    (ConversionKind.ALL_REDUCE, "R"): ("all_reduce", "all_reduce"),
+    (ConversionKind.ALL_REDUCE, "I"): ("all_reduce", None),
+    (ConversionKind.REDUCE_SCATTER, "S"): ("reduce_scatter", "all_gather"),
+    (ConversionKind.ALL_GATHER, "R"): ("all_gather", "reduce_scatter"),
+    (ConversionKind.ALL_GATHER, "I"): ("all_gather", None),
+    (ConversionKind.SLICE, "R"): (None, None),
+    (ConversionKind.SLICE, "I"): (None, "all_gather"),
+    (ConversionKind.TO_REPLICATE, "R"): (None, "all_reduce"),
+    (ConversionKind.ALL_TO_ALL, "S"): ("all_to_all", "all_to_all"),
+    (ConversionKind.TO_PARTIAL, "R"): (None, None),
+    (ConversionKind.TO_PARTIAL, "I"): (None, None),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One conversion on one or more adjacent sub-axes (indices into the layout) at once."""
+
+    kind: ConversionKind
+    axes: tuple[int, ...]
+    source: AxisType
+    target: AxisType
+
+    @property
+    def collectives(self) -> tuple[str | None, str | None]:
+        """(forward, backward) collective."""
+        tag = (
+            self.source.kind_name
+            if self.kind in (ConversionKind.SLICE, ConversionKind.TO_PARTIAL)
+            else self.target.kind_name
+        )
+        return COLLECTIVES[self.kind, tag]
+
+
+def _kind(source: AxisType, target: AxisType) -> ConversionKind | None:
+    table = {
+        ("P", "R"): ConversionKind.ALL_REDUCE,
+        ("P", "I"): ConversionKind.ALL_REDUCE,
+        ("P", "S"): ConversionKind.REDUCE_SCATTER,
+        ("S", "R"): ConversionKind.ALL_GATHER,
+        ("S", "I"): ConversionKind.ALL_GATHER,
+        ("R", "S"): ConversionKind.SLICE,
+        ("I", "S"): ConversionKind.SLICE,
+        ("I", "R"): ConversionKind.TO_REPLICATE,
+        ("S", "S"): ConversionKind.ALL_TO_ALL,
+        ("R", "P"): ConversionKind.TO_PARTIAL,
+        ("I", "P"): ConversionKind.TO_PARTIAL,
+    }
+    return table.get((source.kind_name, target.kind_name))
+
+
+def _innermost(layout: Sequence[AxisType], axis: int) -> bool:
+    """True if no later sub-axis shards the same factor: only the minor one can be gathered without a permutation."""
+    return all(layout[later] != layout[axis] for later in range(axis + 1, len(layout)))
+
+
+def _orders(pending: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not pending:
+        yield ()
+    for i, axis in enumerate(pending):
+        for rest in _orders(pending[:i] + pending[i + 1 :]):
+            yield (axis, *rest)
+
+
+def conversion(source: Layout, target: Layout) -> tuple[Step, ...] | None:
+    """Steps from one layout to another, or None where it cannot be done without a permutation or is not a conversion.
+
+    Equal neighbouring steps on adjacent sub-axes of one factor become one collective on their product.
+    """
+    changed = tuple(a for a in range(len(source)) if source[a] != target[a])
+    whole = _merge(source, target, changed)
+    if whole is not None:
+        return whole
+    for order in _orders(changed):
+        current, steps = list(source), []
+        for axis in order:
+            kind = _kind(current[axis], target[axis])
+            if kind is None or (current[axis].is_shard and not _innermost(current, axis)):
+                break
+            step = Step(kind, (axis,), current[axis], target[axis])
+            current[axis] = target[axis]
+            if target[axis].is_shard and not _innermost(current, axis):
+                break
+            steps.append(step)
+        else:
+            return tuple(steps)
+    return None
+
+
+def _merge(source: Layout, target: Layout, changed: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """One step over several adjacent sub-axes when they all do the same."""
+    if len(changed) < 2 or changed != tuple(range(changed[0], changed[-1] + 1)):
+        return None
+    if len({source[a] for a in changed}) != 1 or len({target[a] for a in changed}) != 1:
+        return None
+    first = changed[0]
+    kind = _kind(source[first], target[first])
+    outside = [a for a in range(len(source)) if a not in changed]
+    if kind is None or any(source[a].is_shard and source[a] in (source[first], target[first]) for a in outside):
+        return None
+    return (Step(kind, changed, source[first], target[first]),)

@@ -1,0 +1,101 @@
+"""May the batch be split? Types along the batch, from the same rules as the layouts.
+
+Data parallelism and micro-batches compute the loss in parts and add them up, so along the batch every value must be a
+shard (it has the batch), replicated (it has not), or a pending sum, and the loss must end as a pending sum. A mean over
+the batch, a sum that goes through a non-linear op, or a term that is the same in every part would be counted wrongly:
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from autoplan.ir.graph import OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
+from autoplan.ir.layout import AxisType, P, R, shard
+from autoplan.ir.symbols import Expr
+from autoplan.ops.strategies import axis_choices
+
+# made anew in every part, with the part's own batch size and no values that depend on the position in it
+_FILLS = frozenset({"expand", "full"})
+
+
+def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
+    """Where the batch, or the sequence, sits in a value."""
+    return [
+        shard(dim, position)
+        for dim, names in enumerate(value.dims or ())
+        for position, name in enumerate(names)
+        if symbol in factors[name].symbols
+    ]
+
+
+def _result(
+    node: Node, block: Block, types: Mapping[str, AxisType], factors: Mapping[str, Expr], symbol: str
+) -> list[AxisType] | None:
+    """Types of a node's outputs, or None if it cannot be computed in parts."""
+    inputs = tuple(types[n] for n in node.tensor_inputs)
+    places = [_places(block.values[n], factors, symbol) for n in node.outputs]
+    if any(len(p) > 1 for p in places) or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
+        return None
+    if symbol == "s" and node.op == "attention":  # over the keys of all parts (autoplan.runtime.context)
+        documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))
+        whole = (len(inputs) == 3 or documents) and all(t == shard(2, 0) for t in inputs[:3])
+        return [p[0] for p in places] if whole else None
+    if node.op in ("batch_sum", "batch_part") and symbol in node.attrs["over"]:  # over all parts, by a collective
+        before, after = (P, R) if node.op == "batch_sum" else (R, P)
+        return [after] if inputs == (before,) and not any(places) else None
+    if node.op == "to" and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
+        return [P]  # of a term of the loss: each part is rounded
+    if symbol == "s" and node.op == "dropout" and node.attrs["p"]:
+        return None  # its mask is a function of the place in the whole sequence
+    if all(t is R for t in inputs) and (not any(places) or node.op in _FILLS):
+        return [p[0] if p else R for p in places]
+    for choice in axis_choices(node, block.values, factors, pending_counts=True):
+        shards = [[t] if t.is_shard else [] for t in choice.outputs]
+        if choice.inputs == inputs and shards == places and choice.special is None:
+            split = choice.factor is not None
+            return None if node.op == "mean" and split and P in choice.outputs else list(choice.outputs)
+    return None
+
+
+def batch_obstacle(graph: ModelGraph) -> str | None:
+    """Why the batch of this model cannot be computed in parts (naming op and source line), or None if it can."""
+    found, loss = _obstacle(graph, "b", frozenset())
+    if found is not None:
+        return f"{found} cannot be computed sample by sample and added up"
+    return "the loss is not a sum over the samples of the batch" if loss is not P else None
+
+
+def context_obstacle(graph: ModelGraph) -> str | None:
+    """The same of the sequence: what depends on no parameter is made of whole sequences and then cut, attention sees
+    the keys of all parts."""
+    found, loss = _obstacle(graph, "s", graph.free_calls())
+    if found is not None:
+        return f"{found} cannot be computed for a part of the sequence"
+    return "the loss is not a sum over the tokens of the sequence" if loss is not P else None
+
+
+def _obstacle(graph: ModelGraph, symbol: str, whole: Set[str]) -> tuple[str | None, AxisType]:
+    """The first operation that cannot be computed in parts, and the type of the loss. `whole`: calls that are not."""
+    factors = graph.factors
+    top: dict[str, AxisType] = {}
+    values = [*graph.inputs, *(v for call in graph.calls if call.name in whole for v in call.outputs)]
+    for name in values:
+        places = _places(graph.values[name], factors, symbol)
+        top[name] = places[0] if places else R
+    known: dict[tuple[str, tuple[AxisType, ...]], list[AxisType]] = {}  # layers are calls of one block, called alike
+    for call in graph.calls:
+        if call.name in whole:
+            continue
+        block, given = graph.blocks[call.block], tuple(top[actual] for actual in call.inputs)
+        if (block.name, given) not in known:
+            types = dict(zip(block.inputs, given, strict=True))
+            types |= dict.fromkeys((*block.params, *block.buffers), R)
+            for node in block.nodes:
+                found = _result(node, block, types, factors, symbol)
+                if found is None:
+                    return f"{node.op} at {node.source or node.name}", R
+                types |= zip(node.outputs, found, strict=True)
+            known[block.name, given] = [types[formal] for formal in block.outputs]
+        top |= zip(call.outputs, known[block.name, given], strict=True)
+    return None, top[graph.output]

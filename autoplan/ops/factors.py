@@ -1,0 +1,243 @@
+"""Factor inference: every dim of every value as a product of named factors, consistent over the whole model.
+
+Each dim starts as one unknown factor. A rule says which dims share a label; equal labels are unified, and where one
+side is a product (a reshape splits `heads*head_dim`, a flatten joins `b*s`) the other side is refined to match.
+Refinement travels backwards into parameters: the rows of `q_proj.weight` become `kv g d` because its output is later
+viewed as heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoplan.errors import GraphError, RuleError
+from autoplan.ir.graph import Block, Dim, ModelGraph, Value, check
+from autoplan.ir.symbols import Expr
+from autoplan.ops.language import OpRule
+from autoplan.ops.table import rule_for
+
+# names for factors, best first: the first op that gives one of these labels to a dim names it
+_HINTS: dict[tuple[str, str], str] = {
+    ("attention", "kv"): "kv",
+    ("attention", "g"): "group",
+    ("attention", "d"): "head",
+    ("attention", "e"): "head",
+    ("embedding", "v"): "vocab",
+    ("embedding", "h"): "hidden",
+    ("cross_entropy_sum", "v"): "vocab",
+    ("experts", "e"): "experts",
+    ("experts", "f"): "expert_out",
+    ("chunk", "count"): "chunks",
+    ("experts", "count"): "chunks",
+    ("linear", "o"): "out",
+    ("linear", "i"): "in",
+}
+
+
+class _Factors:
+    """Union-find over factors; a factor may be split into an ordered list of others."""
+
+    def __init__(self) -> None:
+        self.size: list[Expr] = []
+        self.parent: list[int] = []
+        self.split: dict[int, tuple[int, ...]] = {}
+        self.hints: dict[int, list[str]] = {}
+
+    def new(self, size: Expr) -> int:
+        self.size.append(size)
+        self.parent.append(len(self.parent))
+        return len(self.parent) - 1
+
+    def find(self, factor: int) -> int:
+        while self.parent[factor] != factor:
+            self.parent[factor] = self.parent[self.parent[factor]]
+            factor = self.parent[factor]
+        return factor
+
+    def atoms(self, factors: list[int]) -> list[int]:
+        out: list[int] = []
+        for factor in factors:
+            root = self.find(factor)
+            out.extend(self.atoms(list(self.split[root])) if root in self.split else [root])
+        return out
+
+    def _split(self, factor: int, major: Expr, minor: Expr) -> None:
+        self.split[factor] = (self.new(major), self.new(minor))
+
+    def unify(self, left: list[int], right: list[int]) -> bool:
+        """Make two products the same list of factors. False if they have no common refinement."""
+        a, b = self.atoms(left), self.atoms(right)
+        while a and b:
+            x, y = self.find(a[0]), self.find(b[0])
+            if x in self.split or y in self.split:
+                a, b = self.atoms(a), self.atoms(b)
+                continue
+            if x == y:
+                a, b = a[1:], b[1:]
+                continue
+            sx, sy = self.size[x], self.size[y]
+            if sx == sy:
+                self.parent[x] = y
+                self.hints.setdefault(y, []).extend(self.hints.pop(x, []))
+                a, b = a[1:], b[1:]
+                continue
+            quotient = sx.divide(sy)
+            if quotient is not None:
+                self._split(x, sy, quotient)
+                continue
+            quotient = sy.divide(sx)
+            if quotient is None:
+                return False
+            self._split(y, sx, quotient)
+        return not a and not b
+
+
+class _Inference:
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph, self.table = graph, _Factors()
+        self.dims: dict[tuple[str, str], list[list[int]]] = {}
+        # as they are defined, whatever the order of the mappings: names of factors depend on it
+        for name in dict.fromkeys((*graph.inputs, *(out for call in graph.calls for out in call.outputs))):
+            self._fresh("", graph.values[name])
+        for block in dict.fromkeys(call.block for call in graph.calls):
+            of = graph.blocks[block]
+            for name in (*of.inputs, *of.params, *of.buffers, *(out for node in of.nodes for out in node.outputs)):
+                self._fresh(block, of.values[name])
+
+    def _fresh(self, scope: str, value: Value) -> None:
+        self.dims[scope, value.name] = [[] if s.value == 1 else [self.table.new(s)] for s in value.shape]
+
+    def _join(self, what: str, left: list[list[int]], right: list[list[int]]) -> None:
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            if not self.table.unify(a, b):
+                raise GraphError(f"{what}: dim {i} has no common factors")
+
+    def run(self) -> ModelGraph:
+        for block in self.graph.blocks.values():
+            for node in block.nodes:
+                rule = rule_for(node, block.values)
+                self._apply(block, node.op, node.source or node.name, rule, [*node.tensor_inputs, *node.outputs])
+        for call in self.graph.calls:
+            block = self.graph.blocks[call.block]
+            pairs = [*zip(call.inputs, block.inputs, strict=True), *zip(call.outputs, block.outputs, strict=True)]
+            for actual, formal in pairs:
+                self._join(f"call {call.name}, {actual}", self.dims["", actual], self.dims[block.name, formal])
+        first: dict[str, tuple[str, str]] = {}
+        for call in self.graph.calls:
+            for local, full in call.params.items():
+                if full in first:
+                    self._join(f"tied parameter {full}", self.dims[first[full]], self.dims[call.block, local])
+                first.setdefault(full, (call.block, local))
+        return self._result()
+
+    def _apply(self, block: Block, op: str, where: str, rule: OpRule, names: list[str]) -> None:
+        known: dict[str, list[int]] = {}
+        for name, labels in zip(names, [*rule.inputs, *rule.outputs], strict=True):
+            value = block.values[name]
+            for i, dim in enumerate(labels):
+                mine = self.dims[block.name, name][i]
+                theirs: list[int] = []
+                for label in dim:
+                    if label not in known:
+                        if len(dim) == 1:
+                            known[label] = list(mine)
+                        else:
+                            if label not in rule.sizes:
+                                raise RuleError(f"{op} at {where}: label {label} shares a dim and has no size")
+                            known[label] = [] if rule.sizes[label].value == 1 else [self.table.new(rule.sizes[label])]
+                    theirs += known[label]
+                    self._hint(op, label, known[label])
+                if not self.table.unify(theirs, mine):
+                    raise RuleError(
+                        f"{op} at {where}: dim {i} of {name} ({value.shape[i]}) does not match the other operands"
+                    )
+
+    def _hint(self, op: str, label: str, factors: list[int]) -> None:
+        name = _HINTS.get((op, label))
+        if name is None:
+            return
+        atoms = self.table.atoms(factors)
+        if len(atoms) == 1:
+            self.table.hints.setdefault(atoms[0], []).append(name)
+
+    def _names(self) -> dict[int, str]:
+        rank = {hint: i for i, hint in enumerate(dict.fromkeys(_HINTS.values()))}
+        order: dict[int, None] = {}
+        for dims in self.dims.values():
+            for dim in dims:
+                for atom in self.table.atoms(dim):
+                    order[atom] = None
+        names: dict[int, str] = {}
+        used: dict[str, int] = {}
+        for atom in order:
+            size = self.table.size[atom]
+            hints = sorted(self.table.hints.get(atom, []), key=lambda h: rank[h])
+            base = str(size) if str(size).isidentifier() else hints[0] if hints else "f"
+            used[base] = used.get(base, 0) + 1
+            names[atom] = base if used[base] == 1 else f"{base}{used[base]}"
+        return names
+
+    def _result(self) -> ModelGraph:
+        names = self._names()
+
+        def dims(scope: str, name: str) -> tuple[Dim, ...]:
+            return tuple(tuple(names[a] for a in self.table.atoms(dim)) for dim in self.dims[scope, name])
+
+        values = {n: replace(v, dims=dims("", n)) for n, v in self.graph.values.items()}
+        blocks = {
+            name: replace(block, values={n: replace(v, dims=dims(name, n)) for n, v in block.values.items()})
+            for name, block in self.graph.blocks.items()
+        }
+        factors = {name: self.table.size[atom] for atom, name in names.items()}
+        return self.graph.with_factors(factors, values, blocks)
+
+
+def infer_factors(graph: ModelGraph) -> ModelGraph:
+    """The graph with the dims of every value as factors.
+
+    Checked. RuleError / GraphError name the op that does not fit.
+    """
+    result = _Inference(graph).run()
+    check(result)
+    return result
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """Where a label sits: tensor `operand` (inputs then outputs), tensor dim, and the places of its factors there."""
+
+    operand: int
+    dim: int
+    start: int
+    count: int
+
+
+def occurrences(rule: OpRule, values: list[Value], factors: Mapping[str, Expr]) -> dict[str, list[Occurrence]]:
+    """All places of every label.
+
+    `values` are the operands followed by the outputs; GraphError before factor inference.
+    """
+    out: dict[str, list[Occurrence]] = {}
+    for k, (value, labels) in enumerate(zip(values, [*rule.inputs, *rule.outputs], strict=True)):
+        if value.dims is None:
+            raise GraphError(f"{value.name} has no factors yet; run infer_factors")
+        for i, dim in enumerate(labels):
+            position = 0
+            for label in dim:
+                count = len(value.dims[i]) if len(dim) == 1 else _span(value, i, position, rule.sizes[label], factors)
+                out.setdefault(label, []).append(Occurrence(k, i, position, count))
+                position += count
+    return out
+
+
+def _span(value: Value, dim: int, start: int, want: Expr, factors: Mapping[str, Expr]) -> int:
+    """How many factors from `start` multiply to `want`."""
+    have = (value.dims or ())[dim]
+    total, count = Expr.of(1), 0
+    while total != want:
+        if start + count >= len(have):
+            raise GraphError(f"{value.name} dim {dim}: factors {' '.join(have)} do not cover a part of size {want}")
+        total = total * factors[have[start + count]]
+        count += 1
+    return count

@@ -1,0 +1,98 @@
+"""What calls of blocks keep from the forward to the backward, one by one and together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from autoplan.ir.graph import Call
+from autoplan.program.megatron_modules import Module
+
+Ints = tuple[int, ...]
+OFFLOAD = "offload"  # the choice that sends what is kept to the host
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one call of a block on one rank and micro-batch.
+
+    Attributes:
+        saved_bytes: kept from forward to backward without recompute (`autoplan.program.activations`: who counts what).
+        kept_bytes: kept instead under full recompute of the block: its inputs, and outputs without a gradient.
+        transient_bytes: the most that is alive at once beyond `saved_bytes` while the block runs forward or backward.
+        recompute_transient_bytes: the most beyond `kept_bytes` under full recompute: its saved set comes back.
+        selective_bytes: kept if the attention core is computed again in the backward (Korthikanti et al., Reducing
+            Activation Recomputation in Large Transformer Models, 2022). With fused attention only the log-sum-exp goes:
+            the output is kept by the projection that follows.
+        selective_ops: positions of the statements that then run again.
+        saved_inputs: the part of `saved_bytes` that are inputs of the block, by position, 0 where not kept.
+        saved_outputs: the part that are outputs of the block needing a gradient, by position.
+        group_ops: positions of the statements in each group of regions (`autoplan.program.regions`).
+        choice_bytes: kept under every other choice of recompute: one or several of those groups (their results are
+            dropped too), the modules that are asked for, or `offload`.
+        modules: those modules, by name (`program.megatron_modules`); available: names of all that the block has, where
+            some are asked for.
+    """
+
+    saved_bytes: int
+    kept_bytes: int
+    transient_bytes: int
+    selective_bytes: int
+    selective_ops: tuple[int, ...]
+    recompute_transient_bytes: int
+    saved_inputs: Ints
+    saved_outputs: Ints
+    group_ops: Mapping[str, Ints] = field(default_factory=dict)
+    choice_bytes: Mapping[str, int] = field(default_factory=dict)
+    modules: Mapping[str, tuple[Module, ...]] = field(default_factory=dict)
+    available: tuple[str, ...] = ()
+
+
+def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:
+    """Bytes a stage keeps of one micro-batch: `calls` with the parameter-free ones it needs, `blocks` by name.
+
+    What several calls keep of one value counts once.
+    """
+    total, seen = 0, set()
+    for call in calls:
+        mine = blocks[call.block]
+        total += mine.saved_bytes
+        for names, sizes in ((call.inputs, mine.saved_inputs), (call.outputs, mine.saved_outputs)):
+            for name, size in zip(names, sizes, strict=True):
+                if size and name in seen:
+                    total -= size
+                elif size:
+                    seen.add(name)
+    return total
+
+
+def peak_bytes_of(
+    calls: Sequence[Call],
+    blocks: Mapping[str, Activations],
+    recomputed: Set[str] = frozenset(),
+    gradient_bytes: Mapping[str, int] | None = None,
+) -> int:
+    """The most bytes that activations and passing gradients of one micro-batch take while it runs through a stage.
+
+    While a call's backward runs, what later calls kept is gone already, so this is less than all that is saved plus the
+    largest transient. Other micro-batches in flight add what each keeps.
+
+    Args:
+        calls: of the stage in order, with the parameter-free ones it needs; `blocks`: their activations by block.
+        recomputed: names of the calls under full recompute.
+        gradient_bytes: local gradient of a parameter by its full name. That of one used by several calls (a tied
+            embedding) waits from the backward of the last for that of the first.
+    """
+    uses: dict[str, list[int]] = {}
+    for i, call in enumerate(calls):
+        for name in call.params.values():
+            uses.setdefault(name, []).append(i)
+    tied = [(at[0], at[-1], size) for name, size in (gradient_bytes or {}).items() if len(at := uses.get(name, [])) > 1]
+    peak = held = 0
+    for i, call in enumerate(calls):
+        mine = blocks[call.block]
+        again = call.name in recomputed
+        held += mine.kept_bytes if again else mine.saved_bytes
+        extra = mine.recompute_transient_bytes if again else mine.transient_bytes
+        peak = max(peak, held + extra + sum(size for first, last, size in tied if first <= i < last))
+    return peak

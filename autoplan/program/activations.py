@@ -1,0 +1,598 @@
+"""Activation memory of a lowered block: what autograd keeps, what remains under recompute, what is needed in passing.
+
+Everything is read off the statements that are emitted and the table `autoplan.ops.saved`; there is no formula for a
+kind of model. Memory is counted in storages: a view keeps its whole base alive and counts once with it.
+
+Whose is a tensor that crosses from block to block:
+
+- one that needs a gradient belongs to the block that makes it if that block keeps it, and to the block that takes it if
+  that one does. Where both do, `saved_inputs` and `saved_outputs` tell, and `saved_bytes_of` counts it once;
+- one that needs none (positions, rotary tables, masks, indices) belongs to the block that makes it, once however many
+  layers use it, and is taken to be used. The batch itself, parameters and buffers are nobody's.
+
+So the sum of `saved_bytes` over the calls of a stage, parameter-free ones included, is what the stage keeps of one
+micro-batch: exactly, if `saved_bytes_of` does the summing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from autoplan.config.parallel import modules_choice
+from autoplan.errors import LayoutError
+from autoplan.ir.graph import Value
+from autoplan.ir.layout import Axis, ConversionKind, Layout
+from autoplan.ir.symbols import Expr
+from autoplan.ops.saved import (
+    Form,
+    Gradient,
+    OpFacts,
+    SavedRule,
+    TensorFacts,
+    extra_bytes,
+    kept,
+    saved_rule,
+    workspace_bytes,
+)
+from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped, view_strides
+from autoplan.program import megatron_kernels as handwritten
+from autoplan.program.activation_bytes import OFFLOAD, Activations
+from autoplan.program.lower import Convert, LoweredBlock, Op
+from autoplan.program.megatron_kernels import Kernels
+from autoplan.program.megatron_modules import Module, modules
+from autoplan.program.regions import Region, attention_core, choices, logits, regions
+from autoplan.units import DTYPE_BYTES
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    storage: int
+    shape: Ints
+    strides: Ints
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one statement did."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    saved: frozenset[int] = frozenset()
+    extra: tuple[int, ...] = ()  # of what is saved, what is no value of the program
+    fusible: bool = False
+    forward: int = 0  # workspace
+    backward: int = 0
+    # (variable or None for a parameter, bytes, True if it is the output's gradient itself)
+    gradients: list[tuple[str | None, int, bool]] = field(default_factory=list)
+
+
+# the statements before which the emitted text lets go of variables that nobody needs (autoplan.codegen.emit)
+_HEAVY = frozenset(("linear", "matmul", "attention", "cross_entropy_sum"))
+# beside element-wise operations and views, what fused kernels take in
+_FUSED = frozenset(("mean", "sum", "cat", "layer_norm", "rms_norm"))
+
+
+def activations(
+    lowered: LoweredBlock,
+    factors: Mapping[str, Expr],
+    axes: Sequence[Axis],
+    env: Mapping[str, int],
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    device_type: str = "cpu",
+    kernels: Kernels | None = None,
+) -> Activations:
+    """Activation memory of one call of a block on one rank.
+
+    Args:
+        factors, axes: as in `autoplan.program.lower.local_shape`.
+        env: numbers for `b` (micro-batch of this rank) and `s`.
+        dtypes: dtype in the graph -> the one it is computed in, where they differ.
+        device_type: whose kernels; "cpu" is what the tests can measure.
+        kernels: op by op if None. Else element-wise operations, copies and norms may be kernels together with their
+            neighbours, by a compiler or written by hand (Megatron, Transformer Engine): see `_Walk.fuse` and
+            `autoplan.program.megatron_kernels`.
+
+    The transient is an estimate: a walk over the statements, forward with the variables the text holds, and in reverse
+    with the gradients that flow. The backward takes every op's gradients as made at once, the gradient of a parameter
+    as new beside the one it is added to (true from the second micro-batch on), and knows of a kernel's workspace what
+    `autoplan.ops.saved` says.
+
+    Raises:
+        RuleError: an op without a line in `autoplan.ops.saved`; LayoutError: a size that does not divide.
+    """
+    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type, kernels or Kernels()).run()
+
+
+class _Walk:
+    def __init__(
+        self,
+        lowered: LoweredBlock,
+        factors: Mapping[str, Expr],
+        axes: Sequence[Axis],
+        env: Mapping[str, int],
+        dtypes: Mapping[str, str],
+        device_type: str,
+        kernels: Kernels,
+    ) -> None:
+        self.lowered, self.axes, self.env, self.dtypes, self.device_type = lowered, axes, env, dtypes, device_type
+        self.kernels = kernels
+        self.factors = factors
+        self.sizes: dict[str, int] = {}
+        self.shapes: dict[tuple[int, Layout], Ints] = {}
+        self.storages: list[int] = []  # bytes
+        self.tensors: dict[str, _Tensor] = {}
+        self.steps: list[_Step] = []
+        self.params: set[str] = set()
+        self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
+        self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
+        self.copies: dict[
+            int, set[int]
+        ] = {}  # storage -> all of its 8-bit copies, or of those of what it is gathered to
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def number(self, size: Expr) -> int:
+        value = size.evaluate(self.env)
+        if value.denominator != 1:
+            raise LayoutError(f"{size} is {value}, not a whole number, for {dict(self.env)}")
+        return int(value)
+
+    def factor(self, name: str) -> int:
+        found = self.sizes.get(name)
+        if found is None:
+            found = self.sizes[name] = self.number(self.factors[name])
+        return found
+
+    def opened(self, value: Value, layout: Layout) -> list[list[int]]:
+        """Local size of every factor of every dim."""
+        out = [[self.factor(f) for f in dim] for dim in value.dims or ()]
+        for axis, kind in zip(self.axes, layout, strict=True):
+            if kind.is_shard:
+                size = out[kind.dim][kind.factor]
+                if size % axis.size:
+                    raise LayoutError(f"{value.name}: {size} cannot be cut into {axis.size} parts over {axis.name}")
+                out[kind.dim][kind.factor] = size // axis.size
+        return out
+
+    def local(self, value: Value, layout: Layout) -> Ints:
+        key = (id(value), layout)
+        found = self.shapes.get(key)
+        if found is None:
+            found = self.shapes[key] = tuple(prod(dim) for dim in self.opened(value, layout))
+        return found
+
+    def dtype(self, value: Value) -> str:
+        return self.dtypes.get(value.dtype, value.dtype)
+
+    def width(self, value: Value) -> int:
+        return DTYPE_BYTES[self.dtype(value)]
+
+    def new(self, num_bytes: int) -> int:
+        self.storages.append(num_bytes)
+        return len(self.storages) - 1
+
+    def fresh(self, value: Value, shape: Ints, strides: Ints | None = None) -> _Tensor:
+        return _Tensor(self.new(prod(shape) * self.width(value)), shape, strides or contiguous(shape))
+
+    # -- the block -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Activations:
+        low = self.lowered
+        inputs = []
+        for var, value, layout in low.inputs:
+            self.tensors[var] = self.fresh(value, self.local(value, layout))
+            inputs.append(self.tensors[var].storage)
+        for p in low.params:
+            self.tensors[f"self.{p.attr}"] = self.fresh(p.value, self.local(p.value, p.stored))
+            self.params.add(f"self.{p.attr}")
+        for attr, value in low.buffers:
+            shape = tuple(prod(self.factor(f) for f in dim) for dim in value.dims or ())
+            self.tensors[f"self.{attr}"] = self.fresh(value, shape)
+        first = len(self.storages)
+        for statement in low.statements:
+            self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
+        if self.kernels.handwritten:
+            self.gather_again()
+        if self.kernels.fused:
+            self.fuse()
+        return self._summary(inputs, first)
+
+    def gather_again(self) -> None:
+        """Products keep the shard of an input that was gathered, and gather it again (Korthikanti et al., 2022)."""
+        shards: dict[int, tuple[int, int]] = {}
+        for step, statement in zip(self.steps, self.lowered.statements, strict=True):
+            if isinstance(statement, Convert) and statement.step.kind is ConversionKind.ALL_GATHER:
+                whole, shard = (self.tensors[var].storage for var in (*step.writes, *step.reads))
+                shards[whole] = (whole, shard)
+                if whole in self.narrow:
+                    size = self.storages[self.narrow[whole]] * self.storages[shard] // self.storages[whole]
+                    shards[self.narrow[whole]] = (whole, self.new(size))
+                    self.copies.setdefault(shard, set()).add(shards[self.narrow[whole]][1])
+        for step in self.steps:
+            for s in step.saved & shards.keys() if not step.fusible else ():
+                whole, shard = shards[s]
+                step.saved = step.saved - {s} | {shard}
+                step.backward += self.storages[s]
+
+    def fuse(self) -> None:
+        """Fused operations keep what they compute the rest from, where that is less.
+
+        What products, attention and collectives keep is there anyway. In the order of the program, a value that a
+        fused operation keeps is replaced by the nearest values that it follows from by fused operations alone, if
+        keeping those that are not kept yet takes less. So a norm keeps its input in the dtype of the model and not in
+        float32, and a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner
+        solves the same problem as a minimum cut). Transients stay those of the operations one by one: an upper bound.
+        """
+        makers: dict[int, _Step] = {}
+        for step in self.steps:
+            views = {self.tensors[var].storage for var in step.reads}
+            for var in step.writes:
+                if self.tensors[var].storage not in views:
+                    makers[self.tensors[var].storage] = step
+        free = {self.tensors[var].storage for var in self.params}
+        there = free.union(*(step.saved for step in self.steps if not step.fusible))
+
+        def sources(storage: int) -> frozenset[int]:
+            maker = makers.get(storage)
+            if storage in there or maker is None or not maker.fusible:
+                return frozenset((storage,))
+            found = frozenset[int]().union(*(sources(self.tensors[v].storage) for v in maker.reads)) - {storage}
+            return found if self._bytes(set(found - there)) < self.storages[storage] else frozenset((storage,))
+
+        for step in self.steps:
+            if step.fusible:
+                step.saved = frozenset[int]().union(*(sources(s) for s in sorted(step.saved)))
+                there |= step.saved
+
+    def _convert(self, c: Convert) -> _Step:
+        source, value = self.tensors[c.source], c.value
+        shape, width = self.local(value, c.result), self.width(value)
+        step = _Step((c.source,), (c.target,))
+        own = prod(source.shape) * width
+        if c.step.kind is ConversionKind.TO_REPLICATE:
+            self.tensors[c.target] = source
+        else:
+            self.tensors[c.target] = self.fresh(value, shape)
+            # what is scattered or gathered along a dim that is not the first is copied into place
+            copies = c.step.kind in (ConversionKind.ALL_GATHER, ConversionKind.REDUCE_SCATTER)
+            sent = own if c.step.kind is ConversionKind.REDUCE_SCATTER else prod(shape) * width
+            if c.step.kind is ConversionKind.ALL_TO_ALL:
+                step.forward = step.backward = 2 * own
+            elif copies:
+                step.forward = step.backward = sent
+        passes = c.step.kind is ConversionKind.ALL_REDUCE and c.step.target.kind_name == "I"
+        if value.requires_grad:
+            step.gradients.append((self._name(c.source), own, passes))
+        return step
+
+    def _name(self, var: str) -> str | None:
+        return None if var in self.params else var
+
+    def _op(self, op: Op) -> _Step:
+        args = [a for a in op.args if a is not None]
+        ins = [self.tensors[a] for a in args]
+        shapes = [self.local(v, layout) for v, layout in zip(op.values, op.strategy.outputs, strict=True)]
+        facts = OpFacts(
+            op.node.op,
+            op.node.attrs,
+            tuple(TensorFacts(t.shape, self.dtype(v), v.requires_grad) for t, v in zip(ins, op.inputs, strict=True)),
+            tuple(TensorFacts(s, self.dtype(v), v.requires_grad) for s, v in zip(shapes, op.values, strict=True)),
+            op.strategy.special,
+            self.device_type,
+        )
+        rule = handwritten.rule_of(facts, self.kernels) or saved_rule(facts)
+        saved: set[int] = set()
+        forward, backward = workspace_bytes(facts, rule)
+        outs = self._outputs(op, rule, ins, shapes)
+        for var, out in zip(op.targets, outs, strict=True):
+            self.tensors[var] = out
+        if op.node.op in _PRODUCTS:
+            ins, copied = self._folded(op, ins, facts)
+            forward += copied
+        for name in kept(facts, rule):
+            k = int(name[1:])
+            tensor = (ins if name[0] == "x" else outs)[k]
+            saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
+        extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
+        fusible = rule.form is not Form.NEW or op.node.op in _FUSED
+        step = _Step(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
+        self._gradients(step, op, rule, facts, args)
+        return step
+
+    def _float8(self, op: Op, tensor: _Tensor) -> int:
+        """The storage that a product keeps its input in. The head's product is not one of Transformer Engine's."""
+        if op.node.op != "linear" or not self.kernels.float8_inputs or op.targets[0] in self.logits:
+            return tensor.storage
+        if tensor.storage not in self.narrow:
+            self.narrow[tensor.storage] = self.new(handwritten.float8_bytes(tensor.shape))
+            self.copies.setdefault(tensor.storage, set()).add(self.narrow[tensor.storage])
+        return self.narrow[tensor.storage]
+
+    def _gradients(self, step: _Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
+        out = facts.outputs[0]
+        for var, fact in zip(args, facts.inputs, strict=True):
+            if not fact.requires_grad or (var in self.params and self._accumulates(op)):
+                continue
+            passes = rule.gradient is Gradient.PASS
+            if op.node.op in _BROADCASTING and fact.num_elements != out.num_elements:
+                # the gradient of the result's size is summed to that of the operand
+                passes = False
+                step.backward += out.num_bytes if rule.gradient is Gradient.NEW else 0
+            step.gradients.append((self._name(var), fact.num_bytes, passes))
+        if op.bias is not None:
+            step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
+
+    def _accumulates(self, op: Op) -> bool:
+        """True if the operation adds the gradients of its weights to where they are summed."""
+        return self.kernels.handwritten and op.node.op in handwritten.PRODUCTS
+
+    def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
+        if op.node.op == "dropout" and not op.node.attrs["p"]:
+            return [ins[0]]
+        if op.node.op == "to" and self.dtype(op.inputs[0]) == self.dtype(op.values[0]):
+            return [ins[0]]
+        if op.node.op == "to" and op.targets[0] in self.logits:
+            return [ins[0]]  # the loss keeps the cast logits itself
+        if rule.form is Form.VIEW:
+            views = view_strides(op.node.op, op.node.attrs, ins[0].shape, ins[0].strides, shapes)
+            return [
+                _Tensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
+                for value, shape, strides in zip(op.values, shapes, views, strict=True)
+            ]
+        if rule.form is Form.DENSE:
+            return [self.fresh(op.values[0], shapes[0], elementwise([(t.shape, t.strides) for t in ins], shapes[0]))]
+        outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
+        if op.node.op == "attention":
+            _, h, s, d = shapes[0]
+            # in memory the CPU's kernel and Transformer Engine have heads inside the sequence, PyTorch's of CUDA follow
+            # the queries
+            inside = (s * h * d, d, h * d, 1)
+            strides = (
+                inside
+                if self.device_type == "cpu" or self.kernels.handwritten
+                else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
+            )
+            if strides != inside:
+                strides = contiguous(shapes[0])
+            outs[0] = _Tensor(outs[0].storage, shapes[0], strides)
+        return outs
+
+    def _folded(self, op: Op, ins: list[_Tensor], facts: OpFacts) -> tuple[list[_Tensor], int]:
+        """Operands as the matrix product sees them, and bytes of copies: batch dims are folded into rows or expanded.
+
+        `at::native::_matmul_impl` and `should_fold`.
+        """
+        a, b = ins[:2]
+        if op.node.op == "linear":
+            b = _Tensor(b.storage, b.shape[::-1], b.strides[::-1])
+        copied = 0
+
+        def as_shape(t: _Tensor, which: int, new: Ints) -> _Tensor:
+            nonlocal copied
+            found = reshaped(t.shape, t.strides, new)
+            if found is not None:
+                return _Tensor(t.storage, new, found)
+            size = prod(new) * self.width(op.inputs[which])
+            copied += size
+            return _Tensor(self.new(size), new, contiguous(new))
+
+        first, second = (a, b) if len(a.shape) >= len(b.shape) else (_transposed(b), _transposed(a))
+        swapped = len(a.shape) < len(b.shape)
+        if len(first.shape) <= 2:
+            return [a, b], 0
+        if len(second.shape) <= 2:
+            other = facts.inputs[0 if swapped else 1]
+            if other.requires_grad or _folds(first):
+                rows = as_shape(first, 1 if swapped else 0, (prod(first.shape[:-1]), first.shape[-1]))
+                return ([second, rows] if swapped else [rows, second]), copied
+        batch = facts.outputs[0].shape[:-2]
+        outs = []
+        for which, t in enumerate((a, b)):
+            wide = (*batch, *t.shape[-2:])
+            expanded = _Tensor(t.storage, wide, broadcast(t.shape, t.strides, wide))
+            outs.append(as_shape(expanded, which, (prod(batch), *t.shape[-2:])))
+        return outs, copied
+
+    # -- the sums ------------------------------------------------------------------------------------------------------
+
+    def _summary(self, inputs: list[int], first: int) -> Activations:
+        low = self.lowered
+        with_grad = [s for s, (_, value, _) in zip(inputs, low.inputs, strict=True) if value.requires_grad]
+        counted = {*with_grad, *range(first, len(self.storages))}
+        # without a gradient: tables and indices, taken to be used by somebody
+        outs = [
+            (self.tensors[v].storage, low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)
+        ]
+        given = {s for s, value in outs if not value.requires_grad} & counted
+        saved = set(given)
+        for step in self.steps:
+            saved |= step.saved & counted
+        core = attention_core(self.lowered.statements, [(step.reads, step.writes) for step in self.steps])
+        selective = set(given)
+        for i, step in enumerate(self.steps):
+            selective |= ({self.tensors[v].storage for v in step.reads} if i in core else step.saved) & counted
+        inside = {self.tensors[v].storage for i in core for v in self.steps[i].writes}
+        selective -= inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved}
+        found = regions(low.statements, low.outputs)
+        choice_bytes = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
+        asked = self.kernels.modules
+        there = modules(low.statements, low.outputs) if asked else {}
+        if asked:
+            mine = [m for name in asked for m in there.get(name, ())]
+            choice_bytes[modules_choice(asked)] = self._bytes(self._without_modules(mine, counted) | given)
+        saved_bytes = self._bytes(saved)
+        kept_bytes = self._bytes({*given, *with_grad})
+        peak = max(self._forward_peak(counted, with_grad, given), self._backward_peak(counted, given, outs))
+        return Activations(
+            saved_bytes=saved_bytes,
+            kept_bytes=kept_bytes,
+            transient_bytes=max(0, peak - saved_bytes),
+            selective_bytes=min(self._bytes(selective), saved_bytes),
+            selective_ops=tuple(core),
+            recompute_transient_bytes=max(
+                0, self._bytes({*saved, *with_grad}) + max(0, peak - saved_bytes) - kept_bytes
+            ),
+            saved_inputs=tuple(self.storages[s] if s in saved and s in with_grad else 0 for s in inputs),
+            saved_outputs=tuple(
+                self.storages[s] if value.requires_grad and s in saved and s not in with_grad else 0
+                for s, value in outs
+            ),
+            group_ops={
+                group: tuple(i for r in found if r.group == group for i in r.statements)
+                for group in sorted({r.group for r in found})
+            },
+            choice_bytes={**choice_bytes, OFFLOAD: self._bytes(given)},
+            modules={name: there[name] for name in asked if name in there},
+            available=tuple(there),
+        )
+
+    def _without_modules(self, found: Sequence[Module], counted: set[int]) -> set[int]:
+        """Storages that are kept if modules are computed again."""
+        activations = {i for m in found if m.name == "moe_act" for i in m.statements}
+        inside = {i for m in found for i in m.statements} - activations
+        kept: set[int] = set()
+        for i, step in enumerate(self.steps):
+            if i not in inside:
+                again = {step.extra[handwritten.EXPERTS_ACTIVATION]} if i in activations else set[int]()
+                kept |= (step.saved & counted) - again
+        for m in sorted(found, key=lambda m: m.statements[-1], reverse=True):
+            if m.name == "moe_act":
+                continue
+            given = {self.tensors[v].storage for v in m.reads}
+            made = {self.tensors[v].storage for i in m.statements for v in self.steps[i].writes} - given
+            made |= {copy for s in made for copy in self.copies.get(s, ())}
+            if made & kept or any(self.steps[i].saved for i in m.statements):
+                kept |= given & counted
+            kept -= made if m.discards else set()
+        return kept
+
+    def _left(self, found: Sequence[Region], choice: str, counted: set[int]) -> set[int]:
+        """Storages that are kept if the regions of `choice` are computed again."""
+        chosen = [r for r in found if r.group in choice.split("+")]
+        inside = {i for r in chosen for i in r.statements}
+        kept: set[int] = set()
+        for i, step in enumerate(self.steps):
+            kept |= set[int]() if i in inside else step.saved & counted
+        dropped: set[int] = set()
+        for r in reversed(chosen):
+            given = {self.tensors[v].storage for v in r.reads}
+            made = {self.tensors[v].storage for i in r.statements for v in self.steps[i].writes} - given
+            if made & kept or any(self.steps[i].saved for i in r.statements):  # else nobody asks for it
+                kept |= given & counted
+            dropped |= made
+        return kept - dropped
+
+    def _bytes(self, storages: set[int]) -> int:
+        return sum(self.storages[s] for s in storages)
+
+    def _forward_peak(self, counted: set[int], inputs: list[int], given: set[int]) -> int:
+        """The most bytes alive while the text runs forward."""
+        last: dict[str, int] = {}
+        made: set[str] = set()
+        for i, step in enumerate(self.steps):
+            for var in step.reads:
+                if var in made:
+                    last[var] = i
+            made.update(step.writes)
+        ends: dict[int, list[str]] = {}
+        for var, i in last.items():
+            if var not in self.lowered.outputs:
+                ends.setdefault(i, []).append(var)
+        holders: dict[int, int] = dict.fromkeys(inputs, 1)
+        live = peak = sum(self.storages[s] for s in inputs)
+        dead: list[str] = []
+        for i, (step, statement) in enumerate(zip(self.steps, self.lowered.statements, strict=True)):
+            dead += ends.get(i - 1, [])
+            if isinstance(statement, Convert) or statement.node.op in _HEAVY:
+                for var in dead:
+                    s = self.tensors[var].storage
+                    holders[s] -= 1
+                    if not holders[s] and s in counted:
+                        live -= self.storages[s]
+                dead = []
+            for s in (*step.saved, *(self.tensors[v].storage for v in step.writes)):
+                if s in counted and not holders.get(s):
+                    live += self.storages[s]
+                holders[s] = holders.get(s, 0) + 1
+            peak = max(peak, live + step.forward)
+        return peak
+
+    def _backward_peak(self, counted: set[int], given: set[int], outs: list[tuple[int, Value]]) -> int:
+        """The most bytes alive while gradients flow back, parameters' gradients included while they are new."""
+        users: dict[int, int] = dict.fromkeys(given, 1)
+        for step in self.steps:
+            for s in step.saved & counted:
+                users[s] = users.get(s, 0) + 1
+        live = sum(self.storages[s] for s in users)
+        grads: dict[str, int] = {}  # variable -> gradient
+        sizes: list[int] = []
+        holders: list[int] = []
+
+        def make(size: int) -> int:
+            sizes.append(size)
+            holders.append(0)
+            return len(sizes) - 1
+
+        def hold(var: str, grad: int) -> None:
+            nonlocal live
+            live += 0 if holders[grad] else sizes[grad]
+            holders[grad] += 1
+            grads[var] = grad
+
+        def drop(var: str) -> None:
+            nonlocal live
+            grad = grads.pop(var)
+            holders[grad] -= 1
+            live -= 0 if holders[grad] else sizes[grad]
+
+        for var, (_, value) in zip(self.lowered.outputs, outs, strict=True):
+            if value.requires_grad and var not in grads:
+                hold(var, make(self._dense(var, value)))
+        peak = live
+        for step in reversed(self.steps):
+            mine = [grads[v] for v in step.writes if v in grads]
+            if mine:
+                incoming = []
+                passing = 0
+                for target, size, passes in step.gradients:
+                    passing += 0 if passes else size
+                    if target is not None:
+                        incoming.append((target, mine[0] if passes else make(size)))
+                peak = max(peak, live + passing + step.backward)
+                for var, grad in incoming:
+                    if var in grads:  # a second use: summed, in place where nobody else holds the first
+                        size = sizes[grads[var]]
+                        shared = holders[grads[var]] > 1
+                        if shared:
+                            drop(var)
+                            hold(var, make(size))
+                    else:
+                        hold(var, grad)
+                for var in step.writes:
+                    if var in grads:
+                        drop(var)
+            for s in step.saved & counted:
+                users[s] -= 1
+                live -= 0 if users[s] else self.storages[s]
+        return peak
+
+    def _dense(self, var: str, value: Value) -> int:
+        return prod(self.tensors[var].shape) * self.width(value)
+
+
+_PRODUCTS = frozenset(("linear", "matmul"))
+_BROADCASTING = frozenset("add sub mul div pow maximum minimum where".split())
+
+
+def _transposed(t: _Tensor) -> _Tensor:
+    return _Tensor(t.storage, (*t.shape[:-2], *t.shape[:-3:-1]), (*t.strides[:-2], *t.strides[:-3:-1]))
+
+
+def _folds(t: _Tensor) -> bool:
+    """True if all dims but the last are one dim in memory."""
+    return all(t.strides[i] == t.strides[i + 1] * t.shape[i + 1] for i in range(len(t.shape) - 2))

@@ -1,0 +1,145 @@
+"""Methods of context parallelism by block: reading a pin, what is legal, what can be chosen from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from autoplan.config.context_methods import ContextMethod, methods, read_method
+from autoplan.config.parallel import Degrees, ParallelConfig
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+
+Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
+
+
+def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
+    """(where, heads, key-value heads) of every attention, by block."""
+    out: dict[str, list[tuple[str, int, int]]] = {}
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            if node.op == "attention":
+                heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
+                if heads is not None and kv is not None:
+                    out.setdefault(block.name, []).append((node.source or node.name, heads, kv))
+    return out
+
+
+def _obstacle(method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: int, major: int) -> str | None:
+    for where, heads, kv in found:
+        text = method.heads_obstacle(heads // tp if heads % tp == 0 else heads, kv // math.gcd(major, kv))
+        if text is not None:
+            return f"{text} at {where}"
+    return None
+
+
+def _major(heads: Mapping[str, Sequence[tuple[str, int, int]]], tp: int) -> int:
+    """Over how many ranks of tp key-value heads are split (`autoplan.program.pins.make_mesh`)."""
+    return math.gcd(tp, min((kv for found in heads.values() for _, _, kv in found), default=tp))
+
+
+def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[ContextMethod]]:
+    """By block with attention, what its heads allow beside tp."""
+    heads = attention_heads(graph)
+    major = _major(heads, tp)
+    return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
+
+
+def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[Chosen]:
+    """Every choice of one method per block. Products of one plan have the same two axes."""
+    factors = {m.ulysses for found in options.values() for m in found if m.is_product}
+    out: dict[Chosen, None] = {}
+    for u in (None, *sorted(factors)):
+        allowed = [
+            [(block, m.name) for m in found if not m.is_product or m.ulysses == u] for block, found in options.items()
+        ]
+        out |= dict.fromkeys(tuple(sorted(chosen)) for chosen in itertools.product(*allowed))
+    return list(out)
+
+
+def worth_looking_at(
+    options: Mapping[str, Sequence[ContextMethod]],
+    figures: Callable[[ContextMethod, Sequence[str]], Mapping[str, Sequence[float]]],
+) -> dict[str, list[ContextMethod]]:
+    """Of every block the methods that no other one is at least as good as in every figure (the first of equals).
+
+    A product stands for a mesh that other blocks may need, too: it is only left out for what needs no mesh of its own,
+    or the same one.
+
+    Args:
+        figures: numbers, less is better, of some blocks under one method that is legal in all of them.
+    """
+    found: dict[str, list[tuple[ContextMethod, Sequence[float]]]] = {block: [] for block in options}
+    for method in dict.fromkeys(m for legal in options.values() for m in legal):
+        blocks = [block for block, legal in options.items() if method in legal]
+        for block, numbers in figures(method, blocks).items():
+            found[block].append((method, numbers))
+    return {block: [m for k, (m, _) in enumerate(of) if not _beaten(k, of)] for block, of in found.items()}
+
+
+def _beaten(k: int, found: Sequence[tuple[ContextMethod, Sequence[float]]]) -> bool:
+    method, mine = found[k]
+    for other, (rival, theirs) in enumerate(found):
+        if rival.is_product and (not method.is_product or rival.ulysses != method.ulysses):
+            continue
+        pairs = list(zip(theirs, mine, strict=True))
+        if other != k and all(a <= b for a, b in pairs) and (other < k or any(a < b for a, b in pairs)):
+            return True
+    return False
+
+
+def method_obstacle(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int) -> str | None:
+    """Why a model cannot have this `context_method` with these degrees, or None."""
+    try:
+        _methods(graph, given, cp, tp)
+    except PinError as error:
+        return str(error)
+    return None
+
+
+def chosen_methods(graph: ModelGraph, config: ParallelConfig) -> dict[str, ContextMethod]:
+    """What `config.context_method` says of every block with attention; nothing where no sequence is cut, or if it is
+    None. PinError names what cannot be."""
+    given = config.context_method
+    return {} if given is None else _methods(graph, given, config.cp, config.tp)
+
+
+def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int) -> dict[str, ContextMethod]:
+    blocks = attention_heads(graph)
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in blocks:
+                known = ", ".join(blocks) or "none"
+                raise PinError(f"context_method names {name!r}, which is no block with attention; those are: {known}")
+        missing = [name for name in blocks if name not in given]
+        if missing:
+            raise PinError(f"context_method leaves out {missing[0]}; give a method for every block with attention")
+        wanted = {block: given[block] for block in blocks}
+    else:
+        wanted = dict.fromkeys(blocks, given)
+    found = {block: read_method(name, cp) for block, name in wanted.items()}
+    if not blocks:
+        read_method(given, cp)
+    major = _major(blocks, tp)
+    for block, method in found.items():
+        text = _obstacle(method, blocks[block], tp, major)
+        if text is not None:
+            raise PinError(f"context_method={method.name!r}: {text}")
+    factors = sorted({m.ulysses for m in found.values() if m.is_product})
+    if len(factors) > 1:
+        raise PinError(
+            f"context_method: products with ulysses{factors[0]} and with ulysses{factors[1]} need two different meshes"
+        )
+    return found
+
+
+def product_degree(config: Degrees) -> int:
+    """Ranks of Ulysses in the products of a config's methods; 1 if there is none."""
+    given = config.context_method
+    return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)
+
+
+def neighbours_of(names: Iterable[str], cp: int) -> int:
+    """The same of the methods of all blocks."""
+    return next((m.ulysses for m in (read_method(n, cp) for n in names) if m.is_product), 1)

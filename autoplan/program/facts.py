@@ -1,0 +1,212 @@
+"""Facts of model, cluster and run that decide which configurations are legal (`autoplan.program.legality`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from autoplan.config.parallel import Mode, RunOptions
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.ir.graph import ModelGraph
+from autoplan.ops.batch import batch_obstacle, context_obstacle
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
+    """(where, attention heads, key-value heads) of every attention op."""
+    out = []
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            if node.op == "attention":
+                q, k = (block.values[n] for n in node.tensor_inputs[:2])
+                heads, kv = q.shape[1].value, k.shape[1].value
+                if heads is not None and kv is not None:
+                    out.append((node.source or f"{block.name}/{node.name}", heads, kv))
+    return out
+
+
+def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
+    """Number of experts of every experts op."""
+    return tuple(int(n.attrs["num_experts"]) for b in graph.blocks.values() for n in b.nodes if n.op == "experts")
+
+
+def inner_sizes(graph: ModelGraph) -> tuple[int, ...]:
+    """Inner size of the experts of every experts op."""
+    nodes = [n for b in graph.blocks.values() for n in b.nodes if n.op == "experts"]
+    return tuple(int(n.attrs["intermediate_size"]) for n in nodes)
+
+
+def layer_calls(graph: ModelGraph) -> list[str]:
+    """Calls that a pipeline may be cut between: those of the model's layers (not embedding, head, glue or tables)."""
+    # capture names a layer by its module path, which has a dot; everything around layers by one word
+    return [c.name for c in graph.calls if c.params and "." in c.name]
+
+
+def pipeline_units(graph: ModelGraph, ends: bool = False) -> tuple[tuple[str, ...], ...]:
+    """What a pipeline may be cut between: a layer and the glue after it; what precedes the first layer goes with it.
+
+    Names of calls; parameter-free calls, which every stage computes for itself, are left out. A model without layers is
+    one unit. `ends`: what precedes the first layer (embedding) and what follows the last one (head, loss) are units of
+    their own, as Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split count them.
+    """
+    free = graph.free_calls()
+    calls = [c.name for c in graph.calls if c.name not in free]
+    layers = set(layer_calls(graph))
+    units: list[list[str]] = [[]]
+    for name in calls:
+        if name in layers and any(n in layers for n in units[-1]):
+            units.append([])
+        units[-1].append(name)
+    if ends and layers:
+        units = _ends_apart(units, layers)
+    return tuple(tuple(unit) for unit in units)
+
+
+def _ends_apart(units: list[list[str]], layers: Set[str]) -> list[list[str]]:
+    first = next(k for k, name in enumerate(units[0]) if name in layers)
+    units = [units[0][:first], units[0][first:], *units[1:]]
+    last = next(k for k, name in enumerate(units[-1]) if name in layers)
+    units = [*units[:-1], units[-1][: last + 1], units[-1][last + 1 :]]
+    return [unit for unit in units if unit]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model lets be split, read off its graph when first asked for."""
+
+    graph: ModelGraph = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.graph.name
+
+    @cached_property
+    def heads(self) -> tuple[tuple[str, int], ...]:
+        """(where, number of attention heads) of every attention."""
+        return tuple((where, count) for where, count, _ in head_counts(self.graph))
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers that a pipeline may be cut between; 1 for a model without layers."""
+        return len(pipeline_units(self.graph))
+
+    @cached_property
+    def num_ends(self) -> int:
+        """Chunks that embedding and head may be by themselves, where they are priced so."""
+        return len(pipeline_units(self.graph, ends=True)) - self.num_layers
+
+    @cached_property
+    def batch_obstacle(self) -> str | None:
+        """Why the batch cannot be split, or None."""
+        return batch_obstacle(self.graph)
+
+    @cached_property
+    def context_obstacle(self) -> str | None:
+        """Why sequences cannot be cut, or None."""
+        return context_obstacle(self.graph)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of every mixture (their greatest common divisor); 0: there are none."""
+        return math.gcd(*expert_counts(self.graph))
+
+    @cached_property
+    def inner_size(self) -> int:
+        """Inner size of the experts (the greatest common divisor)."""
+        return math.gcd(*inner_sizes(self.graph))
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """The fewest learned positions by symbol of a length (s, t), where there are any."""
+        found: dict[str, int] = {}
+        for block in self.graph.blocks.values():
+            for node in block.nodes:
+                if node.op == "embedding":
+                    table, index = (block.values[name] for name in node.tensor_inputs[:2])
+                    symbols, rows = [name for size in index.shape for name in size.symbols], table.shape[0].value
+                    if len(symbols) == 1 and rows is not None:
+                        found[symbols[0]] = min(rows, found.get(symbols[0], rows))
+        return found
+
+    @cached_property
+    def block_calls(self) -> tuple[str, ...]:
+        """Calls of blocks with work of their own: what a mapping of recompute may name."""
+        free = self.graph.free_calls()
+        return tuple(c.name for c in self.graph.calls if c.name not in free)
+
+
+class _Same:
+    """A graph as a key: equal to itself alone."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.graph is self.graph
+
+
+@lru_cache(maxsize=8)  # of a sweep every point asks for those of the same few graphs
+def _model_facts(key: _Same) -> ModelFacts:
+    return ModelFacts(key.graph)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides legality beside the configuration. None: not known here, and then nothing is refused because of it.
+
+    Attributes:
+        devices: of the cluster. batch: sequences per step over all data-parallel ranks.
+        host_link: False where the speed between devices and their host is not known.
+    """
+
+    devices: int
+    model: ModelFacts | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    mode: Mode = Mode.EAGER
+    precision: str = "native"
+    options: RunOptions = field(default_factory=RunOptions)
+    host_link: bool = True
+    device_name: str = ""
+    target_len: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        graph: ModelGraph,
+        cluster: Cluster,
+        batch: int | None = None,
+        seq_len: int | None = None,
+        mode: Mode = Mode.EAGER,
+        precision: str = "native",
+        options: RunOptions | None = None,
+        target_len: int | None = None,
+    ) -> Facts:
+        """The facts of a task."""
+        return cls(
+            cluster.num_devices,
+            _model_facts(_Same(graph)),
+            batch,
+            seq_len,
+            mode,
+            precision,
+            options or RunOptions(),
+            cluster.host_link_bytes_per_s is not None,
+            cluster.device.name,
+            target_len,
+        )
+
+    def length(self, symbol: str) -> int | None:
+        """Tokens of a sequence (s), or of a target sequence (t), which without a length of its own is as long."""
+        return self.seq_len if symbol == "s" or self.target_len is None else self.target_len

@@ -1,0 +1,200 @@
+"""Memory traffic of element-wise operations that run in kernels together.
+
+Fused programs (torch.compile; norms, activations, rotary embeddings of Megatron and Transformer Engine) run a connected
+run of element-wise operations, views and reductions over the last dim as one kernel: it reads what comes from outside
+once, keeps what lies between in registers, and writes what somebody outside needs. Two operations are in one kernel if
+one feeds the other and no product, attention or collective lies on any way between them.
+
+    forward    external inputs read, outputs that leave written
+    backward   gradients of those outputs read, external inputs read again if any operation's derivative needs them,
+               gradients of the inputs written. Additions alone pass gradients on: where one joins two branches, both
+               gradients are read and their sum written
+
+The bytes are spread evenly over the operations of a kernel as the attributes `fused_forward_bytes` and
+`fused_backward_bytes`, which `cost_models.kernels.operations` prices instead of their own traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS
+from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.program.lower import Convert, LoweredBlock, Op
+
+_REDUCTIONS = frozenset(("mean", "sum"))
+_NORMS = frozenset(("layer_norm", "rms_norm"))
+_PRODUCTS = frozenset(("linear", "matmul"))
+_FUSED = ELEMENTWISE | VIEWS | _REDUCTIONS | {"cat"}
+_PASSING = frozenset(("add", "sub", "neg", "clone", "add_scalar")) | VIEWS  # of which no derivative needs an input
+
+
+class _Kernels:
+    """Which statements of a block run together, by union-find."""
+
+    def __init__(self, lowered: LoweredBlock) -> None:
+        self.lowered = lowered
+        self.made: dict[str, int] = {}  # value -> statement
+        self.group: dict[int, int] = {}
+        level: dict[int, int] = {}
+        for k, statement in enumerate(lowered.statements):
+            read = _reads(statement)
+            before = [self.made[name] for name in read if name in self.made]
+            level[k] = max((level[p] + (not self._fused(p)) for p in before), default=0)
+            if self._fused(k):
+                self.group[k] = k
+                for p in before:
+                    if self._fused(p) and level[p] == level[k]:
+                        self.group[self.root(p)] = self.root(k)
+            for name in _writes(statement):
+                self.made[name] = k
+
+    def _fused(self, k: int) -> bool:
+        statement = self.lowered.statements[k]
+        return isinstance(statement, Op) and statement.node.op in _FUSED and statement.bias is None
+
+    def root(self, k: int) -> int:
+        """Representative of the kernel of a statement."""
+        while self.group[k] != k:
+            k = self.group[k]
+        return k
+
+    def members(self) -> dict[int, list[int]]:
+        """Statements by kernel."""
+        out: dict[int, list[int]] = {}
+        for k in self.group:
+            out.setdefault(self.root(k), []).append(k)
+        return out
+
+    def base(self, name: str) -> str:
+        """What a value is a view of."""
+        while (k := self.made.get(name)) is not None:
+            statement = self.lowered.statements[k]
+            if isinstance(statement, Convert) or statement.node.op not in VIEWS or not _reads(statement):
+                return name
+            name = _reads(statement)[0]
+        return name
+
+
+def _reads(statement: Convert | Op) -> list[str]:
+    if isinstance(statement, Convert):
+        return [statement.source]
+    return [a for a in (*statement.args, statement.bias) if a is not None]
+
+
+def _writes(statement: Convert | Op) -> Sequence[str]:
+    return (statement.target,) if isinstance(statement, Convert) else statement.targets
+
+
+def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
+    """`ops` with the traffic of their kernels.
+
+    Args:
+        position: statement -> its place in `ops`.
+    """
+    kernels = _Kernels(lowered)
+    tensors: dict[str, TensorWork] = {}
+    readers: dict[str, set[int]] = {}
+    for k, statement in enumerate(lowered.statements):
+        for name in _reads(statement):
+            readers.setdefault(name, set()).add(k)
+        if isinstance(statement, Op) and k in position:
+            work = ops[position[k]]
+            tensors.update(zip(_reads(statement), work.inputs, strict=False))
+            tensors.update(zip(statement.targets, work.outputs, strict=False))
+    out = list(ops)
+    for members in kernels.members().values():
+        inside = set(members)
+        computing = [k for k in members if ops[position[k]].op not in VIEWS]
+        if not computing:
+            continue
+        read: dict[str, TensorWork] = {}
+        written: dict[str, TensorWork] = {}
+        for k in members:
+            statement = lowered.statements[k]
+            for name in _reads(statement):
+                source = kernels.base(name)
+                if kernels.made.get(source) not in inside:
+                    tensor = tensors.get(source, tensors[name])
+                    read[source] = tensor
+            for name in _writes(statement):
+                source = kernels.base(name)
+                leaves = readers.get(name, set()) - inside or name in lowered.outputs
+                if kernels.made.get(source) in inside and leaves:
+                    written[source] = tensors[source]
+        forward, backward = _traffic(read, written, [ops[position[k]].op for k in computing])
+        for k in computing:
+            work, shares = out[position[k]], [round(size / len(computing)) for size in (backward, forward)]
+            bytes_of = zip(("fused_backward_bytes", "fused_forward_bytes"), shares, strict=True)
+            out[position[k]] = replace(work, attrs=(*work.attrs, *bytes_of))
+    return out
+
+
+def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> frozenset[int]:
+    """Places in `ops` of what hand-written modules (Megatron, Transformer Engine) start together with something else.
+
+    Products that read the same value are one (`linear_qkv`, `linear_fc1`), of weights that are trained and of those
+    that are not one each (adapters), and so are products of what such products made; a norm comes with the products
+    that read it (`LayerNormLinear`); and what runs in an element-wise kernel counts as element-wise.
+    """
+    kernels = _Kernels(lowered)
+    readers: dict[str, list[int]] = {}
+    for k, statement in enumerate(lowered.statements):
+        for name in _reads(statement):
+            readers.setdefault(kernels.base(name), []).append(k)
+    first: dict[tuple[str, bool], str] = {}  # (input, trained) -> what the first product of it made
+    same: dict[str, str] = {}  # what a joined product made -> what the one that it is joined with did
+    out = {position[k] for k in kernels.group if k in position}
+    for k, statement in enumerate(lowered.statements):
+        if k not in position or not isinstance(statement, Op):
+            continue
+        if statement.node.op in _NORMS:
+            read_by = readers.get(statement.targets[0], [])
+            if read_by and all(_is_product(lowered, j) for j in _behind_converts(lowered, readers, read_by)):
+                out.add(position[k])
+        elif _is_product(lowered, k):
+            source = kernels.base(_reads(statement)[0])
+            weight = ops[position[k]].inputs[1]
+            key = same.get(source, source), weight.requires_grad
+            if key in first:
+                out.add(position[k])
+                same[statement.targets[0]] = first[key]
+            else:
+                first[key] = statement.targets[0]
+    return frozenset(out)
+
+
+def _is_product(lowered: LoweredBlock, k: int) -> bool:
+    statement = lowered.statements[k]
+    return isinstance(statement, Op) and statement.node.op in _PRODUCTS
+
+
+def _behind_converts(
+    lowered: LoweredBlock, readers: Mapping[str, Sequence[int]], statements: Sequence[int]
+) -> list[int]:
+    """The operations that read a value, through the conversions and views of it."""
+    out = []
+    for k in statements:
+        statement = lowered.statements[k]
+        if isinstance(statement, Convert):
+            out += _behind_converts(lowered, readers, readers.get(statement.target, ()))
+        elif statement.node.op not in VIEWS:
+            out.append(k)
+    return out
+
+
+def _traffic(
+    read: Mapping[str, TensorWork], written: Mapping[str, TensorWork], ops: Sequence[str]
+) -> tuple[float, float]:
+    """Bytes of the forward and the backward of one kernel."""
+    forward = float(sum(t.num_bytes for t in (*read.values(), *written.values())))
+    gradients = [t for t in read.values() if t.requires_grad]
+    arriving = float(sum(t.num_bytes for t in written.values() if t.requires_grad))
+    if not gradients or not arriving:
+        return forward, 0.0
+    if _PASSING.issuperset(ops):
+        joined = max(t.num_bytes for t in written.values()) if len(gradients) > 1 else 0
+        return forward, 3.0 * joined
+    leaving = float(sum(t.num_bytes for t in gradients))
+    return forward, arriving + sum(t.num_bytes for t in read.values()) + leaving

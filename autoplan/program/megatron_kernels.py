@@ -1,0 +1,185 @@
+"""What kernels written by hand keep for the backward where that differs from what PyTorch's operations keep.
+
+`Mode.FUSED` stands for Megatron-LM on Transformer Engine. Beside what `_Walk.fuse` says of element-wise operations:
+
+- a product behind a gather of tensor parallelism keeps the shard, which is gathered again in the backward, behind the
+  product that makes the gradient of the output (Korthikanti et al., 2022, section 4.2.2);
+- a product in 8 bits keeps its input in 8 bits (Transformer Engine's quantized inputs of linear layers);
+- cross entropy keeps the softmax in float32, made in place of the logits and turned into their gradient in place
+  (Megatron-LM, core/tensor_parallel/cross_entropy.py);
+- experts keep the rows sorted by expert, gate and up, their product, and the routing weights, which scale that product:
+  what experts return is not kept (Megatron-LM, core/transformer/moe/experts.py);
+- a fused loss, in any mode, keeps the logits as they are and one number per token, and writes their gradient in their
+  place (flash-attention, ops/triton/cross_entropy.py);
+- unfused attention, in any mode, keeps queries, keys, values and the softmax, 2 a s^2 b bytes (Korthikanti et al.,
+  2022, section 4.1: 5 a s^2 b with dropout, which is not captured).
+
+The gradient of a weight is added to the buffer of gradients by the product itself (`gradient_accumulation_fusion`, on
+by default), so that none is made: what stands for it is `MemoryModel`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from autoplan.config.context_methods import ContextMethod
+from autoplan.config.parallel import Attention, Mode
+from autoplan.ops.saved import RULES, Form, Gradient, OpFacts, SavedRule, experts_rows
+from autoplan.program.context_parallel import saved_by
+from autoplan.units import DTYPE_BYTES
+
+FLOAT8_BYTES = 1
+LOSSES = frozenset(("cross_entropy_sum",))
+PRODUCTS = frozenset(("linear", "experts"))  # whose weights' gradients are accumulated in place
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Whose kernels run. `float8`: products take inputs of 8 bits, or fewer, which are kept as 8 (an upper bound)."""
+
+    mode: Mode = Mode.EAGER
+    attention: Attention = Attention.FLASH2
+    float8: bool = False
+    fused_loss: bool = False
+    context: int = 1
+    method: ContextMethod | None = None  # how attention sees a cut sequence; None: keys are gathered
+    modules: tuple[str, ...] = ()  # that are computed again (autoplan.program.megatron_modules)
+
+    @property
+    def fused(self) -> bool:
+        """True if element-wise operations run in kernels together."""
+        return self.mode is not Mode.EAGER
+
+    @property
+    def handwritten(self) -> bool:
+        """True for Megatron's and Transformer Engine's."""
+        return self.mode is Mode.FUSED
+
+    @property
+    def narrow_logits(self) -> bool:
+        """True if what a loss upcasts is not stored: its kernel reads the logits as they are."""
+        return self.handwritten or self.fused_loss
+
+    @property
+    def float8_inputs(self) -> bool:
+        """True if products keep 8-bit inputs; those that PyTorch's float8 training compiles keep them as they were."""
+        return self.handwritten and self.float8
+
+
+def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
+    """The rule of an operation that keeps something else than `autoplan.ops.saved` says, else None."""
+    if f.op == "attention" and kernels.attention is Attention.UNFUSED:
+        return _UNFUSED_ATTENTION
+    if f.op in LOSSES and kernels.fused_loss:
+        return _LOSS_IN_PLACE
+    if f.op == "attention" and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.fused):
+        return saved_by(kernels.method, _gathered, kernels.fused)
+    if f.op == "attention" and kernels.context > 1 and not kernels.fused:
+        return _gathered(kernels.context)
+    if not kernels.handwritten:
+        return None
+    if f.op == "attention":  # its kernels know windows; the plain form of ours cuts them out
+        return RULES["attention"] if f.attrs.get("window") is not None else None
+    if f.op in LOSSES:
+        return _LOSS
+    if f.op == "experts":
+        return _EXPERTS_FLOAT8 if kernels.float8 else _EXPERTS
+    return None
+
+
+def _scores(f: OpFacts) -> int:
+    """Elements of attention's scores: heads x queries x keys."""
+    q, k = f.inputs[:2]
+    return q.num_elements // q.shape[-1] * k.shape[2]
+
+
+def _unfused_extra(f: OpFacts) -> tuple[int, ...]:
+    q, k, v = f.inputs[:3]
+    scores, width = _scores(f), DTYPE_BYTES[q.dtype]
+    repeats = q.shape[1] // k.shape[1]
+    grouped = ((k.num_bytes + v.num_bytes) * repeats,) if repeats > 1 else ()
+    return (scores * width, *grouped)
+
+
+def _unfused_workspace(f: OpFacts) -> tuple[int, ...]:
+    # forward: the scores before the softmax; backward: gradients of the softmax and of the scores
+    size = _scores(f) * DTYPE_BYTES[f.inputs[0].dtype]
+    return (size, 2 * size)
+
+
+def _gathered(ways: int) -> SavedRule:
+    return SavedRule((("x0", (0, 1, 2)),), Form.NEW, extra=_gathered_extra(ways))
+
+
+def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
+    """Of autoplan.runtime.context: keys and values of the whole sequence, and for both chunks of queries, which on
+    average see half of all keys, a mask of numbers, what comes out and its log-sum-exp."""
+
+    def extra(f: OpFacts) -> tuple[int, ...]:
+        q, k, v = f.inputs[:3]
+        width, rows = DTYPE_BYTES[q.dtype], q.num_elements // q.shape[-1]
+        seen = q.shape[2] * k.shape[2] * ways // 2 * width
+        out = rows * v.shape[-1] * width
+        return (ways * (k.num_bytes + v.num_bytes), seen, out, rows * max(4, width))
+
+    return extra
+
+
+def _softmax_bytes(f: OpFacts) -> int:
+    logits = f.inputs[0]
+    return logits.num_elements * max(4, DTYPE_BYTES[logits.dtype])
+
+
+def _loss_extra(f: OpFacts) -> tuple[int, ...]:
+    tokens = f.inputs[1].num_elements
+    return (_softmax_bytes(f), tokens * DTYPE_BYTES["int64"], tokens)  # local class numbers, which are valid
+
+
+def _loss_workspace(f: OpFacts) -> tuple[int, ...]:
+    # backward: the gradient in the dtype of the logits, cast from the softmax that was turned into it
+    return (0, f.inputs[0].num_elements * DTYPE_BYTES["bfloat16"])
+
+
+def _lse_extra(f: OpFacts) -> tuple[int, ...]:
+    return (f.inputs[1].num_elements * DTYPE_BYTES["float32"],)
+
+
+def _experts_extra(f: OpFacts) -> tuple[int, ...]:
+    return _experts_parts(f, None)
+
+
+def _experts_extra_float8(f: OpFacts) -> tuple[int, ...]:
+    return _experts_parts(f, FLOAT8_BYTES)
+
+
+def _experts_parts(f: OpFacts, input_bytes: int | None) -> tuple[int, ...]:
+    rows, hidden, inner, width = experts_rows(f)
+    taken = width if input_bytes is None else input_bytes
+    first = inner * (2 if f.attrs.get("gated", True) else 1)
+    order = (rows * DTYPE_BYTES["int64"], rows * DTYPE_BYTES["float32"])  # the permutation, routing weights
+    return (rows * hidden * taken, rows * first * width, rows * inner * taken, *order)
+
+
+EXPERTS_ACTIVATION = 2  # which of what experts keep is the result of their activation function
+
+
+def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
+    # forward: rows before and after they are sorted back; backward: gradients of rows, gate and up, and their product
+    rows, hidden, inner, width = experts_rows(f)
+    return (2 * rows * hidden * width, rows * (hidden + 3 * inner) * width)
+
+
+_UNFUSED_ATTENTION = SavedRule(
+    tuple((f"x{k}", (0, 1, 2)) for k in range(4)), Form.NEW, extra=_unfused_extra, workspace=_unfused_workspace
+)
+_LOSS = SavedRule((), Form.NEW, Gradient.PASS, extra=_loss_extra, workspace=_loss_workspace)
+_LOSS_IN_PLACE = SavedRule((("x0", (0,)),), Form.NEW, Gradient.PASS, extra=_lse_extra)
+_EXPERTS = SavedRule((), Form.NEW, extra=_experts_extra, workspace=_experts_workspace)
+_EXPERTS_FLOAT8 = SavedRule((), Form.NEW, extra=_experts_extra_float8, workspace=_experts_workspace)
+
+
+def float8_bytes(shape: tuple[int, ...]) -> int:
+    """Of an 8-bit copy."""
+    return prod(shape) * FLOAT8_BYTES

@@ -1,0 +1,229 @@
+"""What Megatron's `--recompute-modules` run again: whole modules of a layer, in programs of hand-written kernels.
+
+Priced in `Mode.FUSED`, not executed: the programs emitted here compute regions again (`program.regions`), which
+hold no products and no collectives between ranks. A module is run as it is, with its products and what it sends
+(Megatron-LM, core/transformer/transformer_config.py, recompute_modules; transformer_layer.py, mlp.py, moe/moe_layer.py,
+moe/experts.py, multi_latent_attention.py):
+
+- core_attn      attention between its projections
+- layernorm      norms before attention and before experts or the MLP, where they are kernels of their own: Transformer
+                 Engine has a norm in the product after it (LayerNormLinear) where one product reads it alone, and then
+                 nothing is computed again. Latent attention and experts read it in several places
+- mla_up_proj    latent attention from the compressed queries, keys and values to the core: products, rotary embedding
+- mlp            the dense MLP, with a norm that is in its first product
+- moe            a layer of experts: router, dispatch, experts, combine, shared experts
+- shared_experts those alone
+- moe_act        the activation function of the experts, between their products
+
+The outputs of layernorm, mla_up_proj and moe_act are dropped and made again when the product that takes them needs them
+(CheckpointWithoutOutput); that product then keeps no copy of its own in 8 bits (set_save_original_input). The others
+are checkpoints of what goes in: who keeps their output goes on doing so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from autoplan.program.lower import Convert, Op
+from autoplan.program.regions import Flow, attention_core, variables_of
+
+DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))
+_LINEAR = frozenset(("linear", "matmul"))
+_PRODUCTS = _LINEAR | {"experts"}
+_VIEWS = frozenset("reshape transpose permute to expand unsqueeze squeeze chunk slice".split())
+_NORM_OPS = frozenset(("rsqrt", "layer_norm", "rms_norm"))
+
+
+@dataclass(frozen=True)
+class Module:
+    """Statements of a block that run again together.
+
+    Attributes:
+        statements: positions, ascending; of moe_act the experts themselves, of which only the activation runs again.
+        reads: variables from outside, without parameters; writes: those of it that statements outside read.
+    """
+
+    name: str
+    statements: tuple[int, ...]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    @property
+    def discards(self) -> bool:
+        """True if its output is dropped as well."""
+        return self.name in DISCARDING
+
+
+def modules(statements: Sequence[Op | Convert], outputs: Sequence[str]) -> dict[str, tuple[Module, ...]]:
+    """The modules of a block, by name; one that is there and has nothing of its own to run again: none of that name.
+
+    Args:
+        outputs: variables that the block hands out.
+    """
+    return _Modules(statements, outputs).found()
+
+
+def _reached(
+    found: Iterable[int], way: Sequence[Sequence[int]], through: Callable[[int], bool] = lambda _: True
+) -> set[int]:
+    """Statements that `way` leads to from `found`, over those that it goes `through`."""
+    out, queue = set[int](), list(found)
+    while queue:
+        for k in way[queue.pop()]:
+            if k not in out and through(k):
+                out.add(k)
+                queue.append(k)
+    return out
+
+
+class _Modules:
+    def __init__(self, statements: Sequence[Op | Convert], outputs: Sequence[str]) -> None:
+        self.variables = variables_of(statements)
+        self.statements, self.outputs = statements, outputs
+        self.flow = Flow(statements, self.variables)
+        self.ops = self.flow.ops
+        self.experts = [k for k, op in enumerate(self.ops) if op == "experts"]
+        self.core = set(attention_core(statements, self.variables))
+
+    def found(self) -> dict[str, tuple[Module, ...]]:
+        out: dict[str, tuple[Module, ...]] = {}
+        if self.core:
+            out["core_attn"] = (self._module("core_attn", self.core),)
+        norms = self.flow.connected(self.flow.norms())
+        up = self._up_projections()
+        if norms and (self.core or self.experts):
+            of_layer = [part for part in norms if self._from_residual(part)]
+            out["layernorm"] = tuple(self._module("layernorm", part) for part in of_layer if not self._in_product(part))
+        if up:
+            out["mla_up_proj"] = (self._module("mla_up_proj", up),)
+        mlp = self._mlp(norms)
+        if self.experts:
+            out["moe"] = (self._module("moe", self._from_norm(self.experts[0], norms)),)
+            out["moe_act"] = tuple(Module("moe_act", (k,)) for k in self.experts)
+            if mlp:
+                out["shared_experts"] = (self._module("shared_experts", mlp),)
+        elif mlp:
+            out["mlp"] = (self._module("mlp", mlp),)
+        return out
+
+    def _module(self, name: str, chosen: Iterable[int]) -> Module:
+        inside = set(chosen)
+        made = {v for i in inside for v in self.variables[i][1]}
+        reads = dict.fromkeys(v for i in sorted(inside) for v in self.variables[i][0] if v not in made)
+        writes = [
+            v
+            for i in sorted(inside)
+            for v in self.variables[i][1]
+            if v in self.outputs or any(k not in inside for k in self.flow.readers.get(v, ()))
+        ]
+        return Module(name, tuple(sorted(inside)), tuple(v for v in reads if not v.startswith("self.")), tuple(writes))
+
+    # -- norms ---------------------------------------------------------------------------------------------------------
+
+    def _from_residual(self, part: Sequence[int]) -> bool:
+        """True for a norm of what layers hand on: no product made what it reads."""
+        inside = set(part)
+        before = [k for i in part for k in self.flow.before[i] if k not in inside]
+        return not any(self.ops[k] in _PRODUCTS for k in self._through_views(before, self.flow.before))
+
+    def _in_product(self, part: Sequence[int]) -> bool:
+        """True if Transformer Engine has the norm in the product that reads it."""
+        if self._feeds_latent(part):
+            return False
+        inside = set(part)
+        readers = [k for i in part for k in self.flow.after[i] if k not in inside]
+        return all(self.ops[k] in _LINEAR for k in self._through_views(readers, self.flow.after))
+
+    def _through_views(self, found: Iterable[int], way: Sequence[Sequence[int]]) -> list[int]:
+        """`found`, and instead of views and conversions what comes behind them."""
+        out = []
+        for k in found:
+            out += self._through_views(way[k], way) if self._is_view(k) else [k]
+        return out
+
+    def _is_view(self, k: int) -> bool:
+        return isinstance(self.statements[k], Convert) or self.ops[k] in _VIEWS
+
+    def _views_before(self, found: Iterable[int]) -> set[int]:
+        """Views and conversions of what these read."""
+        return _reached(found, self.flow.before, self._is_view)
+
+    def _feeds_latent(self, part: Sequence[int]) -> bool:
+        up = self._up_projections()
+        return bool(up) and bool(self._ancestors(up) & set(part))
+
+    # -- latent attention ----------------------------------------------------------------------------------------------
+
+    def _ancestors(self, found: Iterable[int]) -> set[int]:
+        return _reached(found, self.flow.before)
+
+    def _nearest_products(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Products before `start`, and what is between."""
+        products, between, queue = set[int](), set[int](), list(start)
+        while queue:
+            for k in self.flow.before[queue.pop()]:
+                if self.ops[k] in _PRODUCTS:
+                    products.add(k)
+                elif k not in between:
+                    between.add(k)
+                    queue.append(k)
+        return products, between
+
+    def _up_projections(self) -> set[int]:
+        """Between the products that compress queries, keys and values and the core; none without such products."""
+        last, between = self._nearest_products(self.core)
+        down = {k for k in last if any(k in self._ancestors((other,)) for other in last - {k})}
+        further: dict[int, tuple[set[int], set[int]]] = {k: self._nearest_products((k,)) for k in last - down}
+        for found, inner in further.values():  # with a norm of what is compressed; adapters have none
+            down |= found if any(self.ops[k] in _NORM_OPS for k in inner) else set()
+        if not down:
+            return set()
+        out = (last | between) - down - self.core
+        for products, inner in further.values():
+            out |= inner if products else set()
+        below = self._descendants(down) | (last - down) | self._descendants(last - down)
+        return {k for k in out if k in below}  # tables of the rotary embedding come from elsewhere
+
+    def _descendants(self, found: Iterable[int]) -> set[int]:
+        return _reached(found, self.flow.after)
+
+    # -- MLPs and experts ----------------------------------------------------------------------------------------------
+
+    def _mlp(self, norms: Sequence[Sequence[int]]) -> set[int]:
+        """Products around an activation function, with what is between, beside and sent; with the norm that the first
+        of them has inside."""
+        pointwise = self.flow.activation_functions(_PRODUCTS, _VIEWS)
+        if not pointwise:
+            return set()
+        first, between = self._nearest_products(pointwise)
+        gathered = self._views_before(first)
+        found = first | {k for k in between if k in self._descendants(first)} | pointwise
+        last = {k for p in pointwise for k in self.flow.after[p] if self.ops[k] in _PRODUCTS}
+        found |= last | {k for p in last for k in self.flow.after[p] if isinstance(self.statements[k], Convert)}
+        if self.experts:
+            return found  # the gather of the layer's input is the experts' as well
+        found |= gathered
+        for part in norms:
+            after = self._descendants(part)
+            if self._in_product(part) and after & first and not after & self.core:
+                found |= set(part)
+        return found
+
+    def _from_norm(self, experts: int, norms: Sequence[Sequence[int]]) -> set[int]:
+        """All that follows from the norm before the experts, up to where it joins what layers hand on."""
+        before = self._ancestors((experts,))
+        part = max((p for p in norms if before.intersection(p)), key=lambda p: p[-1])
+        root = set(part)
+        out: set[int] = set()
+        for k in range(part[-1] + 1, len(self.ops)):
+            feeds = [b for b in self.flow.before[k] if b in root or b in out]
+            if not feeds:
+                continue
+            given = [v for v in self.variables[k][0] if not v.startswith("self.")]
+            others = any(self.flow.makes.get(v, -1) not in root | out for v in given)
+            if self.ops[k] == "add" and k > experts and others:
+                break
+            out.add(k)
+        constants = {k for k in self._ancestors(out) if not self.flow.before[k] and not self.variables[k][0]}
+        return out | constants

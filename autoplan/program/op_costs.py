@@ -1,0 +1,194 @@
+"""Operations of a block as works: local shapes in numbers, arithmetic and traffic under one strategy.
+
+The intra-op program prices its options with these, and the workload of a whole plan is made of the same, so that what
+was chosen is what is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autoplan.config.context_methods import ContextMethod
+from autoplan.config.parallel import PRECISIONS, Precision
+from autoplan.cost_models.hardware.cluster import Group
+from autoplan.cost_models.kernels.operations import VIEWS
+from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.ir.graph import Block, ModelGraph, Node, Value
+from autoplan.ir.layout import Axis, Layout
+from autoplan.ir.symbols import Expr
+from autoplan.ops.strategies import Strategy
+from autoplan.ops.table import flops, rule_for, window_share
+from autoplan.program.context_parallel import exchanged
+from autoplan.program.megatron_kernels import Kernels
+from autoplan.program.pins import layer_calls
+from autoplan.units import DTYPE_BYTES
+
+_FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
+_IGNORED_ATTRS = frozenset(("scale", "bias"))
+_NARROW = frozenset(("linear", "matmul", "experts"))
+
+
+def groups_of(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
+    """Groups of adjacent sub-axes by their indices; `axes` are major to minor and `stride` is that of the last."""
+    strides, step = [0] * len(axes), stride
+    for i in reversed(range(len(axes))):
+        strides[i] = step
+        step *= axes[i].size
+    out: dict[tuple[int, ...], Group] = {}
+    for first in range(len(axes)):
+        size = 1
+        for last in range(first, len(axes)):
+            size *= axes[last].size
+            out[tuple(range(first, last + 1))] = Group(size, strides[last])
+    return out
+
+
+class OpCosts:
+    """Sizes and works of one graph on given sub-axes for one micro-batch and sequence length.
+
+    Args:
+        env: `b` and `s`, the part of the sequence one context-parallel rank holds.
+        context: context-parallel degree; attention sees the keys of the whole sequence.
+        precision: dtypes of what the model computes in its own parameters' dtype.
+        device_type: whose kernels; they differ in what they keep for the backward.
+        kernels: whose they are, as far as they differ in what they keep; op by op if None.
+        methods: of context parallelism, by block; keys are gathered in others.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        axes: Sequence[Axis],
+        env: Mapping[str, int],
+        *,
+        context: int = 1,
+        precision: Precision = PRECISIONS["native"],
+        device_type: str = "cpu",
+        kernels: Kernels | None = None,
+        methods: Mapping[str, ContextMethod] | None = None,
+    ) -> None:
+        self.graph, self.axes, self.env, self.context = graph, tuple(axes), dict(env), context
+        self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
+        self.methods = dict(methods or {})
+        self.sizes = graph.factor_sizes(env)
+        self.groups = groups_of(self.axes)
+        self.remapped = _dtype_map(graph, precision)
+        # products of 8 and 4 bits are those of layers: the head stays as the activations are (Transformer Engine's
+        # recipes in Megatron-LM; torchtitan's float8 leaves out "output"); a model without layers is all of them
+        layers = set(layer_calls(graph))
+        self._narrow = {c.block for c in graph.calls if c.name in layers or not layers}
+        self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
+        self._flops: dict[tuple[str, str], float] = {}
+
+    @property
+    def fused(self) -> bool:
+        """True if element-wise operations run in kernels together."""
+        return self.kernels.fused
+
+    def number(self, size: Expr) -> float:
+        """A symbolic size as a number."""
+        return float(size.evaluate(self.env))
+
+    def dtype(self, value: Value) -> str:
+        """Dtype in which a value is computed."""
+        return self.remapped.get(value.dtype, value.dtype)
+
+    def width(self, value: Value) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype(value)]
+
+    def local(self, block: str, value: Value, layout: Layout) -> tuple[int, ...]:
+        """Local shape of a value of a block."""
+        key = (block, value.name, layout)
+        found = self._local.get(key)
+        if found is None:
+            shape = []
+            for dim in value.dims or ():
+                size = 1
+                for factor in dim:
+                    size *= self.sizes[factor]
+                shape.append(size)
+            for axis, kind in zip(self.axes, layout, strict=True):
+                if kind.is_shard:
+                    shape[kind.dim] //= axis.size
+            found = self._local[key] = tuple(shape)
+        return found
+
+    def num_bytes(self, block: str, value: Value, layout: Layout) -> float:
+        """Local bytes."""
+        total = self.width(value)
+        for size in self.local(block, value, layout):
+            total *= size
+        return float(total)
+
+    def flops(self, block: Block, node: Node) -> float:
+        """Forward arithmetic of a node on all ranks of the intra-op mesh together."""
+        key = (block.name, node.name)
+        found = self._flops.get(key)
+        if found is None:
+            found = self.number(flops(node, block.values, rule_for(node, block.values)))
+            if node.op == "attention":  # keys of the whole sequence; causal halves are balanced over the ranks
+                found *= self.context * window_share(node, self.num_keys(block, node))
+            self._flops[key] = found
+        return found
+
+    def num_keys(self, block: Block, node: Node) -> float:
+        """Keys of the whole sequence that attention may see."""
+        return self.number(block.values[node.tensor_inputs[1]].shape[2]) * self.context
+
+    def op_work(self, block: Block, node: Node, strategy: Strategy, bias: bool = False) -> OpWork:
+        """One op on one rank. `bias`: a fused addition of a vector along the last dim."""
+        inputs = []
+        for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True)):
+            attends = node.op == "attention" and k < 3
+            inputs.append(self._tensor(block, name, layout, keys=attends and k > 0, attends=attends))
+        outputs = [
+            self._tensor(block, name, layout) for name, layout in zip(node.outputs, strategy.outputs, strict=True)
+        ]
+        method = self.methods.get(block.name) if node.op == "attention" else None
+        if method is not None and method.ulysses > 1:
+            outputs = [replace(t, shape=exchanged(t.shape, method)) for t in outputs]
+        if bias:
+            inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
+        moved = 0.0 if node.op in VIEWS else float(sum(t.num_bytes for t in (*inputs, *outputs)))
+        attrs = tuple(
+            sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
+        )
+        if self.precision.matmul and node.op in _NARROW and block.name in self._narrow:
+            attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
+        parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
+        if node.op == "attention" and parts > 1:
+            attrs = (*attrs, ("context_parts", parts))
+        return OpWork(
+            node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
+        )
+
+    def _tensor(self, block: Block, name: str, layout: Layout, keys: bool = False, attends: bool = False) -> TensorWork:
+        value = block.values[name]
+        shape = self.local(block.name, value, layout)
+        method = self.methods.get(block.name) if attends else None
+        if method is not None and method.ulysses > 1:
+            shape = exchanged(shape, method)
+        if keys and self.context > 1:
+            ways = self.context if method is None else method.ranks
+            shape = (*shape[:2], shape[2] * ways, *shape[3:])
+        return TensorWork(shape, self.dtype(value), value.requires_grad)
+
+    def _plain(self, value: object) -> Plain:
+        if isinstance(value, Expr):
+            return self.number(value)
+        if isinstance(value, (tuple, list)):
+            return str([self._plain(v) for v in value])
+        return value if isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _dtype_map(graph: ModelGraph, precision: Precision) -> dict[str, str]:
+    """The dtype that most parameters have is computed as `precision.compute`; what the model upcasts stays."""
+    if precision.compute is None:
+        return {}
+    counts: dict[str, int] = {}
+    for p in graph.params.values():
+        if p.dtype in _FLOATS:
+            counts[p.dtype] = counts.get(p.dtype, 0) + p.num_elements
+    return {max(counts, key=lambda d: counts[d]): precision.compute} if counts else {}

@@ -1,0 +1,422 @@
+"""The intra-op problem as plain data, built from a ModelGraph: choices, options, and the conversions between layouts.
+
+    minimise   sum over choices  weight * cost(option chosen)
+             + sum over values v and target layouts t needed by somebody
+                                 weight(v) * conversion(native layout of v -> t)
+
+* a *choice* is an op (its strategies), a parameter (how it is stored), or a boundary (the layout in which a block hands
+  a value to the next); exactly one option is taken;
+* an option *requires* values in given layouts and *provides* the native layout of others;
+* a value is converted once per target layout however many consumers share it (Megatron's one gather for q, k and v).
+
+Layers that are calls of one block share their choices (the restriction `uniform layers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from autoplan.config.parallel import PRECISIONS, Mode, Precision, RunOptions
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.errors import InfeasibleError
+from autoplan.ir.graph import Block, ModelGraph, Node, Value
+from autoplan.ir.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
+from autoplan.ops.strategies import Strategy, strategies
+from autoplan.program.op_costs import OpCosts
+from autoplan.units import DTYPE_BYTES
+
+ValueKey = tuple[str, str]  # block, value
+
+_RESTRICTIONS = (
+    "uniform layers per block",
+    "weights gathered over data-parallel sub-axes only",
+    "one choice for all tensor-parallel sub-axes unless its factor is too small for them",
+    "blocks hand over whole or evenly split values, no pending sums",
+    "values without a gradient but counts are computed whole",
+)
+
+# ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
+_FOLLOWING_OPS = (
+    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar "
+    "div_scalar reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax"
+)
+_FOLLOWS = frozenset(_FOLLOWING_OPS.split())
+_COUNTS = frozenset(("histc", "weighted_count"))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to settle a choice."""
+
+    name: str
+    requires: tuple[tuple[ValueKey, Layout], ...]
+    provides: tuple[tuple[ValueKey, Layout], ...]
+    cost_s: float
+    state_bytes: float = 0.0
+    strategy: Strategy | None = None
+    parts: tuple[tuple[str, Option], ...] = ()  # what a merged option stands for: (choice name, option)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Exactly one option is taken; its cost counts `weight` times."""
+
+    name: str
+    options: tuple[Option, ...]
+    weight: float = 1.0
+    follows: bool = False  # element-wise or a view: a conversion just before it rarely pays
+
+
+@dataclass(frozen=True)
+class IntraProblem:
+    """Choices plus what it costs to convert a value. `convert_s` is None where a conversion does not exist."""
+
+    choices: tuple[Choice, ...]
+    weights: Mapping[ValueKey, float]
+    convert_s: Callable[[ValueKey, Layout, Layout], float | None]
+    restrictions: tuple[str, ...] = ()
+    state_budget_bytes: float | None = None  # parameters, gradients and optimizer state of one rank, all layers
+
+    def filtered(self, allowed: Callable[[Choice, Option], bool]) -> IntraProblem:
+        """The same problem with fewer options (pins, comparisons). InfeasibleError names a choice left with none."""
+        choices = []
+        for choice in self.choices:
+            options = tuple(o for o in choice.options if allowed(choice, o))
+            if not options:
+                raise InfeasibleError(
+                    f"{choice.name} has no option left; it had {', '.join(o.name for o in choice.options)}"
+                )
+            choices.append(replace(choice, options=options))
+        return replace(self, choices=tuple(choices))
+
+
+Selection = Mapping[str, Option]  # choice name -> option
+
+
+def evaluate(problem: IntraProblem, selection: Selection) -> float:
+    """Cost in seconds of a complete selection; inf if it breaks the budget or a conversion does not exist."""
+    total = state = 0.0
+    native: dict[ValueKey, Layout] = {}
+    needed: dict[ValueKey, set[Layout]] = {}
+    for choice in problem.choices:
+        option = selection[choice.name]
+        total += choice.weight * option.cost_s
+        state += choice.weight * option.state_bytes
+        native.update(option.provides)
+        for key, layout in option.requires:
+            needed.setdefault(key, set()).add(layout)
+    if problem.state_budget_bytes is not None and state > problem.state_budget_bytes * (1 + 1e-9):
+        return float("inf")
+    for key, layouts in needed.items():
+        for layout in layouts:
+            if layout != native[key]:
+                cost = problem.convert_s(key, native[key], layout)
+                if cost is None:
+                    return float("inf")
+                total += problem.weights[key] * cost
+    return total
+
+
+@dataclass(frozen=True)
+class IntraSettings:
+    """What the intra-op problem is priced for."""
+
+    axes: tuple[Axis, ...]  # the sub-axes to choose layouts on (tensor parallel)
+    cluster: Cluster
+    env: Mapping[str, int]  # b (micro-batch per data-parallel rank) and s
+    num_micro_batches: int = 1
+    # parameters may be stored in at most this multiple of the least possible; None: no limit. A pinned degree is a wish
+    # for memory: without a limit a small model is cheapest replicated.
+    state_slack: float | None = 1.02
+    profile: Profile | None = None
+    mode: Mode = Mode.EAGER
+    precision: Precision = PRECISIONS["native"]
+    context: int = 1  # context-parallel degree: `s` of `env` is one rank's part
+    options: RunOptions = field(default_factory=RunOptions)
+    constants: Constants = field(default_factory=Constants.shipped)
+
+    @property
+    def costs(self) -> Costs:
+        """Prices of this cluster."""
+        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
+
+
+class _Classes:
+    """Union-find over values."""
+
+    def __init__(self) -> None:
+        self.parent: dict[ValueKey, ValueKey] = {}
+
+    def find(self, key: ValueKey) -> ValueKey:
+        while self.parent.setdefault(key, key) != key:
+            key = self.parent[key]
+        return key
+
+    def join(self, a: ValueKey, b: ValueKey) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+    def members(self) -> dict[ValueKey, list[ValueKey]]:
+        out: dict[ValueKey, list[ValueKey]] = {}
+        for key in list(self.parent):
+            out.setdefault(self.find(key), []).append(key)
+        return out
+
+
+class _Build:
+    def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
+        self.graph, self.settings, self.costs = graph, settings, settings.costs
+        self.works = OpCosts(graph, settings.axes, settings.env, context=settings.context, precision=settings.precision)
+        self.sizes = self.works.sizes
+        self.counts = graph.call_counts()
+        self.rank = len(settings.axes)
+        self.all_r: Layout = (R,) * self.rank
+        self.all_i: Layout = (I,) * self.rank
+        self.choices: list[Choice] = []
+        self.params: set[ValueKey] = {(b.name, p) for b in graph.blocks.values() for p in b.params}
+
+    def value(self, key: ValueKey) -> Value:
+        return self.graph.blocks[key[0]].values[key[1]]
+
+    def local_bytes(self, key: ValueKey, layout: Layout) -> float:
+        return self.works.num_bytes(key[0], self.value(key), layout)
+
+    def canonical(self, key: ValueKey, layout: Layout) -> Layout:
+        """Without a gradient, R and I are the same: R is written."""
+        return layout if self.value(key).requires_grad else tuple(R if t is I else t for t in layout)
+
+    def run(self) -> IntraProblem:
+        for block in self.graph.blocks.values():
+            for node in block.nodes:
+                self._node(block, node)
+        self._storage()
+        self._buffers()
+        self._boundaries()
+        weights = {(b.name, v): float(self.counts[b.name]) for b in self.graph.blocks.values() for v in b.values}
+        budget, restrictions = None, list(_RESTRICTIONS)
+        if self.settings.state_slack is not None and self.rank:
+            least = sum(c.weight * min(o.state_bytes for o in c.options) for c in self.choices)
+            vectors = sum(c.weight * max(o.state_bytes for o in c.options) for c in self.choices if self._is_vector(c))
+            budget = self.settings.state_slack * (least + vectors)
+            restrictions.append(f"stored state within {self.settings.state_slack} of the least possible")
+        return IntraProblem(
+            tuple(self.choices), weights, lru_cache(maxsize=None)(self._convert_s), tuple(restrictions), budget
+        )
+
+    def _is_vector(self, choice: Choice) -> bool:
+        """A stored parameter of one dim: small, and cheaper to keep whole."""
+        return choice.name.startswith("store ") and len(self.value(choice.options[0].provides[0][0]).shape) < 2
+
+    def _node(self, block: Block, node: Node) -> None:
+        found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
+        # a table that is not trained is split all the same
+        frozen = any(name in block.params for name in node.tensor_inputs)
+        counts = node.op in _COUNTS  # of parts of the tokens: to add them up is to send less than the tokens' experts
+        if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
+            found = [s for s in found if s.name == "R"]  # a slice of it is free
+        options = []
+        for s in found:
+            requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
+            provides = tuple(((block.name, v), layout) for v, layout in zip(node.outputs, s.outputs, strict=True))
+            cost = self._work_s(block, node, s) + self._special_s(node, block, s)
+            options.append(Option(s.name, requires, provides, cost, strategy=s))
+        weight = float(self.counts[block.name])
+        self.choices.append(Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=node.op in _FOLLOWS))
+
+    def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
+        """Forward and backward on this shard."""
+        work = self.works.op_work(block, node, s)
+        return self.costs.forward_s(work).mid + self.costs.backward_s(work).mid
+
+    def _collective_s(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+        return self.costs.collective_s(kind, num_bytes, self.works.groups[axes]).mid
+
+    def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
+        """Collectives inside a special form: the loss over a split vocabulary reduces a maximum and sums per token."""
+        if s.special != "vocab_cross_entropy":
+            return 0.0
+        target = block.values[node.tensor_inputs[1]]
+        tokens = self.works.num_bytes(block.name, target, s.inputs[1]) / self.works.width(target)
+        width = max(4, self.works.width(block.values[node.tensor_inputs[0]]))  # half precision is summed in float32
+        sums, everywhere = 3 if node.attrs.get("label_smoothing") else 2, tuple(range(self.rank))
+        return sum(self._collective_s("all_reduce", n * tokens * width, everywhere) for n in (1, sums))
+
+    def _storage(self) -> None:
+        """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
+        uses: dict[str, ValueKey] = {}
+        classes = _Classes()
+        for call in self.graph.calls:
+            for local, full in call.params.items():
+                classes.join((call.block, local), uses.setdefault(full, (call.block, local)))
+        counts: dict[tuple[ValueKey, ...], int] = {}
+        members = classes.members()
+        for key in uses.values():  # once per parameter, however often it is used
+            keys = tuple(members[classes.find(key)])
+            counts[keys] = counts.get(keys, 0) + 1
+        for keys, count in counts.items():
+            value = self.value(keys[0])
+            layouts = [self.canonical(keys[0], self.all_i)]
+            for dim, factors in enumerate(value.dims or () if self.rank else ()):
+                for position in range(len(factors)):
+                    layouts += self._shards_of(keys[0], dim, position)
+            options = []
+            for layout in layouts:
+                size = self.local_bytes(keys[0], layout)
+                elements = size / self.works.width(value)
+                state = _state_bytes(self.settings.precision, self.works.width(value))
+                copies = 4.0 if value.requires_grad else 1.0  # parameter, gradient, two moments
+                dtype = self.works.dtype(value)
+                update = self.costs.optimizer_s(elements, dtype, state).mid if value.requires_grad else 0.0
+                options.append(
+                    Option(
+                        _show(layout, value),
+                        (),
+                        tuple((k, layout) for k in keys),
+                        update / self.settings.num_micro_batches,
+                        copies * size,
+                    )
+                )
+            name = f"{keys[0][0]}/{keys[0][1]}"
+            self.choices.append(Choice(f"store {name}", tuple(options), float(count)))
+
+    def _shards_of(self, key: ValueKey, dim: int, position: int) -> list[Layout]:
+        """Storage by one factor over the whole product, or over the leading sub-axes if too small (few KV heads)."""
+        size = self.sizes[(self.value(key).dims or ())[dim][position]]
+        out, total = [], 1
+        for used in range(1, self.rank + 1):
+            total *= self.settings.axes[used - 1].size
+            if size % total == 0:
+                out.append((shard(dim, position),) * used + self.canonical(key, (I,) * (self.rank - used)))
+        full = [layout for layout in out if all(t.is_shard for t in layout)]
+        mixed = [layout for layout in out if not all(t.is_shard for t in layout)]
+        for layout in list(mixed):  # the remaining sub-axes may split another factor
+            used = sum(t.is_shard for t in layout)
+            for d, factors in enumerate(self.value(key).dims or ()):
+                for p, factor in enumerate(factors):
+                    rest = 1
+                    for axis in self.settings.axes[used:]:
+                        rest *= axis.size
+                    if (d, p) != (dim, position) and self.sizes[factor] % rest == 0:
+                        mixed.append(layout[:used] + (shard(d, p),) * (self.rank - used))
+        return full if full else mixed
+
+    def _buffers(self) -> None:
+        for block in self.graph.blocks.values():
+            for name in block.buffers:
+                key = (block.name, name)
+                self.choices.append(
+                    Choice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),))
+                )
+
+    def _boundaries(self) -> None:
+        """One layout per class of values that blocks hand to each other; inputs are R, the loss is I."""
+        links = _Classes()
+        for call in self.graph.calls:
+            block = self.graph.blocks[call.block]
+            for actual, formal in [
+                *zip(call.inputs, block.inputs, strict=True),
+                *zip(call.outputs, block.outputs, strict=True),
+            ]:
+                links.join(("", actual), (block.name, formal))
+        classes = links.members()
+        fixed = {links.find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in links.parent}
+        fixed[links.find(("", self.graph.output))] = self.all_i
+        for root, keys in classes.items():
+            provides = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].inputs]
+            requires = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].outputs and k not in provides]
+            probe = (provides + requires)[0]
+            candidates = [fixed[root]] if root in fixed else self._boundary_layouts(probe)
+            options = tuple(
+                Option(
+                    _show(layout, self.value(probe)),
+                    tuple((k, layout) for k in requires),
+                    tuple((k, layout) for k in provides),
+                    0.0,
+                )
+                for layout in candidates
+            )
+            self.choices.append(Choice(f"boundary {probe[0]}/{probe[1]}", options))
+
+    def _boundary_layouts(self, key: ValueKey) -> list[Layout]:
+        value = self.value(key)
+        out = [self.all_r]
+        if not self.rank:
+            return out
+        if value.requires_grad:
+            out.append(self.all_i)
+        total = 1
+        for axis in self.settings.axes:
+            total *= axis.size
+        for dim, factors in enumerate(value.dims or ()):
+            for position, factor in enumerate(factors):
+                if "b" not in self.graph.factors[factor].symbols and self.sizes[factor] % total == 0:
+                    out.append((shard(dim, position),) * self.rank)
+        return out
+
+    def step_bytes(self, key: ValueKey, layout: Layout, step: Step) -> float:
+        """Payload of one conversion step: the gathered or reduced tensor (all_to_all: the local one)."""
+        size = self.local_bytes(key, layout)
+        if step.kind is ConversionKind.ALL_GATHER:
+            for axis in step.axes:
+                size *= self.settings.axes[axis].size
+        return size
+
+    def _convert_s(self, key: ValueKey, source: Layout, target: Layout) -> float | None:
+        steps = conversion(source, target)
+        if steps is None:
+            return None
+        if key in self.params and any(step.kind is not ConversionKind.TO_REPLICATE for step in steps):
+            return None  # weights are not gathered over these sub-axes: ZeRO does that over the data-parallel ones
+        grad = self.value(key).requires_grad
+        total, current = 0.0, list(source)
+        for step in steps:
+            size = self.step_bytes(key, tuple(current), step)
+            forward, backward = step.collectives
+            if forward:
+                total += self._collective_s(forward, size, step.axes)
+            if backward and grad:
+                cost = self._collective_s(backward, size, step.axes)
+                # the gradient of a parameter used as R is reduced once per step, not once per micro-batch
+                deferred = key in self.params and step.kind is ConversionKind.TO_REPLICATE
+                total += cost / self.settings.num_micro_batches if deferred else cost
+            if step.kind in COPIES:
+                total += self.costs.forward_s(copy_work(size, self.works.dtype(self.value(key)))).mid
+            for axis in step.axes:
+                current[axis] = step.target
+        return total
+
+
+COPIES = frozenset(ConversionKind) - {ConversionKind.ALL_REDUCE, ConversionKind.TO_REPLICATE}
+
+
+def copy_work(num_bytes: float, dtype: str) -> OpWork:
+    """What a conversion copies besides what it sends."""
+    elements = max(1, round(num_bytes / DTYPE_BYTES[dtype]))
+    tensor = TensorWork((elements,), dtype)
+    return OpWork("clone", (tensor,), (tensor,), (), 0.0, 2.0 * num_bytes)
+
+
+def _state_bytes(precision: Precision, width: int) -> float:
+    """Bytes of optimizer state per parameter element."""
+    return 2.0 * width if precision.state_bytes is None else precision.state_bytes
+
+
+def _show(layout: Layout, value: Value) -> str:
+    """`S(kv)`, `I`, `S(kv)xI`: per sub-axis, or once if all are alike; `S(hidden:1)` where two dims have the factor."""
+    names = [f for dim in value.dims or () for f in dim]
+    texts = []
+    for kind in layout:
+        factor = (value.dims or ())[kind.dim][kind.factor] if kind.is_shard else ""
+        where = f":{kind.dim}" if names.count(factor) > 1 else ""
+        texts.append(f"S({factor}{where})" if kind.is_shard else str(kind))
+    return "x".join(texts) if len(set(texts)) > 1 else texts[0] if texts else "-"
+
+
+def build_problem(graph: ModelGraph, settings: IntraSettings) -> IntraProblem:
+    """The intra-op problem of a whole model. Raises RuleError for an op without a rule."""
+    return _Build(graph, settings).run()

@@ -1,0 +1,228 @@
+"""Which statements of a lowered block belong together: what may be computed again, the logits of a loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from autoplan.config.parallel import GROUPS
+from autoplan.ir.layout import ConversionKind
+from autoplan.program.lower import Convert, Op
+from autoplan.program.megatron_kernels import LOSSES
+
+Variables = Sequence[tuple[Sequence[str], Sequence[str]]]  # what each statement reads and writes
+_IN_CORE = frozenset("mul_scalar div_scalar add masked_fill where to dropout reshape expand".split())
+_SAME_LOGITS = frozenset("to reshape".split())
+_ACTIVATIONS = frozenset("silu gelu relu tanh sigmoid softplus".split())
+_POINTWISE = _ACTIVATIONS | frozenset("mul mul_scalar div_scalar add_scalar pow_scalar square to dropout clamp".split())
+_LINEAR = frozenset(("linear",))
+_NORMS = frozenset(("layer_norm", "rms_norm"))
+_VARIANCE = frozenset("add_scalar mean pow_scalar square mul".split())  # from the root back to what is normed
+
+
+@dataclass(frozen=True)
+class Region:
+    """Statements that are computed again together, and run together at the place of the last of them.
+
+    Attributes:
+        group: attention (its core), mlp (what is between two products), norms.
+        statements: positions, ascending.
+        reads: variables from outside, without parameters; writes: those of it that statements outside read.
+    """
+
+    group: str
+    statements: tuple[int, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def choices(found: Iterable[Region]) -> tuple[str, ...]:
+    """Every way to compute some groups of regions again, by name."""
+    there = [g for g in GROUPS if any(r.group == g for r in found)]
+    sets = itertools.chain.from_iterable(itertools.combinations(there, n) for n in range(1, len(there) + 1))
+    return tuple("+".join(names) for names in sets)
+
+
+def variables_of(statements: Sequence[Op | Convert]) -> Variables:
+    """What each statement reads and writes."""
+    out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    for s in statements:
+        if isinstance(s, Convert):
+            out.append(((s.source,), (s.target,)))
+        else:
+            bias = (s.bias,) if s.bias is not None else ()
+            out.append(((*(a for a in s.args if a is not None), *bias), s.targets))
+    return out
+
+
+def regions(
+    statements: Sequence[Op | Convert], outputs: Sequence[str], groups: Iterable[str] = GROUPS
+) -> tuple[Region, ...]:
+    """The regions of a block. Collectives between operations are in none: what is computed again sends nothing more.
+
+    Args:
+        outputs: variables that the block hands out.
+    """
+    variables = variables_of(statements)
+    flow = Flow(statements, variables)
+    found = {
+        "attention": lambda: set(attention_core(statements, variables)),
+        "mlp": flow.activation_functions,
+        "norms": flow.norms,
+    }
+    out, taken = [], set[int]()
+    for group in GROUPS:
+        if group not in groups:
+            continue
+        for part in flow.connected(found[group]() - taken):
+            inside = {v for i in part for v in variables[i][1]}
+            users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
+            if any(i < part[-1] for mine in users.values() for i in mine):
+                continue  # somebody needs a result before the last statement can run
+            reads = dict.fromkeys(v for i in part for v in variables[i][0] if v not in inside)
+            writes = [v for i in part for v in variables[i][1] if users[v] or v in outputs]
+            out.append(Region(group, part, tuple(v for v in reads if not v.startswith("self.")), tuple(writes)))
+            taken |= set(part)
+    return tuple(sorted(out, key=lambda r: r.statements[-1]))
+
+
+class Flow:
+    """Who makes and who reads the variables of a block."""
+
+    def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
+        self.statements, self.variables = statements, variables
+        self.ops = ["" if isinstance(s, Convert) else s.node.op for s in statements]
+        self.makes = {v: i for i, (_, writes) in enumerate(variables) for v in writes}
+        self.readers: dict[str, list[int]] = {}
+        for i, (reads, _) in enumerate(variables):
+            for v in dict.fromkeys(reads):
+                self.readers.setdefault(v, []).append(i)
+        self.after = [[k for v in writes for k in self.readers.get(v, ())] for _, writes in variables]
+        self.before = [[self.makes[v] for v in reads if v in self.makes] for reads, _ in variables]
+
+    def connected(self, chosen: set[int]) -> list[tuple[int, ...]]:
+        """Parts of it that hang together."""
+        out, left = [], set(chosen)
+        while left:
+            part, queue = set[int](), [min(left)]
+            while queue:
+                i = queue.pop()
+                if i in left:
+                    left.remove(i)
+                    part.add(i)
+                    queue += [*self.after[i], *self.before[i]]
+            out.append(tuple(sorted(part)))
+        return out
+
+    def activation_functions(self, products: Set[str] = _LINEAR, views: Set[str] = frozenset()) -> set[int]:
+        """Pointwise operations, and `views`, from an activation function on to the product that takes their result."""
+        out: set[int] = set()
+        for i, op in enumerate(self.ops):
+            if op in _ACTIVATIONS:
+                out |= self._to_product(i, products, _POINTWISE | views) or set()
+        return out
+
+    def _to_product(self, start: int, products: Set[str], through: Set[str]) -> set[int] | None:
+        """`start` and what follows; None unless a product is all that they lead to."""
+        found = {start}
+        if not self.after[start]:
+            return None
+        for k in self.after[start]:
+            if self.ops[k] in products:
+                continue
+            further = self._to_product(k, products, through) if self.ops[k] in through else None
+            if further is None:
+                return None
+            found |= further
+        return found
+
+    def norms(self) -> set[int]:
+        """Norms, as one operation or written out around a reciprocal root."""
+        out = {i for i, op in enumerate(self.ops) if op in _NORMS}
+        for i, op in enumerate(self.ops):
+            if op == "rsqrt":
+                out |= self._written_out(i)
+        return out
+
+    def _written_out(self, root: int) -> set[int]:
+        """Of a root of a mean: back to the value that is normed, on over what scales it."""
+        found, queue, normed = {root}, list(self.before[root]), set[str]()
+        while queue:
+            i = queue.pop()
+            if self.ops[i] not in _VARIANCE:
+                return set()
+            found.add(i)
+            if self.ops[i] in ("pow_scalar", "square", "mul"):
+                normed |= set(self.variables[i][0])
+            else:
+                queue += self.before[i]
+        if len(normed) != 1 or not any(self.ops[i] == "mean" for i in found):
+            return set()
+        (value,) = normed
+        queue = list(self.after[root])
+        while queue:
+            i = queue.pop()
+            reads = self.variables[i][0]
+            others = [v for v in reads if v != value and not v.startswith("self.") and self.makes.get(v) not in found]
+            if i not in found and self.ops[i] in ("mul", "add", "to") and not others:
+                found.add(i)
+                queue += self.after[i]
+        made = self.makes.get(value)
+        if made is not None and self.ops[made] == "to" and set(self.after[made]) <= found:
+            found.add(made)
+        return found
+
+
+def attention_core(
+    statements: Sequence[Op | Convert], variables: Sequence[tuple[Sequence[str], Sequence[str]]]
+) -> list[int]:
+    """Statements that selective recompute runs again: fused attention, or softmax between two matrix products.
+
+    Args:
+        variables: what each statement reads and writes.
+    """
+    out: set[int] = set()
+    ops = ["" if isinstance(s, Convert) else s.node.op for s in statements]
+    if "attention" not in ops and "softmax" not in ops:
+        return []
+    makes = {v: i for i, (_, writes) in enumerate(variables) for v in writes}
+    before = [[makes[v] for v in reads if v in makes] for reads, _ in variables]
+    after: list[list[int]] = [[] for _ in variables]
+    for i, sources in enumerate(before):
+        for k in sources:
+            after[k].append(i)
+    for i, op in enumerate(ops):
+        if op == "attention":
+            out.add(i)
+        elif op == "softmax":
+            reach = [_until_matmul(i, ops, way) for way in (before, after)]
+            if all(reach):
+                out |= {i, *reach[0], *reach[1]}
+    return sorted(out)
+
+
+def _until_matmul(start: int, ops: Sequence[str], neighbours: Sequence[Sequence[int]]) -> set[int]:
+    """Statements from `start` to the nearest matmul, it included, through element-wise operations and views only."""
+    found: set[int] = set()
+    for k in neighbours[start]:
+        if ops[k] == "matmul":
+            found.add(k)
+        elif ops[k] in _IN_CORE:
+            further = _until_matmul(k, ops, neighbours)
+            found |= {k, *further} if further else set()
+    return found
+
+
+def logits(statements: Sequence[Op | Convert]) -> frozenset[str]:
+    """Variables that are the logits of a loss: cast or seen in another shape, back to the product that made them."""
+    found: set[str] = set()
+    for statement in reversed(statements):
+        if isinstance(statement, Convert):
+            if statement.target in found and statement.step.kind is ConversionKind.TO_REPLICATE:
+                found.add(statement.source)
+            continue
+        same = statement.node.op in _SAME_LOGITS and not found.isdisjoint(statement.targets)
+        if same or statement.node.op in LOSSES:
+            found.add(str(statement.args[0]))
+    return frozenset(found)

@@ -1,0 +1,62 @@
+"""Activations that several units of a pipeline have to do with: the output of an encoder, skip connections.
+
+A value that one unit makes and only the next one takes is kept by one of them. Others are kept by several, or pass
+through stages that do not use them, and a stage holds each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoplan.cost_models.work import SharedValue
+from autoplan.ir.graph import Call, ModelGraph
+from autoplan.program.activation_bytes import Activations
+from autoplan.program.lower import LoweredBlock
+from autoplan.program.op_costs import OpCosts
+
+
+def shared_values(
+    graph: ModelGraph,
+    units: Sequence[Sequence[str]],
+    lowered: Mapping[str, LoweredBlock],
+    held: Mapping[str, Activations],
+    works: OpCosts,
+    again: frozenset[str],
+) -> tuple[SharedValue, ...]:
+    """The values that more than one call keeps, or that cross more than one cut.
+
+    Args:
+        held: activations by block.
+        again: calls that full recompute computes again; they keep what goes into them.
+    """
+    calls = {c.name: c for c in graph.calls}
+    made: dict[str, tuple[int, float]] = {}
+    last: dict[str, int] = {}
+    kept: dict[str, list[int]] = {}
+    kept_again: dict[str, list[int]] = {}
+    for u, unit in enumerate(units):
+        for name in unit:
+            call = calls[name]
+            low = lowered[call.block]
+            for value, inside, layout in zip(call.outputs, low.block.outputs, low.output_layouts, strict=True):
+                made[value] = (u, works.num_bytes(call.block, low.block.values[inside], layout))
+            for value in call.inputs:
+                last[value] = u
+            for value in _keeps(call, held[call.block]):
+                kept.setdefault(value, []).append(u)
+            inputs = {v for v in call.inputs if graph.values[v].requires_grad}
+            for value in inputs if name in again else _keeps(call, held[call.block]):
+                kept_again.setdefault(value, []).append(u)
+    out = []
+    for value, (first, size) in made.items():
+        plain, recomputed = (tuple(which.get(value, ())) for which in (kept, kept_again))
+        end = last.get(value, first)
+        if end - first > 1 or max(len(plain), len(recomputed), len({*plain, *recomputed})) > 1:
+            out.append(SharedValue(first, end, size, plain, recomputed))
+    return tuple(out)
+
+
+def _keeps(call: Call, held: Activations) -> set[str]:
+    """What a call keeps of its inputs and outputs."""
+    pairs = [*zip(call.inputs, held.saved_inputs, strict=True), *zip(call.outputs, held.saved_outputs, strict=True)]
+    return {value for value, size in pairs if size}

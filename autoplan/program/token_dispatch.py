@@ -1,0 +1,264 @@
+"""Expert parallelism on one rank: what it sends and computes if experts are laid out over ep x etp ranks, not over tp.
+
+The folding of Megatron-Core (Liu et al., MoE Parallel Folding, arXiv 2504.14960): the dp * cp * tp ranks of a pipeline
+stage are divided a second time, into replicas * ep * etp. With T tokens in a micro-batch, k experts per token, E
+experts, hidden size h, inner size f, w bytes per element and tokens spread evenly over the experts:
+
+    rows (a token once per expert)    n = T k / tp       each tp rank routes and dispatches its own share of the tokens
+    over ep                           n h w              dispatch and combine, forward and backward
+    over etp                          etp n h w          rows gathered for dispatch, reduced and scattered to combine
+    products of one rank              etp n rows, E / ep experts of inner size f / etp: the block's flops / tp
+
+What travels over ep of these bytes is the dispatcher's choice (`config.parallel.Dispatcher`): all of it, or each
+token once per node and device (kinds `ep_dispatch` and `ep_combine`: see `collectives`), on the way to the experts in 8
+bits if so asked; gradients of what was combined take that way, too.
+
+Beside it rows are put in order in memory: passes over a row of size h, each a read or a write (Megatron-Core 0.12,
+transformer/moe/token_dispatcher.py and moe_utils.py). To all experts of other ranks (alltoall): read once per token and
+written per expert (`permute`), sorted by local expert on arrival (read and written) where a rank has several, and all
+of it back. With one copy per device (flex): read as it arrived and written per expert, and back; tokens are not copied
+before they are sent. The backward passes over them as often.
+
+The layout was solved with experts over tp; the collectives that it has for that alone are then not performed. Values
+that are gathered for the router and the experts only stay as they are, and what the experts return is no pending sum:
+where the program wants it split over tokens, it is; where it wants it whole, a gather is left of the all-reduce. What
+others need too (shared experts) is still gathered. The router works on each rank's own tokens, as Megatron's does under
+sequence parallelism: where the layout has it on whole values, its operations are 1 / tp of those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoplan.config.parallel import Dispatcher
+from autoplan.cost_models.network.collectives import distinct_units
+from autoplan.cost_models.work import CommWork, OpWork, TensorWork
+from autoplan.ir.graph import Block, Node
+from autoplan.ir.layout import ConversionKind, Layout, R
+from autoplan.program.lower import Convert, LoweredBlock, Op, Statement
+from autoplan.program.op_costs import OpCosts
+from autoplan.units import DTYPE_BYTES
+
+Collectives = tuple[str | None, str | None]  # forward, backward
+
+
+@dataclass(frozen=True)
+class ExpertDegrees:
+    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp.
+
+    `executed`: the layout was solved for it and is run as it is (`own_tokens`), so that nothing is rerouted; rows
+    travel over etp as they do over ep.
+    """
+
+    ep: int = 1
+    etp: int = 1
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    executed: bool = False
+
+    def dispatches(self, tp: int) -> bool:
+        """False if experts are where tensor parallelism has the rest of the layer: then its layout holds for them."""
+        return self.ep > 1 or self.etp != tp
+
+
+# Conversions of what only the router and the experts read, and of what the experts return: what is left of them by
+# kind and target type. A slice of a replicated value is free; its gradient is gathered where the value is invariant.
+_BEFORE: dict[tuple[ConversionKind, str], Collectives] = {
+    (ConversionKind.ALL_GATHER, "R"): (None, None),
+    (ConversionKind.ALL_GATHER, "I"): (None, None),
+    (ConversionKind.TO_REPLICATE, "R"): (None, "all_gather"),
+}
+_AFTER: dict[tuple[ConversionKind, str], Collectives] = {
+    (ConversionKind.REDUCE_SCATTER, "S"): (None, None),
+    (ConversionKind.ALL_REDUCE, "R"): ("all_gather", "reduce_scatter"),
+    (ConversionKind.ALL_REDUCE, "I"): ("all_gather", None),
+}
+_TRANSPOSED: Collectives = ("all_to_all", "all_to_all")  # split over the hidden size: to and from a split over tokens
+
+
+def _names(statement: Statement) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Variables that a statement reads and makes."""
+    if isinstance(statement, Convert):
+        return (statement.source,), (statement.target,)
+    read = tuple(a for a in (*statement.args, statement.bias) if a is not None)
+    return read, statement.targets
+
+
+def _is_experts(statement: Statement) -> bool:
+    return not isinstance(statement, Convert) and statement.node.op == "experts"
+
+
+def only_for_experts(lowered: LoweredBlock) -> set[int]:
+    """Statements that nothing but the experts needs: the router, and conversions before it."""
+    readers: dict[str, set[int]] = {}
+    for k, statement in enumerate(lowered.statements):
+        for name in _names(statement)[0]:
+            readers.setdefault(name, set()).add(k)
+    ends = {k for k, statement in enumerate(lowered.statements) if _is_experts(statement)}
+    found: set[int] = set()
+    for k in reversed(range(len(lowered.statements))):
+        made = _names(lowered.statements[k])[1]
+        users = set().union(*(readers.get(name, set()) for name in made))
+        if users and users <= ends | found and not set(made) & set(lowered.outputs):
+            found.add(k)
+    return found
+
+
+def _is_pending(layout: Layout) -> bool:
+    return any(t.kind_name == "P" for t in layout)
+
+
+def _sums_of_experts(lowered: LoweredBlock) -> set[int]:
+    """Conversions of sums that are pending because of the experts alone."""
+    pending: set[str] = set()
+    found: set[int] = set()
+    for k, statement in enumerate(lowered.statements):
+        if isinstance(statement, Convert):
+            if statement.source in pending:
+                found.add(k)
+                if _is_pending(statement.result):
+                    pending.add(statement.target)
+            continue
+        args = [a for a in statement.args if a is not None]
+        sums = [a for a, layout in zip(args, statement.strategy.inputs, strict=True) if _is_pending(layout)]
+        if _is_experts(statement) or (sums and pending.issuperset(sums)):
+            made = zip(statement.targets, statement.strategy.outputs, strict=True)
+            pending.update(name for name, layout in made if _is_pending(layout))
+    return found
+
+
+def rerouted(lowered: LoweredBlock) -> Mapping[int, Collectives]:
+    """Conversions around dispatched experts, by statement, with the collectives that are left of each."""
+    out: dict[int, Collectives] = {}
+    for table, places in ((_BEFORE, only_for_experts(lowered)), (_AFTER, _sums_of_experts(lowered))):
+        for k in sorted(places):
+            statement = lowered.statements[k]
+            if isinstance(statement, Convert):
+                step = statement.step
+                left = table.get((step.kind, step.target.kind_name))
+                split = next((t for t in (step.source, step.target) if t.is_shard), None)
+                if left is not None:
+                    hidden = len(statement.value.dims or ()) - 1
+                    out[k] = _TRANSPOSED if split is not None and split.dim == hidden else left
+    return out
+
+
+def rerouted_comms(statement: Convert, left: Collectives, axis: str, works: OpCosts, block: str) -> list[CommWork]:
+    """What is left of one conversion."""
+    sizes = [works.num_bytes(block, statement.value, layout) for layout in (statement.layout, statement.result)]
+    out = []
+    for kind, phase in zip(left, ("forward", "backward"), strict=True):
+        if kind is not None and (phase == "forward" or statement.value.requires_grad):
+            size = min(sizes) if kind == "all_to_all" else max(sizes)
+            out.append(CommWork(statement.value.name, kind, size, axis, phase))
+    return out
+
+
+def _tp(works: OpCosts) -> int:
+    return math.prod(axis.size for axis in works.axes)
+
+
+def on_own_tokens(work: OpWork, statement: Op, works: OpCosts) -> OpWork:
+    """An operation of the router on one rank's share of the tokens, where its strategy has it on whole values.
+
+    Dividing sizes, not adding them up anew: a value counts as split where its first dims are the tokens.
+    """
+    ways, tokens = _tp(works), works.env["b"] * works.env["s"]
+    layouts = (*statement.strategy.inputs, *statement.strategy.outputs)
+    if ways == 1 or any(t.is_shard for layout in layouts for t in layout):
+        return work
+
+    def own(t: TensorWork) -> TensorWork:
+        for last in range(len(t.shape)):
+            if math.prod(t.shape[: last + 1]) == tokens and t.shape[last] % ways == 0:
+                return replace(t, shape=(*t.shape[:last], t.shape[last] // ways, *t.shape[last + 1 :]))
+        return t
+
+    inputs, outputs = tuple(map(own, work.inputs)), tuple(map(own, work.outputs))
+    if outputs == work.outputs:
+        return work
+    moved = float(sum(t.num_bytes for t in (*inputs, *outputs))) if work.moved_bytes else 0.0
+    return replace(work, inputs=inputs, outputs=outputs, flops=work.flops / ways, moved_bytes=moved)
+
+
+def _rows(block: Block, node: Node, works: OpCosts) -> float:
+    """Rows that one rank dispatches: its share of the tokens, once per expert that takes them."""
+    tokens = works.number(block.values[node.tensor_inputs[0]].shape[0])
+    return tokens * float(node.attrs["top_k"]) / _tp(works)
+
+
+# Bytes per element of rows in 8 bits with a 32-bit scale for each 128 elements (DeepSeek-V3, section 3.3.2).
+_FP8_BYTES = 1 + 4 / 128
+
+
+def dispatch_comms(block: Block, node: Node, works: OpCosts, degrees: ExpertDegrees) -> list[CommWork]:
+    """Rows travel to their experts and back, forward and backward (dispatch and combine)."""
+    hidden = block.values[node.tensor_inputs[0]]
+    elements = _rows(block, node, works) * works.number(hidden.shape[-1])
+    size = elements * works.width(hidden)
+    plain = degrees.dispatcher is Dispatcher.ALL_TO_ALL
+    there = elements * _FP8_BYTES if degrees.dispatcher is Dispatcher.FLEX_FP8 else size
+    top_k = 0 if plain else int(node.attrs["top_k"])
+    phases = ("forward", "backward") if hidden.requires_grad else ("forward",)
+    out = []
+    for phase in phases:
+        gather, scatter = ("dispatch", "combine") if phase == "forward" else ("combine", "dispatch")
+        if degrees.ep > 1:
+            kinds = ("all_to_all", "all_to_all") if plain else ("ep_dispatch", "ep_combine")
+            for what, kind, num_bytes in zip((gather, scatter), kinds, (there, size), strict=True):
+                out.append(CommWork(what, kind, num_bytes, "ep", phase, top_k=top_k))
+        if degrees.etp > 1:
+            kinds = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter")
+            for what, kind in zip((gather, scatter), kinds, strict=True):
+                out.append(CommWork(what, kind, size * degrees.etp, "etp", phase))
+    return out
+
+
+def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
+    """How often a row of size h is read or written in one pass to put rows in order, on average; see above."""
+    if degrees.ep == 1 or degrees.dispatcher is Dispatcher.ALL_TO_ALL:
+        sorting = 4.0 if degrees.ep > 1 and num_local > 1 else 0.0
+        return 2.0 * (1.0 + 1.0 / top_k) + sorting
+    return 2.0 * (1.0 + distinct_units(degrees.ep, top_k) / top_k)
+
+
+def travelled_bytes(block: Block, node: Node, works: OpCosts, degrees: ExpertDegrees) -> int:
+    """What the runtime keeps beside what experts keep on the ranks of their tokens, for tokens that spread evenly.
+
+    Rows as they arrived, at each of etp parts of an expert all of them; rows as they came back, and an index that says
+    which token they are of (runtime/experts.py).
+    """
+    if degrees.ep * degrees.etp == 1:
+        return 0
+    hidden = block.values[node.tensor_inputs[0]]
+    row = works.number(hidden.shape[-1]) * works.width(hidden)
+    returned = row + DTYPE_BYTES["int64"]
+    return round(_rows(block, node, works) * (degrees.etp * row + returned))
+
+
+def local_products(work: OpWork, block: Block, node: Node, works: OpCosts, degrees: ExpertDegrees) -> OpWork:
+    """The products of one rank: the rows that reach it through its E / ep experts, each split over etp."""
+    hidden, index, weights, gate_up, down = work.inputs
+    rows = max(1, round(_rows(block, node, works) * degrees.etp))
+    whole: Layout = (R,) * len(works.axes)
+    shapes = [works.local(block.name, block.values[name], whole) for name in node.tensor_inputs[3:5]]
+    num_local = max(1, shapes[0][0] // degrees.ep)
+    inputs = (
+        replace(hidden, shape=(rows, hidden.shape[-1])),
+        replace(index, shape=(rows, 1)),
+        replace(weights, shape=(rows, 1)),
+        replace(gate_up, shape=(num_local, max(1, shapes[0][1] // degrees.etp), shapes[0][2])),
+        replace(down, shape=(num_local, shapes[1][1], max(1, shapes[1][2] // degrees.etp))),
+    )
+    outputs = (TensorWork((rows, hidden.shape[-1]), work.outputs[0].dtype, work.outputs[0].requires_grad),)
+    moved = float(sum(t.num_bytes for t in (*inputs, *outputs)))
+    passes = row_passes(int(node.attrs["top_k"]), num_local, degrees)
+    return replace(
+        work,
+        inputs=inputs,
+        outputs=outputs,
+        attrs=(*work.attrs, ("row_passes", passes)),
+        flops=works.flops(block, node) / _tp(works),
+        moved_bytes=moved,
+    )

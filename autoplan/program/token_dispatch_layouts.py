@@ -1,0 +1,69 @@
+"""Layouts for experts that tokens travel to: every rank of tensor parallelism sends tokens of its own.
+
+The experts' operation takes and gives tokens split over the sequence, and their weights belong to the ranks of ep x
+etp, not to tensor parallelism: of these, no storage is chosen here, and none counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.errors import InfeasibleError
+from autoplan.ir.graph import Block, ModelGraph
+from autoplan.ir.layout import I, R
+from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey
+
+_RESTRICTION = "tokens travel to experts from where tensor parallelism splits the sequence"
+
+
+def expert_weights(block: Block) -> frozenset[str]:
+    """Values of a block that hold the weights of experts, expert by expert."""
+    return frozenset(name for node in block.nodes if node.op == "experts" for name in node.tensor_inputs[3:5])
+
+
+def inner_place(block: Block, name: str) -> tuple[int, int]:
+    """(dim, position) of the factor in a weight of experts that is their inner size: rows of the first product (of gate
+    and up alike), columns of the second."""
+    node = next(n for n in block.nodes if n.op == "experts" and name in n.tensor_inputs[3:5])
+    return (1, int(bool(node.attrs["gated"]))) if name == node.tensor_inputs[3] else (2, 0)
+
+
+def with_own_tokens(problem: IntraProblem, graph: ModelGraph, state_slack: float | None) -> IntraProblem:
+    """The problem with only those strategies of experts that split the tokens over all of tensor parallelism.
+
+    Args:
+        state_slack: of the problem's budget, which does not count the weights of experts any more.
+
+    Raises: InfeasibleError if some experts cannot be run on a part of the tokens, naming them.
+    """
+    nodes = {f"{b.name}/{n.name}": (b, n) for b in graph.blocks.values() for n in b.nodes if n.op == "experts"}
+    weights: set[ValueKey] = {(b.name, name) for b in graph.blocks.values() for name in expert_weights(b)}
+    least, choices = 0.0, []
+    for choice in problem.choices:
+        if choice.name in nodes:
+            block, node = nodes[choice.name]
+            own = tuple(o for o in choice.options if _own(o, (block.name, node.tensor_inputs[0])))
+            if not own:
+                raise InfeasibleError(f"{choice.name}: the sequence cannot be split over tensor parallelism")
+            choices.append(replace(choice, options=own))
+        elif _stores(choice, weights):
+            least += choice.weight * min(o.state_bytes for o in choice.options)
+            whole = next(o for o in choice.options if all(t in (R, I) for _, layout in o.provides for t in layout))
+            choices.append(replace(choice, options=(replace(whole, state_bytes=0.0),)))
+        else:
+            choices.append(choice)
+    budget = problem.state_budget_bytes
+    if budget is not None and state_slack is not None:
+        budget -= state_slack * least
+    restrictions = (*problem.restrictions, _RESTRICTION)
+    return replace(problem, choices=tuple(choices), state_budget_bytes=budget, restrictions=restrictions)
+
+
+def _own(option: Option, hidden: ValueKey) -> bool:
+    """True if the tokens that an option of experts takes are split, and nothing else."""
+    layouts = [layout for key, layout in option.requires if key == hidden]
+    return all(t.is_shard and t.dim == 0 for layout in layouts for t in layout)
+
+
+def _stores(choice: Choice, weights: set[ValueKey]) -> bool:
+    return choice.name.startswith("store ") and any(key in weights for key, _ in choice.options[0].provides)

@@ -1,0 +1,43 @@
+"""Layouts without sequence parallelism: what blocks hand over is whole on every rank of tensor parallelism.
+
+Shoeybi et al., Megatron-LM, 2019: an all-reduce behind each pair of products, norms and residuals computed everywhere.
+Sequence parallelism (Korthikanti et al., 2022) came later; runs without it keep tp times as much of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Layout
+from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey
+
+_RESTRICTION = "no sequence parallelism: values between blocks are whole on every tensor-parallel rank"
+
+
+def with_whole_tokens(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
+    """The problem without options that split an activation over a factor of what blocks hand over: batch, sequence or
+    hidden size."""
+    crossing = {
+        factor
+        for block in graph.blocks.values()
+        for name in (*block.inputs, *block.outputs)
+        if block.values[name].requires_grad
+        for dim in block.values[name].dims or ()
+        for factor in dim
+    }
+    params = {(b.name, name) for b in graph.blocks.values() for name in b.params}
+
+    def splits(key: ValueKey, layout: Layout) -> bool:
+        block, name = key
+        value = graph.blocks[block].values[name]
+        if key in params or not value.requires_grad:
+            return False
+        dims = value.dims or ()
+        return any(kind.is_shard and dims[kind.dim][kind.factor] in crossing for kind in layout)
+
+    def whole(choice: Choice, option: Option) -> bool:
+        return not any(splits(key, layout) for key, layout in (*option.provides, *option.requires))
+
+    filtered = problem.filtered(whole)
+    return replace(filtered, restrictions=(*filtered.restrictions, _RESTRICTION))

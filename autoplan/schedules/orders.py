@@ -1,0 +1,210 @@
+"""Orders of the pipeline schedules: what one rank runs, forwards, backwards and their two parts, one after the other.
+
+Every order is a function of (rank, number of ranks, number of micro-batches, the chunks of this rank in model order);
+`autoplan.schedules.schedule.SCHEDULES` names them and says which chunks a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from enum import Enum
+from typing import NamedTuple
+
+
+class ActionKind(Enum):
+    """What is run for one micro-batch; the value is torch's letter. I and W are the two parts of a split B."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+F, B, I, W = ActionKind  # noqa: E741
+
+
+class Action(NamedTuple):
+    """One action of one rank. `chunk` counts over the whole pipeline, in model order.
+
+    `joined`: run as one with the next action (torch's OVERLAP_F_B): what it gives is there when both have ended.
+    """
+
+    kind: ActionKind
+    chunk: int
+    micro_batch: int
+    joined: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind.value}{self.micro_batch}"  # as torch writes it
+
+
+def gpipe(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """All forwards, then all backwards (Huang et al., GPipe, 2019; torch's ScheduleGPipe)."""
+    (chunk,) = chunks
+    return [Action(kind, chunk, m) for kind in (F, B) for m in range(num_micro_batches)]
+
+
+def one_f_one_b(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """Narayanan et al., PipeDream, 2019; torch's Schedule1F1B, which refuses fewer micro-batches than stages: the
+    runtime then runs GPipe."""
+    if num_micro_batches < num_stages:
+        return gpipe(rank, num_stages, num_micro_batches, chunks)
+    return _warmed_up(num_stages, num_micro_batches, chunks, num_stages - 1 - rank)
+
+
+def interleaved(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """Narayanan et al., Megatron-LM, 2021, section 2.2, in the order of torch's ScheduleInterleaved1F1B."""
+    warmup = (len(chunks) - 1) * _round_size(num_stages, num_micro_batches) + 2 * (num_stages - 1 - rank)
+    return _warmed_up(num_stages, num_micro_batches, chunks, warmup)
+
+
+def zero_bubble(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism, 2023, as torch's ScheduleInterleavedZeroBubble orders it:
+    a weight gradient comes `rank` input gradients late."""
+    warmup = (len(chunks) - 1) * _round_size(num_stages, num_micro_batches) + num_stages - 1 - rank
+    return _warmed_up(num_stages, num_micro_batches, chunks, warmup, weights_behind=rank)
+
+
+def zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """ZB-V of Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6, as torch's ScheduleZBVZeroBubble orders it.
+
+    With fewer than 2 num_stages - 1 micro-batches the order is that of so many, less those that do not exist.
+    """
+    first, second = chunks
+    out: list[Action] = []
+    done: Counter[tuple[ActionKind, int]] = Counter()
+    total = max(2 * num_stages - 1, num_micro_batches)
+
+    def run(chunk: int, *kinds: ActionKind) -> None:
+        for kind in kinds:
+            out.append(Action(kind, chunk, done[kind, chunk]))
+            done[kind, chunk] += 1
+
+    for _ in range(2 * (num_stages - rank) - 1):
+        run(first, F)
+    for _ in range(rank):
+        run(second, F)
+        run(first, F)
+    for _ in range(num_stages - rank):
+        run(second, F, I, W)
+    while done[F, second] < total:
+        if done[F, first] < total:
+            run(first, F)
+        run(first, I, W)
+        run(second, F, I, W)
+    for _ in range(rank):
+        run(first, I)
+        run(second, I)
+    for _ in range(num_stages - rank):
+        run(first, I, W)
+    for chunk in (second, first):
+        while done[W, chunk] < total:
+            run(chunk, W)
+    return [action for action in out if action.micro_batch < num_micro_batches]
+
+
+def dual_pipe_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """DualPipe (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1) cut in half, so that no parameters are
+    held twice (Qi et al., DualPipe could be better without the Dual, 2025), as torch's ScheduleDualPipeV orders it.
+
+    Forwards are joined with a backward of the other chunk, except where nothing is gained, and backwards split where
+    that fills the bubble: the first ones of the second chunk, and the second half of the last ones.
+    """
+    first, second = chunks
+    behind = num_stages - 1 - rank  # ranks between this one and the turn of the V
+    out: list[Action] = []
+    done: Counter[tuple[bool, int]] = Counter()
+    weights: deque[tuple[int, int]] = deque()  # chunk and micro-batch of weight gradients that are still to come
+
+    def run(kind: ActionKind, chunk: int, joined: bool = False) -> None:
+        micro_batch = done[kind is F, chunk]
+        out.append(Action(kind, chunk, micro_batch, joined))
+        done[kind is F, chunk] += 1
+        if kind is I:
+            weights.append((chunk, micro_batch))
+
+    def run_weight() -> None:
+        out.append(Action(W, *weights.popleft()))
+
+    for _ in range(2 * behind):
+        run(F, first)
+    for _ in range(rank + 1):
+        run(F, first)
+        run(F, second)
+    for _ in range(behind):
+        run(I, second)
+        run_weight()
+        run(F, second)
+    for step in range(num_micro_batches - num_stages - behind):
+        run(F, first, joined=step > 0 or behind > 0)
+        run(B, second)
+        run(F, second, joined=True)
+        run(B, first)
+    for _ in range(behind):
+        run(B, second)
+        run(F, second, joined=True)
+        run(B, first)
+    for step in range(2 * (rank + 1)):
+        run(B if step <= rank else I, first if step % 2 else second)
+    for _ in range(behind):
+        run_weight()
+        run(I, first)
+    while weights:
+        run_weight()
+    return out
+
+
+def dual_pipe(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
+    """DualPipe (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1 and figure 5; the order is that of
+    `DualPipe.step` in github.com/deepseek-ai/DualPipe).
+
+    Micro-batches of the first half enter at the first rank and visit the stages downwards, those of the second half
+    enter at the last rank and visit them upwards, so every rank holds its own stage and that of its mirror. To a rank
+    it is DualPipeV on half as many ranks: the direction that enters at its end of the pipeline is the first chunk.
+    """
+    near, far = chunks
+    half = num_micro_batches // 2
+    folded = dual_pipe_v(min(rank, num_stages - 1 - rank), num_stages // 2, half, (near, far))
+    return [a if a.chunk == rank else a._replace(micro_batch=half + a.micro_batch) for a in folded]
+
+
+def num_rounds(num_stages: int, num_micro_batches: int) -> int:
+    """Rounds of about num_stages micro-batches that schedules with chunks in turn run."""
+    return max(1, num_micro_batches // num_stages)
+
+
+def _round_size(num_stages: int, num_micro_batches: int) -> int:
+    return num_micro_batches // num_rounds(num_stages, num_micro_batches)
+
+
+def _warmed_up(
+    num_stages: int, num_micro_batches: int, chunks: tuple[int, ...], warmup: int, weights_behind: int | None = None
+) -> list[Action]:
+    """Forwards alone, then one forward and one backward in turn, then backwards alone.
+
+    Chunks take turns after every round of micro-batches: forwards from the first chunk on, backwards from the last.
+    `weights_behind`: split backwards, the weight gradient that many micro-batches behind the input gradient.
+    """
+    size = _round_size(num_stages, num_micro_batches)
+    total = num_micro_batches * len(chunks)
+    warmup = min(warmup, total)
+
+    def nth(step: int, backward: bool) -> tuple[int, int]:
+        """Chunk and micro-batch of the step-th forward or backward of this rank."""
+        turn, place = divmod(step, size)
+        round_, local = divmod(turn, len(chunks))
+        return chunks[-1 - local if backward else local], round_ * size + place
+
+    out = [Action(F, *nth(step, False)) for step in range(warmup)]
+    forwards, weights = warmup, 0
+    for step in range(total):
+        if forwards < total:
+            out.append(Action(F, *nth(forwards, False)))
+            forwards += 1
+        out.append(Action(B if weights_behind is None else I, *nth(step, True)))
+        if weights_behind is not None and step >= weights_behind:
+            out.append(Action(W, *nth(weights, True)))
+            weights += 1
+    if weights_behind is not None:
+        out += [Action(W, *nth(step, True)) for step in range(weights, total)]
+    return out

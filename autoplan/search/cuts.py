@@ -1,0 +1,524 @@
+"""Where to cut the pipeline and what to compute again: exact for one candidate, given its prices.
+
+The step never gets shorter if an action gets longer, so for a given cut the best choice on every stage is the least
+recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
+
+    max over stages s of   m T_s + E_s + sum over stages i < s of T_i
+
+(m micro-batches; T_s forward, backward, the least recompute that can fit, and what the stage waits for its receives;
+E_s what happens once per step on that stage): a lower bound of the event simulation, see
+`autoplan.schedules.schedule.lower_bound_1f1b`. From right to left it is V_s = max(m T_s + E_s, T_s + V_{s+1}), so a
+dynamic programme gives its minimum over all ways to cut the rest. A second bound, stronger with few micro-batches, is
+
+    max over stages s of   sum of all T_i + (m - 1) T_s - (w_s - 1) f_s
+
+(f_s forward, w_s forwards before the first backward), the D_s of `bound_1f1b` with the least sum that any cut has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost_models.memory.ranks import RankMemory
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.time.price import Pricer, ranges_of
+
+Array = NDArray[np.float64]
+_CLOSE = 1e-9  # relative: equal within rounding
+_BISECTED = 1e-3  # relative: how closely the bound is found
+_MOST_LEVELS = 8  # of recompute, that a shortage is told by
+_MOST_CHECKED = 200  # stages whose memory `Cutter.binds` looks at one by one
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The best cut found, and a bound that no cut of this candidate is below. None: none fits (or beats `cutoff`)."""
+
+    chunks: tuple[int, ...] | None
+    recompute: tuple[int, ...]
+    step_s: float
+    bound_s: float
+    exact: bool
+    num_evaluated: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why nothing fits: the stage that misses most, its largest term, and what it needs."""
+
+    stage: int
+    term: str
+    needed_bytes: float
+    available_bytes: float
+    on_host: bool = False  # it is the memory of the host that does not do
+
+
+class Cutter:
+    """Cuts of one candidate.
+
+    Args:
+        pricer: prices at the candidate's degrees (no virtual stages).
+        recompute: pinned: one choice for all layers, or by names of units' calls; None: searched, how many steps each
+            stage goes down the ladder of the pricer.
+        stages: pinned units per stage, or None.
+        capacity_bytes: of one device. host_capacity_bytes: of its share of the host; None: the cluster's.
+    """
+
+    def __init__(
+        self,
+        pricer: Pricer,
+        capacity_bytes: float,
+        recompute: str | Mapping[str, str] | None = None,
+        stages: tuple[int, ...] | None = None,
+        host_capacity_bytes: float | None = None,
+    ) -> None:
+        self.pricer, self.capacity, self.pinned = pricer, capacity_bytes, stages
+        given = host_capacity_bytes
+        self.host_capacity = pricer.costs.cluster.host_memory_bytes if given is None else given
+        self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
+        self.num_units = pricer.num_units
+        self.fixed = recompute
+        layers = pricer.workload.layers
+        self.layer_count = np.concatenate([[0], np.cumsum(layers)])
+        # per rung of the ladder, prefix sums over units of steps, of bytes freed and of seconds
+        rungs = pricer.ladder.rungs if recompute is None else ()
+        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
+        self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
+        self.costs = [_prefix(np.array(r.again_s)) for r in rungs]
+        action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
+        self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.again = _prefix(np.array(pricer.again))
+        self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self._built = False
+
+    def quick_bound_s(self) -> float:
+        """A bound that knows nothing of memory and of what can be cut: see `_spread`."""
+        total = float(self.time[-1]) + self.pp * self.stage_s
+        return _spread(total, self.pp, self.m) + self.after_s
+
+    def _build(self) -> None:
+        """Windows of every stage: not needed for the quick bound."""
+        if self._built:
+            return
+        self._built, pricer = True, self.pricer
+        self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
+        memory = pricer.memory
+        least = np.minimum(memory.transient, memory.transient_again)  # of the last unit: before it, others are gone
+        self._transient = np.concatenate([[0.0], least])[self._j]
+        self._forward = _prefix(np.array(pricer.forward))
+        n = self.num_units
+        i, j = self._i, self._j
+
+        def window(values: Sequence[float]) -> Array:
+            sums = _prefix(np.array(values))
+            out: Array = sums[j] - sums[i]
+            return out
+
+        cuts = np.array([0.0, *memory.cuts, 0.0])
+        state = window(memory.stored) + window(memory.states) + memory.fixed
+        gathered, self._grads = window(memory.gathered), window(memory.grads)
+        for first, last, tied in memory.tied:  # a stage with both holds them once
+            both = (i <= first) & (j > last)
+            state, gathered = state - both * (tied[0] + tied[3]), gathered - both * tied[1]
+            self._grads = self._grads - both * tied[2]
+        if not (memory.sharded and pricer.config.zero_stage == 3):
+            state = state + gathered
+        self._state = state
+        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
+        if pricer.workload.shared:
+            self._held = self._held + np.array(
+                [[memory.held_once(a, b) if a < b else 0.0 for b in range(n + 1)] for a in range(n + 1)]
+            )
+        freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
+        self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
+        self._legal = (j > i) & (i <= n)
+        self._once_s = self._moved_once()
+        self._on_host = window(memory.hosted)
+        for first, last, tied in memory.tied:
+            self._on_host = self._on_host - ((i <= first) & (j > last)) * tied[6]
+        self._shapes: list[tuple[NDArray[np.bool_], Array]] = []
+        self._known: dict[tuple[int, int, int], int | None] = {}
+        self._reach: list[NDArray[np.int64]] = []
+        windows = [self._window(s) for s in range(self.pp)]
+        self._each, self._once = [w[0] for w in windows], [w[1] for w in windows]
+        least = np.full(self.num_units + 1, math.inf)
+        least[self.num_units] = 0.0
+        for each in reversed(self._each):
+            least = (each + least[None, :]).min(axis=1)
+        self._least_sum = float(least[0])  # of all T_s, over all cuts
+        self._waits = [self._waiting(s) for s in range(self.pp)]
+
+    def _moved_once(self) -> Array:
+        """Seconds of what ZeRO moves once per step and nothing hides, by stage: as `Pricer.step_s` has it."""
+        pricer, i, j = self.pricer, self._i, self._j
+        if pricer.chained:
+            sums = _prefix(np.array(pricer.first) + np.array(pricer.last))
+            return np.maximum(sums[j] - sums[i], 0.0)
+        out = np.zeros(i.shape)
+        for moved, computed, hides in pricer.once_s:
+            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * hides
+            most = np.zeros(i.shape)
+            for first in range(self.num_units):
+                most[first, first + 1 :] = np.maximum.accumulate(np.array(moved[first:]))
+            shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
+            out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
+        return np.where(j > i, out, 0.0)
+
+    def _selective(self) -> Array:
+        p = self.pricer
+        if p.config.recompute != "selective":
+            return np.zeros(self.num_units)
+        return np.array([sum(p.blocks[b].selective.mid for b in unit) for unit in p.workload.units])
+
+    # -- bounds -----------------------------------------------------------------------------------------------------
+
+    def _window(self, stage: int) -> tuple[Array, Array]:
+        """T[i, j] and E[i, j] of stage `stage` holding units i .. j - 1; T is inf if that cannot fit."""
+        n, memory = self.num_units, self.pricer.memory
+        i, j, held, gain = self._i, self._j, self._held, self._gain
+        legal = self._legal & (i >= stage) & (j <= n - (self.pp - 1 - stage))
+        if self.pinned is not None:
+            start = sum(self.pinned[:stage])
+            legal &= (i == start) & (j == start + self.pinned[stage])
+        if stage == 0:
+            legal &= i == 0
+        if stage == self.pp - 1:
+            legal &= j == n
+        shape = legal.copy()
+        legal &= self._on_host <= self.host_capacity * (1 + _CLOSE)
+        # what a micro-batch may hold: gradients come into being in the first backward, later ones find them there
+        first, later = memory.flights[stage]
+        share = 1.0 + memory.fragmentation.mid
+        room = self.capacity - self._state - share * self._transient
+        most = room / (share * first)
+        if later:
+            most = np.minimum(most, (room - self._grads) / (share * later))
+        if memory.buckets:
+            sent = np.minimum(float(memory.buckets), self._grads)
+            legal &= self._state + self._grads + sent <= self.capacity * (1 + _CLOSE)
+        if self.fixed is None:
+            again, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
+            legal &= missing <= 0
+            self._reach.append(steps)
+        elif self.fixed == "full":
+            legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.capacity
+            again = self.again[j] - self.again[i]
+        else:
+            keep = held - self._freed()[j] + self._freed()[i]
+            legal &= keep <= most + _CLOSE * self.capacity
+            again = self._repeated()[j] - self._repeated()[i]
+        each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
+        least = each if self.fixed is None else each + again  # with memory without end
+        self._shapes.append((shape, least))
+        return np.where(legal, each + again, math.inf), self._once_s
+
+    def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
+        """Of every window the least seconds and steps down the ladder that free `short` bytes, and what is missing."""
+        i, j = self._i, self._j
+        again, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
+        for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
+            reach = np.searchsorted(gain, gain[i] + short)
+            reach = np.where(short > 0, np.minimum(np.maximum(reach, i), np.maximum(i, j)), i)
+            again += seconds[reach] - seconds[i]
+            steps += count[reach] - count[i]
+            short = np.where(short > 0, short - (gain[reach] - gain[i]), 0.0)
+        return again, steps, short
+
+    def _received(self, stage: int) -> Array:
+        """Seconds of a receive from the stage before, by the first unit of this one."""
+        return np.array([0.0, *(self.pricer.hops[stage - 1] if stage else [0.0] * (self.num_units - 1)), 0.0])
+
+    def _sent(self, stage: int) -> Array:
+        """Seconds of a receive from the stage after (of a gradient), by the first unit of that one."""
+        last = stage == self.pp - 1
+        return np.array([0.0, *([0.0] * (self.num_units - 1) if last else self.pricer.hops[stage]), 0.0])
+
+    def _waiting(self, stage: int) -> Array:
+        """D[i, j] of stage `stage`, see the module."""
+        warm = min(self.m, self.pp - stage)
+        if self.m < self.pp or self.pricer.config.schedule == "GPipe":
+            warm = self.m
+        i, j = self._i, self._j
+        received = self._received(stage)[i]
+        action = self.stage_s  # forward's share of it at most
+        forward = self._forward[j] - self._forward[i] + received + action
+        least = self._least_sum if math.isfinite(self._least_sum) else 0.0
+        each = self._each[stage]
+        fits = np.isfinite(each)
+        return np.where(fits, least + (self.m - 1) * np.where(fits, each, 0.0) - (warm - 1) * forward, math.inf)
+
+    def _freed(self) -> Array:
+        """Prefix of what a pinned mapping frees."""
+        m, p = self.pricer.memory, self.pricer
+        return _prefix(
+            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_again.get(u, "none")) for u in range(self.num_units)])
+        )
+
+    def _repeated(self) -> Array:
+        p = self.pricer
+        again = [p.repeated_s(u, p.pinned_again[u]) if u in p.pinned_again else 0.0 for u in range(self.num_units)]
+        return _prefix(np.array(again))
+
+    def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
+        """Per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
+
+        The first counts from the start of stage s, the second is that of the whole step.
+
+        Args:
+            below_s: only cuts of which the second bound is below this, without what comes after the pipeline.
+        """
+        self._build()
+        ends = np.full(self.num_units + 1, math.inf)
+        ends[self.num_units] = 0.0
+        runs, waits = [ends], [ends]
+        for s in reversed(range(self.pp)):
+            each, once, waiting = self._each[s], self._once[s], self._waits[s]
+            if below_s < math.inf:
+                each = np.where(waiting < below_s, each, math.inf)
+            runs.append(np.maximum(self.m * each + once, each + runs[-1][None, :]).min(axis=1))
+            waits.append(np.maximum(waiting, waits[-1][None, :]).min(axis=1))
+        return runs[::-1], waits[::-1]
+
+    def bound_s(self, cutoff_s: float = math.inf) -> float:
+        """No cut that fits is faster; inf if none fits.
+
+        The least step that both bounds allow for the same cut, by bisection; it stops at `cutoff_s`.
+        """
+        runs, waits = self.rest()
+        low = max(float(runs[0][0]), float(waits[0][0]))
+        if low == math.inf or self.pp == 1:
+            return low + self.after_s
+
+        def impossible(step_s: float) -> bool:
+            return float(self.rest(step_s)[0][0][0]) >= step_s
+
+        step, high = _BISECTED, min(cutoff_s - self.after_s, 2.0 * low)
+        while high - low > step * low and low < high:
+            middle = (low + high) / 2
+            if impossible(middle):
+                low = middle
+            else:
+                high = middle
+        return low + self.after_s
+
+    def binds(self, limit_s: float) -> bool:
+        """False if memory changes nothing about plans below `limit_s`: every stage of every cut that might be one fits
+        without computing anything again (beyond what is pinned).
+
+        A plan whose step is below the limit has only stages of which m T_s + E_s is. Then offloading, which is never
+        faster, gives no better plan.
+        """
+        self._build()
+        short = [shape & (self.m * each + self._once_s + self.after_s < limit_s) for shape, each in self._shapes]
+        before, after = [np.arange(self.num_units + 1) == 0], [np.arange(self.num_units + 1) == self.num_units]
+        for allowed in short:
+            before.append((before[-1][:, None] & allowed).any(axis=0))
+        for allowed in reversed(short):
+            after.append((allowed & after[-1][None, :]).any(axis=1))
+        after.reverse()
+        relevant = [allowed & before[s][:, None] & after[s + 1][None, :] for s, allowed in enumerate(short)]
+        if sum(int(r.sum()) for r in relevant) > _MOST_CHECKED:
+            return True
+        least = [self._least_of(s, range(int(i), int(j))) for s, r in enumerate(relevant) for i, j in np.argwhere(r)]
+        return any(n is None or (n > 0 and self.fixed is None) for n in least)
+
+    def free_bound_s(self) -> float:
+        """As `bound_s`, if memory were without end: what offloading cannot beat either."""
+        self._build()
+        least = np.full(self.num_units + 1, math.inf)
+        least[self.num_units] = 0.0
+        for shape, each in reversed(self._shapes):
+            own = np.where(shape, np.maximum(self.m * each + self._once_s, each + least[None, :]), math.inf)
+            least = own.min(axis=1)
+        return float(least[0]) + self.after_s
+
+    def lacks_device_memory(self) -> bool:
+        """Where the bound says that nothing fits: True if it is not for what the host has no room for.
+
+        The bound counts the most that any choice of recompute frees, so that with fewer choices nothing fits either.
+        (A single cut may: what comes back from the host takes more room than what is computed again.)
+        """
+        self._build()
+        return float(self._on_host.max()) <= self.host_capacity
+
+    def _even(self) -> tuple[int, ...]:
+        """The cut with the least longest stage: where the search starts from, beside the one with the least bound."""
+        ends = np.full(self.num_units + 1, math.inf)
+        ends[self.num_units] = 0.0
+        best = [ends]
+        for s in reversed(range(self.pp)):
+            best.append(np.maximum(self._each[s], best[-1][None, :]).min(axis=1))
+        best.reverse()
+        chunks, at = [], 0
+        for s in range(self.pp):
+            j = int(np.argmin(np.maximum(self._each[s][at], best[s + 1])))
+            chunks.append(j - at)
+            at = j
+        return tuple(chunks)
+
+    # -- search -----------------------------------------------------------------------------------------------------
+
+    def search(self, cutoff_s: float = math.inf, max_evaluated: int = 10_000) -> Cut:
+        """The best cut below `cutoff_s`."""
+        root = self.bound_s(cutoff_s)
+        best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
+        limit, open_bound, evaluated = cutoff_s, math.inf, 0
+        if root < limit * (1 - _CLOSE):
+            best, evaluated = self._climb(self._even(), limit, max_evaluated // 2)
+            limit = best[0] if best is not None else limit
+        runs, waits = self.rest(limit - self.after_s)  # only better cuts matter from here on
+        # bound, stage, first unit, chunks so far, largest term so far, sum of T so far
+        stack: list[tuple[float, int, int, tuple[int, ...], float, float]] = [(root, 0, 0, (), 0.0, 0.0)]
+        while stack:
+            bound, stage, at, chunks, most, before = stack.pop()
+            if bound >= limit * (1 - _CLOSE):
+                continue
+            if evaluated >= max_evaluated:
+                open_bound = min(open_bound, bound)
+                continue
+            if stage == self.pp:
+                evaluated += 1
+                recompute = self.least_recompute(chunks)
+                if recompute is not None:
+                    step = self.pricer.step_s(chunks, recompute)
+                    if step < limit:
+                        limit, best = step, (step, chunks, recompute)
+                continue
+            each, once = self._each[stage][at], self._once[stage][at]
+            own = np.maximum(before + self.m * each + once, self._waits[stage][at])
+            reach = np.maximum(most, np.maximum(own, before + each + runs[stage + 1]))
+            reach = np.maximum(reach, waits[stage + 1]) + self.after_s
+            open_to = np.flatnonzero(reach < limit * (1 - _CLOSE))
+            for j in open_to[np.argsort(-reach[open_to], kind="stable")]:  # the best is popped first
+                done, sums = max(most, float(own[j])), before + float(each[j])
+                stack.append((float(reach[j]), stage + 1, int(j), (*chunks, int(j) - at), done, sums))
+        if best is None:
+            return Cut(None, (), math.inf, min(open_bound, max(root, cutoff_s)), open_bound == math.inf, evaluated)
+        bound = min(best[0], max(root, open_bound))
+        return Cut(best[1], best[2], best[0], bound, open_bound == math.inf, evaluated)
+
+    def _climb(
+        self, chunks: tuple[int, ...], limit: float, max_evaluated: int
+    ) -> tuple[tuple[float, tuple[int, ...], tuple[int, ...]] | None, int]:
+        """From `chunks`, move one unit between neighbours while the step gets shorter."""
+        best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
+        evaluated, tried = 0, set()
+        queue = [chunks]
+        while queue and evaluated <= max_evaluated:
+            chunks = queue.pop(0)
+            if chunks in tried:
+                continue
+            tried.add(chunks)
+            recompute = self.least_recompute(chunks)
+            if recompute is None:
+                continue
+            evaluated += 1
+            step = self.pricer.step_s(chunks, recompute)
+            if step < limit * (1 - _CLOSE):
+                limit, best, queue = step, (step, chunks, recompute), []
+                if self.pinned is None:
+                    for s in range(self.pp - 1):
+                        for move in (1, -1):
+                            near = list(chunks)
+                            near[s], near[s + 1] = near[s] + move, near[s + 1] - move
+                            if min(near) >= 1:
+                                queue.append(tuple(near))
+        return best, evaluated
+
+    def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Steps down the ladder per stage: the fewest that fit, or what is pinned; None if it does not fit."""
+        out = []
+        for s, units in enumerate(ranges_of(chunks)):
+            count = self._least_of(s, units)
+            if count is None:
+                return None
+            out.append(count)
+        return tuple(out)
+
+    def _least_of(self, stage: int, units: range) -> int | None:
+        key = (stage, units.start, units.stop)
+        if key not in self._known:
+            self._known[key] = self._least(stage, units)
+        return self._known[key]
+
+    def _least(self, stage: int, units: range) -> int | None:
+        layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
+        counts = self._counts(units, layers)
+        if self.fixed is None:  # fewer than the bound says cannot fit
+            counts = counts[int(self._reach[stage][units.start, units.stop]) :]
+        return next((n for n in counts if self._fits(self._memory(stage, units, n))), None)
+
+    def _fits(self, memory: RankMemory) -> bool:
+        return total_bytes(memory.terms) <= self.capacity and total_bytes(memory.host) <= self.host_capacity
+
+    def _memory(self, stage: int, units: range, count: int) -> RankMemory:
+        """Memory of one stage."""
+        ranges = [range(0, 0)] * self.pp
+        tried = [0] * self.pp
+        ranges[stage], tried[stage] = units, count
+        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_again)
+
+    def _counts(self, units: range, layers: int) -> list[int]:
+        if self.fixed is None:
+            return list(range(self.pricer.ladder.height(units) + 1))
+        if self.fixed == "full":
+            return [layers]
+        return [0]
+
+    def shortage(self) -> Shortage:
+        """How far the most even cut with the least memory (everything allowed computed again) is from fitting."""
+        self._build()
+        chunks = self.pinned or tuple(
+            (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
+        )
+        ranges = ranges_of(chunks)
+        found = []
+        for s, units in enumerate(ranges):
+            layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
+            counts = self._counts(units, layers)
+            some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last needs least, nearly always
+            options = [self._memory(s, units, count) for count in sorted(some)]
+            found.append(shortage_of(s, options, self.capacity, self.host_capacity))
+        return worst_of(found)
+
+
+def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
+    """The least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
+
+    All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so T_0 m (1 - ((m - 1) / m)^p) is the total.
+    """
+    ratio = 1.0 - 1.0 / num_micro_batches
+    return total_s / (1.0 - ratio**num_stages)
+
+
+def shortage_of(rank: int, options: Sequence[RankMemory], capacity: float, host_capacity: float) -> Shortage:
+    """What a rank lacks: of its host, if its own memory would do with one of the options, else of its own."""
+    fitting = [m for m in options if total_bytes(m.terms) <= capacity]
+    if fitting and all(total_bytes(m.host) > host_capacity for m in fitting):
+        host = min((m.host for m in fitting), key=total_bytes)
+        term = max(host, key=lambda k: host[k].mid)
+        return Shortage(rank, f"{term} on the host", total_bytes(host), host_capacity, on_host=True)
+    terms = min((m.terms for m in options), key=total_bytes)
+    return Shortage(rank, max(terms, key=lambda k: terms[k].mid), total_bytes(terms), capacity)
+
+
+def worst_of(found: Sequence[Shortage]) -> Shortage:
+    """That of which least is there."""
+    if not found:
+        raise ValueError("a pipeline has at least one stage")
+    return max(found, key=lambda s: s.needed_bytes / s.available_bytes)
+
+
+def total_bytes(terms: Mapping[str, Quantity]) -> float:
+    """Expected bytes of all terms of memory."""
+    return sum(q.mid for q in terms.values())
+
+
+def _prefix(values: Array) -> Array:
+    return np.concatenate([[0.0], np.cumsum(values)])

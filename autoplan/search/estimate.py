@@ -1,0 +1,155 @@
+"""The price of one given configuration, and the rules that it must keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autoplan.config.choices import check_choice
+from autoplan.config.parallel import ParallelConfig, modules_of
+from autoplan.cost_models.time.price import Estimate, Pricer, ranges_of
+from autoplan.cost_models.work import Workload
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.context_parallel import frozen
+from autoplan.program.context_pins import Chosen, chosen_methods
+from autoplan.program.expert_mesh import inner_degree
+from autoplan.program.legality import Scope
+from autoplan.program.pins import pipeline_units
+from autoplan.program.workload import ExpertDegrees
+from autoplan.schedules.schedule import SCHEDULES, num_copies
+from autoplan.search import nearest
+from autoplan.search.cuts import Cutter
+from autoplan.search.interleaved_cuts import even_cuts, fastest
+from autoplan.search.layouts import CandidateLayout, LayoutCache, PlanRequest, check_task, no_layout
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One plan: `config` with stages and layers computed again per stage, and what it costs."""
+
+    config: ParallelConfig
+    estimate: Estimate
+    point: CandidateLayout = field(repr=False)
+
+
+def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
+    """Price one given configuration, whether it fits or not (see `Estimate.fits`).
+
+    Stages that are not given are balanced by time, with several per rank by number of layers (`even_cuts`). With more
+    chunks than layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A
+    schedule that fixes the number of virtual stages sets it where it is left at 1. With cp and no `context_method`: the
+    cheapest that fits where the plan is to be executed, else keys and values as the frameworks of the mode move them
+    (hidden behind attention with overlap "cp"). Raises: PinError for degrees that the cluster or model cannot take;
+    InfeasibleError if no layout exists; StoppedError if none was found in time.
+    """
+    pins = {**request.pins, "state_slack": config.state_slack}
+    if modules_of(config.recompute):  # what is kept is known of those that are asked for
+        config = replace(config, recompute=check_choice(config.recompute))
+        pins["recompute"] = config.recompute
+    r = replace(request, pins=pins)
+    config = _with_chunks(config)
+    check_task(r)
+    check_config(r, config)
+    experts = None
+    if _has_experts(r.graph):
+        experts = ExpertDegrees(config.ep, inner_degree(config), request.options.dispatcher, request.executed)
+    points, ends = LayoutCache(r), ends_apart(r.graph, config)
+    if config.cp > 1 and config.context_method is None and r.executed:
+        return _cheapest(points, config, experts, ends)
+    methods = frozen({block: m.name for block, m in chosen_methods(r.graph, config).items()})
+    return _priced(points, config, experts, ends, methods)
+
+
+def _cheapest(points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool) -> Planned:
+    """Under the methods of context parallelism that are fastest of those that fit; if none does, need least memory."""
+    found = [
+        _priced(points, replace(config, context_method=dict(methods)), experts, ends, methods)
+        for methods in points.methods_of(config.tp, config.micro_batch_size, config.cp)
+    ]
+    if not found:
+        raise no_layout(points.request, f"tp={config.tp}")
+
+    def worse(p: Planned) -> tuple[bool, float, float]:
+        peak = p.estimate.peak_memory_bytes.mid
+        fits = peak <= points.capacity_bytes
+        return (False, p.estimate.step_time_s.mid, peak) if fits else (True, peak, p.estimate.step_time_s.mid)
+
+    return min(found, key=worse)
+
+
+def _priced(
+    points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool, methods: Chosen
+) -> Planned:
+    r = points.request
+    point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends, methods=methods)
+    if point is None:
+        raise no_layout(r, f"tp={config.tp}")
+    pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)
+    if config.stages is not None:
+        chunks = units_of(config.stages, ends)
+    elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
+        how = config.recompute if isinstance(config.recompute, str) else "none"
+        relaxed = Cutter(pricer, math.inf, how, host_capacity_bytes=math.inf)
+        chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
+    else:
+        cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
+        chunks = fastest(cuts, lambda cut: pricer.step_s(cut, recompute_counts(pricer, config, cut)))
+    recompute = recompute_counts(pricer, config, chunks)
+    estimate = pricer.estimate(chunks, recompute, events=True)
+    stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks
+    return Planned(replace(config, stages=stages), estimate, point)
+
+
+def ends_apart(graph: ModelGraph, config: ParallelConfig) -> bool:
+    """True if a chunk of the pipeline holds no layer: only the embedding, or only the head."""
+    if config.stages is not None:
+        return 0 in config.stages
+    return config.pp * config.virtual_stages > len(pipeline_units(graph))
+
+
+def units_of(stages: Sequence[int], ends: bool) -> tuple[int, ...]:
+    """Units per chunk from layers per chunk; `ends`: embedding and head are units of their own."""
+    last = len(stages) - 1
+    return tuple(n + (ends and k == 0) + (ends and k == last) for k, n in enumerate(stages))
+
+
+def layers_of(workload: Workload, chunks: Sequence[int]) -> list[int]:
+    """Layers per chunk from units per chunk."""
+    return [sum(workload.layers[u] for u in units) for units in ranges_of(chunks)]
+
+
+def _with_chunks(config: ParallelConfig) -> ParallelConfig:
+    """With the number of virtual stages that a schedule in V shape implies."""
+    rule = SCHEDULES.get(config.schedule)
+    if rule is None or config.virtual_stages != 1 or rule.virtual_stages[1] is None:
+        return config
+    return replace(config, virtual_stages=rule.virtual_stages[1])
+
+
+def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers computed again per chunk. PinError for more than a chunk has."""
+    layers = layers_of(pricer.workload, chunks)
+    if isinstance(config.recompute, tuple):
+        for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
+            if again > most:
+                fewer = tuple(map(min, config.recompute, layers))  # the cut does not depend on them
+                raise PinError(
+                    f"recompute={','.join(map(str, config.recompute))}: stage {k} has {most} layers, not {again}; "
+                    f"nearest legal: {','.join(map(str, fewer))}",
+                    ("recompute",),
+                    [{"recompute": fewer}],
+                )
+        return config.recompute
+    return tuple(layers) if config.recompute == "full" else (0,) * len(chunks)
+
+
+def _has_experts(graph: ModelGraph) -> bool:
+    return any(node.op == "experts" for block in graph.blocks.values() for node in block.nodes)
+
+
+def check_config(request: PlanRequest, config: ParallelConfig) -> None:
+    """Raise PinError, with the nearest that is legal, for a configuration that is not (`autoplan.program.legality`)."""
+    legality = Scope.EXECUTED if request.executed else Scope.PRICED
+    nearest.check_config(config, request.facts, legality)

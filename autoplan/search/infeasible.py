@@ -1,0 +1,174 @@
+"""Nothing fits: which term on which stage stands in the way, and the cheapest change that would help."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.errors import InfeasibleError, PinError
+from autoplan.search.cuts import Shortage
+from autoplan.search.intra import StoppedError
+from autoplan.search.layouts import (
+    ILP_LIMIT_S,
+    LayoutCache,
+    PlanRequest,
+    QuickMemory,
+    least_memory_first,
+    no_layout,
+    offloaded,
+    space_of,
+)
+from autoplan.search.space import Candidate
+
+_BUDGET_S = 30.0  # to find the cheapest change
+_MORE_NODES = (2, 4, 8, 16, 32)
+_NUM_SHORTAGES = 8  # candidates whose shortage is looked at where the search saw none
+_NUM_CUTS = 64  # evaluated per candidate before it counts as one that does not fit
+
+
+@dataclass(frozen=True)
+class InfeasibleReport:
+    """Why nothing fits, and the cheapest change that would."""
+
+    stage: int
+    term: str
+    needed_bytes: float
+    available_bytes: float
+    config: str
+    cheapest_change: str
+
+
+class NothingFits(InfeasibleError):
+    """No plan of the space fits the memory; `report` says what stands in the way."""
+
+    def __init__(self, message: str, report: InfeasibleReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[NothingFits], tuple[str, InfeasibleReport]]:
+        # rank 0 sends it to the other ranks; by default only the message would go
+        return type(self), (str(self), self.report)
+
+
+def nothing_fits(
+    points: LayoutCache, candidates: Sequence[Candidate], shortages: Sequence[tuple[Shortage, Candidate]]
+) -> InfeasibleError:
+    """The error for a space of which every candidate was seen and none fits.
+
+    Args:
+        shortages: of the candidates that were refused with a layout.
+    """
+    r = points.request
+    shortages = shortages or _shortages(points, candidates)
+    if not shortages:
+        return no_layout(r, "any tensor-parallel degree that is allowed")
+    shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes / e[0].available_bytes, e[1]))
+    c = candidate
+    name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"
+    name += f" offload={'+'.join(c.offload)}" if c.offload else ""
+    change = cheapest_change(r, shortage)
+    report = InfeasibleReport(
+        shortage.stage, shortage.term, shortage.needed_bytes, shortage.available_bytes, name, change
+    )
+    where, limit = f"on stage {shortage.stage}", shortage.available_bytes / 1e9
+    room = f"a plan may use {limit:.1f} of a device's {r.cluster.device.memory_bytes / 1e9:.1f} GB"
+    if shortage.on_host:
+        where, room = f"in the host's memory {where}", f"a device's share of it is {limit:.1f} GB (@host_memory_gb)"
+    message = (
+        f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB {where}, {room}; the "
+        f"largest term is {shortage.term}. {change}"
+    )
+    return NothingFits(message, report)
+
+
+def _shortages(points: LayoutCache, candidates: Sequence[Candidate]) -> list[tuple[Shortage, Candidate]]:
+    """Where the quick bound refused everything: what the smallest candidates lack. Raises: StoppedError."""
+    found = []
+    for candidate in sorted(candidates, key=least_memory_first)[:_NUM_SHORTAGES]:
+        cutter = points.cutter(candidate)
+        if cutter is not None:
+            found.append((cutter.shortage(), candidate))
+    return found
+
+
+def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = _BUDGET_S) -> str:
+    """A sentence: dropping a pin costs nothing, then all pins; then more nodes, with the pins or without; else memory.
+
+    Args:
+        budget_s: for all attempts together; each gets at most half of what is left.
+    """
+    r, end = request, time.perf_counter() + budget_s
+    undecided = 0
+    for sentence, changed in _changes(r):
+        now = time.perf_counter()
+        fits = feasible(changed, now + (end - now) / 2)
+        if fits:
+            unknown = f" {undecided} smaller changes were not decided in {budget_s:g} s." if undecided else ""
+            return f"{sentence} it fits.{unknown}"
+        undecided += fits is None
+    missing = (shortage.needed_bytes - shortage.available_bytes) / (1.0 - r.memory_margin)
+    if shortage.on_host:
+        return f"With {(shortage.needed_bytes - shortage.available_bytes) / 1e9:.1f} GB more of the host's it fits."
+    return f"With {missing / 1e9:.1f} GB more memory per device it fits."
+
+
+def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+    """Changes of a request, cheapest first."""
+    r = request
+
+    def without(names: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in r.pins.items() if k not in names}
+
+    out = [(f"Without the pin {k}={v}", replace(r, pins=without({k: v}))) for k, v in r.pins.items()]
+    if len(r.pins) > 1:
+        out.append(("Without pins", replace(r, pins={})))
+    if r.executed:  # on the devices of this job
+        return out
+    for pins, text in ((r.pins, ""), ({}, " and without pins")) if r.pins else ((r.pins, ""),):
+        for factor in _MORE_NODES:
+            cluster = r.cluster.with_(nodes=r.cluster.num_nodes * factor)
+            sentence = f"With {cluster.num_nodes} nodes ({cluster.num_devices} devices){text}"
+            out.append((sentence, replace(r, cluster=cluster, pins=pins)))
+    return out
+
+
+def feasible(request: PlanRequest, deadline: float) -> bool | None:
+    """True if some plan fits; None if that was not decided before `deadline` (of time.perf_counter).
+
+    Of each mesh the smallest micro-batches with the least and the most ZeRO are tried: the others need more memory.
+    """
+    try:
+        found = space_of(request).candidates
+    except PinError:
+        return False
+    points = LayoutCache(request)
+    quick = QuickMemory(request, points.capacity_bytes)
+    decided = True
+    smallest = _smallest(found)
+    for candidate in (*smallest, *(each for c in smallest for each in offloaded(request, c))):
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            return None
+        if quick.too_big(candidate):
+            continue
+        try:
+            cutter = points.cutter(candidate, min(ILP_LIMIT_S, left))
+        except StoppedError:
+            decided = False
+            continue
+        if cutter is not None and cutter.bound_s() < math.inf:
+            cut = cutter.search(math.inf, _NUM_CUTS)
+            if cut.chunks is not None:
+                return True
+            decided = decided and cut.exact
+    return False if decided else None
+
+
+def _smallest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    out: dict[tuple[int, int, int, bool], Candidate] = {}
+    for c in sorted(candidates, key=least_memory_first):
+        out.setdefault((c.pp, c.tp, c.cp, c.zero_stage == 0), c)
+    return sorted(out.values(), key=least_memory_first)

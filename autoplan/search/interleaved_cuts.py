@@ -1,0 +1,235 @@
+"""Candidates whose ranks hold several stages of the pipeline, or whose backward is split: one cut each, priced exactly.
+
+The cut is an even one by time, of several the fastest (`even_cuts`), and every rank computes the least number of layers
+again that fits, taken in turn from its stages, first ones first; so a candidate is one plan, and its step one event
+simulation. The bound that needs neither memory nor a simulation is
+
+    max over ranks r of   m T_r + sum over stages before the first of r of F, and of B unless the backward is split
+
+(m micro-batches; T_r forward and backward of one on all stages of r; F, B forward and backward of a stage): before r
+begins, the first micro-batch has passed the stages before; its last backward is that of its first stage, which the
+backwards of the stages before follow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from autoplan.cost_models.memory.ranks import RankMemory
+from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
+from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, total_bytes, worst_of
+
+
+@lru_cache(maxsize=256)  # candidates that differ in ZeRO or in the number of micro-batches have the same
+def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
+    """Units per chunk, each at least one, with the least sum of squared times of chunks."""
+    n = len(seconds)
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    i, j = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
+    squares = np.where(j > i, (sums[j] - sums[i]) ** 2, np.inf)
+    least = np.full(n + 1, np.inf)
+    least[n] = 0.0
+    nexts = []
+    for _ in range(num_chunks):  # from the last chunk to the first
+        through = squares + least[None, :]
+        nexts.append(through.argmin(axis=1))
+        least = through.min(axis=1)
+    out, at = [], 0
+    for step in reversed(nexts):
+        out.append(int(step[at]) - at)
+        at = int(step[at])
+    return tuple(out)
+
+
+@lru_cache(maxsize=256)
+def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Units per chunk, each at least one: the most even cut by time, and where units are left over, two more.
+
+    A round are the chunks that the ranks run at the same time (chunks k pp to k pp + pp - 1): it lasts as long as its
+    longest chunk. What is left over is in few rounds there, the last or the first ones; spread over all of them, as the
+    most even cut may have it, it makes every round longer. Which is fastest is for a simulation to say.
+    """
+    chunks, n = pp * virtual_stages, len(seconds)
+    full, rest = divmod(n % chunks, pp)
+    found = [even_cut(seconds, chunks)]
+    for late in (True, False) if full or rest else ():
+        order = list(range(virtual_stages))[:: -1 if late else 1]  # in which rounds get more
+        sizes = [n // chunks * pp] * virtual_stages
+        for k in order[:full]:
+            sizes[k] += pp
+        if rest:
+            sizes[order[full]] += rest
+        ends = np.cumsum(sizes).tolist()
+        parts = [even_cut(seconds[end - size : end], pp) for end, size in zip(ends, sizes, strict=True)]
+        found.append(tuple(count for part in parts for count in part))
+    return tuple(dict.fromkeys(found))
+
+
+def fastest(cuts: Sequence[tuple[int, ...]], step_s: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+    """The cut with the shortest step; nothing is simulated where there is one."""
+    return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
+
+
+class ChunkCutter:
+    """One candidate.
+
+    Args:
+        plain: the same degrees under 1F1B with one stage per rank.
+        schedule, virtual_stages: of the candidate.
+        capacity_bytes: of one device.
+        recompute: pinned, as for Cutter. stages: pinned units per stage, or None.
+    """
+
+    def __init__(
+        self,
+        plain: Cutter,
+        schedule: str,
+        virtual_stages: int,
+        capacity_bytes: float,
+        recompute: str | Mapping[str, str] | None = None,
+        stages: tuple[int, ...] | None = None,
+    ) -> None:
+        self.plain, self.capacity, self.fixed = plain, capacity_bytes, recompute
+        self.schedule, self.virtual_stages = schedule, virtual_stages
+        self.host_capacity = plain.host_capacity
+        base = plain.pricer
+        self.pp, self.m = base.config.pp, base.config.num_micro_batches
+        self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
+        seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
+        self.cuts = (stages,) if stages else even_cuts(seconds, self.pp, virtual_stages)
+        self._found: Cut | None = None
+        self._free_s: float | None = None
+
+    @cached_property
+    def pricer(self) -> Pricer:
+        """Prices at the candidate's degrees and schedule."""
+        return self.plain.pricer.under(self.schedule, self.virtual_stages)
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """The cut that is fastest where memory is without end."""
+        return fastest(self.cuts, lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
+
+    def quick_bound_s(self) -> float:
+        """A bound that knows nothing of memory, see the module."""
+        return min(self._quick_bound_s(cut) for cut in self.cuts)
+
+    def _quick_bound_s(self, cut: Sequence[int]) -> float:
+        base, extra = self.plain.pricer, self.plain.stage_s
+        forward = [sum(base.forward[u] for u in units) for units in ranges_of(cut)]
+        backward = [sum(base.backward[u] for u in units) for units in ranges_of(cut)]
+        if SCHEDULES[self.schedule].split_backward:
+            through = np.concatenate([[0.0], np.cumsum(forward)])
+        else:
+            through = np.concatenate([[0.0], np.cumsum(np.add(forward, backward))])
+        most = 0.0
+        for mine in self.chunks_of:
+            each = sum(forward[k] + backward[k] + extra for k in mine)
+            most = max(most, self.m * each + float(through[mine[0]]))
+        return most + self.plain.after_s
+
+    def bound_s(self, cutoff_s: float = math.inf) -> float:
+        """Its step; inf if it does not fit."""
+        return self.search(cutoff_s).step_s
+
+    def search(self, cutoff_s: float = math.inf, max_evaluated: int = 1) -> Cut:
+        """The plan, if it fits and is below `cutoff_s`."""
+        if self._found is None:
+            recompute = self._least_recompute()
+            if recompute is None:
+                self._found = Cut(None, (), math.inf, math.inf, True, 0)
+            else:
+                step = self.pricer.step_s(self.chunks, recompute)
+                self._found = Cut(self.chunks, recompute, step, step, True, 1)
+        found = self._found
+        if found.step_s < cutoff_s or found.chunks is None:
+            return found
+        return Cut(None, (), math.inf, found.step_s, True, 1)
+
+    def binds(self, limit_s: float) -> bool:
+        """False if it fits without computing anything again (beyond what is pinned), see `Cutter.binds`."""
+        found = self.search()
+        return found.chunks is None or (self.fixed is None and any(found.recompute))
+
+    def free_bound_s(self) -> float:
+        """Its step, if memory were without end: what offloading cannot beat either."""
+        if self._free_s is None:
+            costs, split = self.pricer.costs, SCHEDULES[self.schedule].split_backward
+            walks = costs.overhead_s("split_layer_s") or costs.host_fixed_s("split_layer_s").mid
+            if split and walks:  # which layers that run again do not have
+                self._free_s = self.quick_bound_s()
+            else:
+                self._free_s = self.pricer.step_s(self.chunks, self._pinned())
+        return self._free_s
+
+    def _pinned(self) -> tuple[int, ...]:
+        """Steps down the ladder of every chunk that are pinned; none where recompute is searched."""
+        out = [0] * len(self.chunks)
+        for mine in self.chunks_of:
+            for k, count in zip(mine, self._choices(mine)[0], strict=True):
+                out[k] = count
+        return tuple(out)
+
+    def _least_recompute(self) -> tuple[int, ...] | None:
+        """Layers per chunk: on every rank the least number that fits; None if none does.
+
+        By bisection: the more is computed again, the less is held.
+        """
+        out = [0] * len(self.chunks)
+        for rank, mine in enumerate(self.chunks_of):
+            choices = self._choices(mine)
+            if self._needed(rank, mine, choices[-1]) > self.capacity:
+                return None
+            least = bisect.bisect_left(
+                range(len(choices) - 1), True, key=lambda n: self._needed(rank, mine, choices[n]) <= self.capacity
+            )
+            while total_bytes(self._memory(rank, mine, choices[least]).host) > self.host_capacity:
+                least += 1  # what is computed again is not on the host
+                if least == len(choices):
+                    return None
+            for k, count in zip(mine, choices[least], strict=True):
+                out[k] = count
+        return tuple(out)
+
+    def _choices(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
+        """Steps down the ladder of recompute of each chunk of a rank, fewest first."""
+        ranges = ranges_of(self.chunks)
+        most = [self.pricer.ladder.height(ranges[k]) for k in mine]  # without a search, its layers
+        if self.fixed is None:
+            turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
+            taken = [(0,) * len(most)]
+            for _, place in turns:
+                taken.append(tuple(n + (at == place) for at, n in enumerate(taken[-1])))
+            return taken
+        if self.fixed == "full":
+            return [tuple(most)]
+        return [tuple(sum(u in self.pricer.pinned_again for u in ranges[k]) for k in mine)]
+
+    def _needed(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> float:
+        return total_bytes(self._memory(rank, mine, counts).terms)
+
+    def _memory(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> RankMemory:
+        tried = [0] * len(self.chunks)
+        for k, count in zip(mine, counts, strict=True):
+            tried[k] = count
+        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_again)
+
+    def shortage(self) -> Shortage:
+        """How far it is from fitting, with everything computed again that may be."""
+        return worst_of(
+            [
+                shortage_of(
+                    rank,
+                    [self._memory(rank, mine, self._choices(mine)[-1])],
+                    self.capacity,
+                    self.host_capacity,
+                )
+                for rank, mine in enumerate(self.chunks_of)
+            ]
+        )

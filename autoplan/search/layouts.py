@@ -1,0 +1,493 @@
+"""What is planned for, and the layouts of its candidates: one per tensor-parallel degree and micro-batch size."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autoplan.config.choices import is_count, read_recompute
+from autoplan.config.context_methods import ContextMethod, read_method
+from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, modules_of, precision_of
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
+from autoplan.cost_models.time.price import Pricer
+from autoplan.cost_models.work import Workload
+from autoplan.errors import InfeasibleError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Axis
+from autoplan.ops.saved import RULES, Form
+from autoplan.program.context_parallel import frozen
+from autoplan.program.context_pins import (
+    Chosen,
+    chosen_methods,
+    combinations,
+    legal_methods,
+    neighbours_of,
+    worth_looking_at,
+)
+from autoplan.program.expert_mesh import folds
+from autoplan.program.facts import Facts
+from autoplan.program.legality import Scope
+from autoplan.program.megatron_kernels import Kernels
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.pins import make_mesh
+from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.token_dispatch_layouts import with_own_tokens
+from autoplan.program.without_sequence_parallel import with_whole_tokens
+from autoplan.program.workload import ExpertDegrees, Lowered, lower_all, workload
+from autoplan.schedules.schedule import SCHEDULES
+from autoplan.search.cuts import Cutter
+from autoplan.search.interleaved_cuts import ChunkCutter
+from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.refusals import refusal
+from autoplan.search.space import Candidate, Space, limits_of, space
+
+ILP_LIMIT_S = 120.0  # of one integer program of layouts
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan for.
+
+    Attributes:
+        global_batch_size: sequences per step over all data-parallel ranks.
+        pins: fixed choices (autoplan.search.space.KNOWN_PINS).
+        precision: a name of autoplan.config.parallel.PRECISIONS.
+        options: kernels of attention, how kernels are started, what overlaps.
+        constants: of the cost model; those of this version, or what `autoplan calibrate` made of measured steps.
+        constants_file: where they were read from, for reports.
+        profile: measured times that override the cluster's figures.
+        profile_file: the name or file they were read from, for reports.
+        top: how many plans to return, best first, each with other degrees.
+        time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
+        memory_margin: share of a device's memory that the expected need leaves free.
+        executed: True: only what the runtime executes today.
+        target_len: tokens per target sequence, where a model has one with a length of its own; None: seq_len.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    seq_len: int
+    global_batch_size: int
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
+    mode: Mode = Mode.EAGER
+    profile: Profile | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+    constants: Constants = field(default_factory=Constants.shipped)
+    constants_file: str | None = None
+    top: int = 1
+    time_limit_s: float = 60.0
+    memory_margin: float = 0.05
+    executed: bool = False
+    target_len: int | None = None
+    profile_file: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "pins", with_offload(self.pins))
+        except PinError as error:
+            raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What of model, cluster and run decides which configurations are legal."""
+        return Facts.of(
+            self.graph,
+            self.cluster,
+            self.global_batch_size,
+            self.seq_len,
+            self.mode,
+            self.precision,
+            self.options,
+            self.target_len,
+        )
+
+    @property
+    def scope(self) -> Scope:
+        """The rules that a search keeps."""
+        return Scope.EXECUTED if self.executed else Scope.SEARCHED
+
+    def env(self, size: int, cp: int = 1) -> dict[str, int]:
+        """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
+        return {"b": size, "s": self.seq_len // cp, "t": self.target_len or self.seq_len}
+
+    @property
+    def costs(self) -> Costs:
+        """What operations and collectives cost in this task."""
+        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
+
+
+@dataclass(frozen=True)
+class CandidateLayout:
+    """The layout inside blocks for one (tp, micro-batch size), and the work it makes."""
+
+    mesh_axes: tuple[Axis, ...]
+    solution: IntraSolution
+    workload: Workload
+    times: Mapping[str, OpTimes]
+
+
+_Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
+_Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp; for experts that tokens travel to, from each rank its own
+
+
+class LayoutCache:
+    """Layouts by (tp, micro-batch size, context) and workloads, also by expert degrees and methods of context
+    parallelism, made when first asked for.
+
+    Attributes:
+        phases: seconds by phase, added to.
+        gap: the largest gap of a layout's proof; `all_proved`: no layout was stopped by time.
+    """
+
+    def __init__(self, request: PlanRequest, phases: dict[str, float] | None = None) -> None:
+        self.request = request
+        self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
+        self.precision = precision_of(request.precision)
+        self.costs = request.costs
+        self.capacity_bytes = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
+        self.gap, self.all_proved = 0.0, True
+        self._found: dict[_Key, CandidateLayout] = {}
+        self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
+        self._lowered: dict[tuple[_Cut, Chosen], Lowered] = {}
+        self._stopped: dict[_Cut, float] = {}  # the limit that did not do
+        self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
+        self._cutters: dict[Candidate, Cutter] = {}
+
+    def get(
+        self,
+        tp: int,
+        size: int,
+        cp: int = 1,
+        experts: ExpertDegrees | None = None,
+        limit_s: float = ILP_LIMIT_S,
+        ends: bool = False,
+        methods: Chosen = (),
+    ) -> CandidateLayout | None:
+        """None where no layout exists. `ends`: embedding and head are units of their own (`pipeline_units`).
+
+        Args:
+            methods: (block, name of its method of context parallelism); none: as frameworks move keys and values.
+
+        Raises: StoppedError if that is not decided within `limit_s`.
+        """
+        own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
+        layout = self._layout((tp, size, cp, own), limit_s)
+        if layout is None:
+            return None
+        key = (tp, size, cp, experts, ends, methods)
+        if key not in self._found:
+            start = time.perf_counter()
+            self._found[key] = self._work(*layout, (tp, size, cp, own), experts, ends, methods)
+            self.phases["workloads"] += time.perf_counter() - start
+        return self._found[key]
+
+    def _layout(self, key: _Cut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
+        if key in self._layouts:
+            return self._layouts[key]
+        if limit_s <= self._stopped.get(key, -math.inf):
+            raise StoppedError(f"no layout found within {limit_s:.3g} s at tp={key[0]} and micro_batch_size={key[1]}")
+        try:
+            self._layouts[key] = self._solve(*key, limit_s)
+        except InfeasibleError:
+            self._layouts[key] = None
+        except StoppedError:
+            self._stopped[key] = limit_s
+            self.all_proved = False
+            raise
+        return self._layouts[key]
+
+    def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
+        r, start = self.request, time.perf_counter()
+        _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
+        steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
+        slack = r.pins.get("state_slack", 1.02)
+        settings = IntraSettings(
+            axes,
+            r.cluster,
+            r.env(size, cp),
+            steps,
+            slack,
+            r.profile,
+            r.mode,
+            self.precision,
+            cp,
+            options=r.options,
+            constants=r.constants,
+        )
+        problem = build_problem(r.graph, settings)
+        if not r.options.sequence_parallel:
+            problem = with_whole_tokens(problem, r.graph)
+        built = time.perf_counter()
+        try:
+            if own:
+                problem = with_own_tokens(problem, r.graph, slack)
+            solution = solve(problem, limit_s)
+        finally:
+            solved = time.perf_counter()
+            self.phases["intra-op build"] += built - start
+            self.phases["intra-op solve"] += solved - built
+        self.gap = max(self.gap, solution.gap)
+        self.all_proved = self.all_proved and solution.status == "optimal"
+        return axes, solution
+
+    def _work(
+        self,
+        axes: tuple[Axis, ...],
+        solution: IntraSolution,
+        cut: _Cut,
+        experts: ExpertDegrees | None,
+        ends: bool,
+        methods: Chosen,
+    ) -> CandidateLayout:
+        made = self._lowered.get((cut, methods))  # all degrees of experts share it
+        if made is None:
+            works = self._works(axes, cut, methods)
+            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, works)
+        work = workload(self.request.graph, solution.selection, made.works, experts, ends, made)
+        return CandidateLayout(axes, solution, work, op_times(work, self.costs))
+
+    def _works(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
+        r, (_, size, cp, _) = self.request, cut
+        return OpCosts(
+            r.graph,
+            axes,
+            r.env(size, cp),
+            context=cp,
+            precision=self.precision,
+            device_type=r.cluster.device_type,
+            kernels=Kernels(
+                r.mode,
+                r.options.attention_in(r.mode),
+                float8=self.precision.matmul is not None,
+                fused_loss=r.options.fused_loss,
+                context=cp,
+                modules=modules_of(r.pins.get("recompute")),
+            ),
+            methods={block: read_method(name, cp) for block, name in methods},
+        )
+
+    # -- methods of context parallelism -----------------------------------------------------------------------------
+
+    def with_methods(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> list[Candidate]:
+        """One candidate per method of every block that may be the best; itself where nothing is to be decided; none if
+        its tp excludes the pinned methods.
+
+        Left out is what another method of the same block is at least as good as in both passes and in every term of
+        memory. Raises: StoppedError.
+        """
+        c = candidate
+        if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp, False), limit_s) is None:
+            return [c]
+        found = self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)
+        if c.ep > 1 or c.etp != c.tp:  # experts are spread over the sub-axes of products, too, if they can be
+            neighbours = [neighbours_of((name for _, name in chosen), c.cp) for chosen in found]
+            degrees = (c.dp, c.cp, c.tp, c.ep, c.etp)
+            found = [x for x, n in zip(found, neighbours, strict=True) if folds(*degrees, n, c.zero_replicas)]
+        return [replace(c, methods=chosen) for chosen in found]
+
+    def decided(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Candidate:
+        """With methods; of those that were not looked at one by one, the ones that keep least. Raises: StoppedError."""
+        found = self.with_methods(candidate, limit_s)
+        return min(found, key=lambda c: self._kept(c, limit_s)) if len(found) > 1 else (*found, candidate)[0]
+
+    def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[Chosen]:
+        """As `with_methods`; none where no layout exists."""
+        key, pinned = (tp, size, cp), self.request.pins.get("context_method")
+        if pinned is not None:
+            try:
+                chosen = chosen_methods(self.request.graph, ParallelConfig(tp=tp, cp=cp, context_method=pinned))
+            except PinError:  # with this tp
+                return []
+            return [frozen({block: method.name for block, method in chosen.items()})]
+        if key not in self._worth:
+            if self._layout((*key, False), limit_s) is None:
+                return []
+            legal = legal_methods(self.request.graph, cp, tp)
+            self._worth[key] = combinations(worth_looking_at(legal, functools.partial(self._figures, key)))
+        return self._worth[key]
+
+    def _figures(
+        self, key: tuple[int, int, int], method: ContextMethod, blocks: Sequence[str]
+    ) -> dict[str, tuple[float, ...]]:
+        """Of these blocks under one method: seconds of both passes with what they send, bytes of every kind."""
+        tp, size, cp = key
+        point = self.get(tp, size, cp, methods=tuple((block, method.name) for block in sorted(blocks)))
+        if point is None:
+            return {}
+        config = ParallelConfig(tp=tp, cp=cp, zero_stage=0, micro_batch_size=size)
+        pricer = BlockPricer(point.workload, config, self.costs, self.precision)
+        out = {}
+        for block in blocks:
+            cost = pricer.cost(point.workload.blocks[block], point.times[block])
+            out[block] = (cost.forward_s.mid, cost.backward_s.mid, *map(float, point.workload.held[block]))
+        return out
+
+    def of(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
+        """The layout of a candidate; None where there is none. Raises: StoppedError."""
+        candidate = self.decided(candidate, limit_s)
+        spread = None
+        if candidate.ep > 1 or candidate.etp != candidate.tp:
+            spread = ExpertDegrees(candidate.ep, candidate.etp, self.request.options.dispatcher, self.request.executed)
+        return self.get(
+            candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
+        )
+
+    def _kept(self, candidate: Candidate, limit_s: float) -> float:
+        point = self.of(candidate, limit_s)
+        return math.inf if point is None else sum(point.workload.unit_saved)
+
+    def pricer(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
+        """None where no layout exists. Raises: StoppedError."""
+        point = self.of(candidate, limit_s)
+        if point is None:
+            return None
+        config = candidate_config(candidate, self.request.pins)
+        # with fused kernels what regions would keep and cost is not known operation by operation
+        searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
+        activations = ACTIVATIONS in candidate.offload
+        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations)
+
+    def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
+        """None where no layout exists. Raises: StoppedError."""
+        pins = self.request.pins
+        stages, recompute = pins.get("stages"), self._recompute()
+        stages = tuple(stages) if stages is not None else None
+        if candidate.virtual_stages > 1 or SCHEDULES[candidate.schedule].split_backward:
+            plain = self._plain(replace(candidate, schedule="1F1B", virtual_stages=1), limit_s)
+            if plain is None:
+                return None
+            return ChunkCutter(
+                plain, candidate.schedule, candidate.virtual_stages, self.capacity_bytes, recompute, stages
+            )
+        return self._plain(candidate, limit_s, stages)
+
+    def _recompute(self) -> str | dict[str, str] | None:
+        """What is pinned, in one form."""
+        pins = self.request.pins
+        return read_recompute(pins["recompute"]) if "recompute" in pins else None
+
+    def _plain(self, candidate: Candidate, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
+        """With one stage per rank and full backwards; remembered, since other schedules are bounded by it."""
+        if candidate not in self._cutters:
+            pricer = self.pricer(candidate, limit_s)
+            if pricer is None:
+                return None
+            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, self._recompute(), stages)
+        return self._cutters[candidate]
+
+
+def space_of(request: PlanRequest) -> Space:
+    """Its candidates. Raises: PinError for pins that leave none."""
+    r = request
+    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
+
+
+def offloaded(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
+    """The same degrees with what a search may leave on the host; none where it looks at nothing of that."""
+    if not request.cluster.offloads:
+        return []
+    kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
+    return [replace(candidate, offload=kind) for kind in kinds]
+
+
+def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
+    """The error for tensor-parallel degrees, `where`, at which nothing is legal inside blocks."""
+    text = f"no layout of {request.graph.name} exists at {where}"
+    if not request.options.sequence_parallel:
+        text += " without sequence parallelism; allow it (leave out --no-sequence-parallel), or use tp=1"
+    return InfeasibleError(text)
+
+
+def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelConfig:
+    """The configuration of a candidate, without stages."""
+    c = candidate
+    return ParallelConfig(
+        dp=c.dp,
+        tp=c.tp,
+        pp=c.pp,
+        ep=c.ep,
+        etp=None if c.etp == c.tp else c.etp,
+        cp=c.cp,
+        zero_stage=c.zero_stage,
+        micro_batch_size=c.micro_batch_size,
+        num_micro_batches=c.num_micro_batches,
+        schedule=c.schedule,
+        virtual_stages=c.virtual_stages,
+        recompute=read_recompute(pins.get("recompute", "none")),
+        state_slack=pins.get("state_slack", 1.02),
+        context_method=dict(c.methods) if c.methods else None,
+        zero_replicas=c.zero_replicas,
+        offload=state_offload(pins) or tuple(name for name in c.offload if name != ACTIVATIONS),
+    )
+
+
+def least_memory_first(candidate: Candidate) -> tuple[int, ...]:
+    """Sorting key: what most likely fits comes first."""
+    c = candidate
+    return c.micro_batch_size, -len(on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
+
+
+class QuickMemory:
+    """A lower bound of memory that needs no layout: the largest value that an operation makes, split over all of tp.
+
+    Every value that is not a view is alive at some time, by itself at least.
+    """
+
+    def __init__(self, request: PlanRequest, capacity_bytes: float) -> None:
+        self.request, self.capacity_bytes = request, capacity_bytes
+        self._largest: dict[int, float] = {}
+
+    def too_big(self, candidate: Candidate) -> bool:
+        """True if the largest value of the graph alone does not fit."""
+        return self.largest_bytes(candidate.micro_batch_size) / (candidate.tp * candidate.cp) > self.capacity_bytes
+
+    def largest_bytes(self, size: int) -> float:
+        """Of the values that operations make for `size` sequences, on all of tp together."""
+        # what selective recompute drops may be the largest value, and then it counts nowhere in the memory model
+        pinned = self.request.pins.get("recompute")
+        if pinned == "selective" or modules_of(pinned):
+            return 0.0
+        if size not in self._largest:
+            self._largest[size] = self._find(size)
+        return self._largest[size]
+
+    def _find(self, size: int) -> float:
+        r = self.request
+        works = OpCosts(r.graph, (), r.env(size), precision=precision_of(r.precision))
+        largest = 0.0
+        for block in r.graph.blocks.values():
+            for node in block.nodes:
+                rule = RULES.get(node.op)
+                same = node.op == "dropout" and not node.attrs["p"]
+                if node.op == "to":
+                    before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
+                    same = works.dtype(before) == works.dtype(after)
+                if rule is None or rule.form is Form.VIEW or same:  # a view, or perhaps one
+                    continue
+                made = [block.values[n] for n in node.outputs if block.values[n].requires_grad]
+                largest = max([largest, *(works.num_bytes(block.name, v, ()) for v in made)])
+        return largest
+
+
+def check_task(request: PlanRequest) -> None:
+    """PinError for a sequence, margin or time limit that cannot be."""
+    r = request
+    if not is_count(r.seq_len):
+        raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
+    if r.target_len is not None and not is_count(r.target_len):
+        raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
+    if not 0 <= r.memory_margin < 1:
+        raise PinError(f"memory_margin={r.memory_margin!r}: must be at least 0 and less than 1")
+    if not r.time_limit_s >= 0:
+        raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")

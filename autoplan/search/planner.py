@@ -1,0 +1,506 @@
+"""The planner: the best plan of a stated space, with its certificate. No torch, no processes, no device.
+
+    result = search_plan(PlanRequest(graph, cluster, seq_len=8192, global_batch_size=1024))
+    result.plans[0].config, result.plans[0].estimate, result.certificate
+
+One integer program over degrees, cuts and layouts:
+
+    minimise over (pp, dp, cp, tp, ep, etp, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp,
+    layouts x
+             step(pp, dp, cp, tp, ep, etp, zero, b, u, r, x)          the event simulation of `price`
+    subject to   memory_s(...) <= capacity                for every stage s
+                 x legal on tp                            (autoplan.program.problem)
+
+Its inner problems decompose once the degrees are fixed, so its degree binaries are branched on here: layouts are the
+intra-op integer program per (tp, b), solved by HiGHS; the cut and the recompute are exact by a dynamic programme with
+branch and bound (autoplan.search.cuts); degrees are taken best first by a lower bound for all at once, until the
+least open bound is not below the best *evaluated* plan. What narrows the space is named in `restrictions`.
+
+Offloading is never faster, so it comes last: of degrees whose bound without memory is below the best plan, and where
+memory binds (`Cutter.binds`). Where it does not, every plan with offloading has one without that is no slower.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+
+from autoplan.config.offload import on_host
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.memory.recompute_frontier import as_mapping
+from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.errors import InfeasibleError
+from autoplan.search.cuts import Cut, Cutter, Shortage
+from autoplan.search.degrees import MAX_ACTIONS
+from autoplan.search.estimate import Planned, estimate_config
+from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
+from autoplan.search.interleaved_cuts import ChunkCutter
+from autoplan.search.intra import StoppedError
+from autoplan.search.layouts import (
+    ILP_LIMIT_S,
+    CandidateLayout,
+    LayoutCache,
+    PlanRequest,
+    QuickMemory,
+    candidate_config,
+    check_task,
+    least_memory_first,
+    offloaded,
+    space_of,
+)
+from autoplan.search.space import LEAST_PART, Candidate, Space
+
+__all__ = [
+    "CandidateLayout",
+    "Certificate",
+    "InfeasibleReport",
+    "NothingFits",
+    "PlanRequest",
+    "Planned",
+    "SearchResult",
+    "Status",
+    "StoppedError",
+    "estimate_config",
+    "search_plan",
+]
+
+# Simulated actions one candidate may cost before its open bound counts as a gap: deterministic, unlike a time limit.
+_MAX_ACTIONS = 100_000
+# While nothing is found a search goes on past its time limit: to this multiple of it, and at least so long. In the
+# second half of that what needs least memory is taken first instead of what is fastest.
+_PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
+_RESTRICTIONS = (
+    "all devices are used, in micro-batches of one size",
+    "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
+    "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
+    "least stored state",
+    "layouts weigh what happens once per step as without a pipeline",
+    "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
+)
+_LADDER = (
+    "recompute: of every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
+    "full), cheapest bytes of a stage first, first layers first"
+)
+_OFFLOAD = (
+    "offload: optimizer state of all stages, parameters with it where they are sharded, and what layers keep, as one "
+    "more choice of recompute; nothing of it hidden behind computing but with the traffic of ZeRO"
+)
+_EXPERTS = (
+    "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
+    "whole (etp = 1), or split over all of tp where there are too few"
+)
+_SCHEDULES = (
+    "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
+    f"{MAX_ACTIONS:,} actions, of a few even cuts the fastest, and layers computed again taken in turn from a rank's "
+    "stages"
+)
+
+
+class Status(StrEnum):
+    """How a search ended: everything decided, or stopped.
+
+    CUTS: some candidate has more cuts than are tried, and a bound below the best plan; LAYOUTS: only the proof of some
+    layout was stopped.
+    """
+
+    COMPLETE = "complete"
+    CUTS = "not all cuts tried"
+    LAYOUTS = "layouts stopped by time limit"
+    TIME_LIMIT = "stopped by time limit"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How good the best plan provably is, at these prices and within these restrictions.
+
+    `considered` = `illegal` + `too_big` + `bounded_out` + `solved` + `open`.
+
+    Attributes:
+        bounded_out: a proved lower bound is not below the best plan (with several plans asked for: the last of them).
+        open: not decided, since the search was stopped, or since it has more cuts than are tried.
+        gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
+            nothing is known of it. That of a layout inside its blocks is `intra_gap`.
+    """
+
+    considered: int
+    illegal: int
+    too_big: int
+    bounded_out: int
+    solved: int
+    open: int
+    gap: float
+    solve_time_s: float
+    restrictions: tuple[str, ...]
+    status: str
+    illegal_by_rule: Mapping[str, int]
+    too_big_by_term: Mapping[str, int]
+    by_phase_s: Mapping[str, float]
+    intra_gap: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans, best first, and the certificate of the first."""
+
+    plans: tuple[Planned, ...]
+    certificate: Certificate
+
+
+class _Outcome(Enum):
+    """What became of a candidate."""
+
+    ILLEGAL = "illegal"
+    TOO_BIG = "too big"
+    BOUNDED_OUT = "bounded out"
+    SOLVED = "solved"
+
+
+_Entry = tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]  # step, cut, layers computed again
+
+
+class _Search:
+    """One search. Every candidate has at most one outcome, with the rule or term that decided; without one it is open.
+
+    Attributes:
+        bounds: the best lower bound in seconds of each candidate that has one.
+        best: evaluated plans, best first.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        check_task(request)
+        self.request, self.start = request, time.perf_counter()
+        self.phases: dict[str, float] = defaultdict(float)
+        self.points = LayoutCache(request, self.phases)
+        self.quick = QuickMemory(request, self.points.capacity_bytes)
+        self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
+        self.bounds: dict[Candidate, float] = {}
+        self.first_bounds: dict[Candidate, float] = {}  # of which memory is no part
+        self.cutters: dict[Candidate, Cutter | ChunkCutter] = {}
+        self.best: list[_Entry] = []
+        self.shortages: list[tuple[Shortage, Candidate]] = []
+        self.status = Status.COMPLETE
+        self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
+
+    def run(self) -> SearchResult:
+        """Bound all, then refine and evaluate best first."""
+        with self._phase("space"):
+            checked = space_of(self.request)
+        try:
+            checked = self._bound_all(checked)
+            self._best_first(self.bounds)
+            checked = self._with_offload(checked)
+            if not self.best:
+                self._least_memory_first(checked)
+        except KeyboardInterrupt:
+            if not self.best:
+                raise
+            self.status = Status.INTERRUPTED
+        if not self.best:
+            raise self._nothing(checked)
+        plans = tuple(self._planned(entry) for entry in self.best[: self.request.top])
+        return SearchResult(plans, self._certificate(checked))
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self.start
+
+    def _out_of_time(self) -> bool:
+        if self._elapsed_s() > self.request.time_limit_s:
+            self.status = Status.TIME_LIMIT
+        return self.status is Status.TIME_LIMIT
+
+    def _layout_limit_s(self) -> float:
+        """How long the next layout may take: what is left, and more while there is nothing to go on with."""
+        total = self.request.time_limit_s if self.cutters else self.patience_s
+        return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to a phase, without that of phases inside it."""
+        began, before = time.perf_counter(), sum(self.phases.values())
+        try:
+            yield
+        finally:
+            self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
+
+    # -- candidates -------------------------------------------------------------------------------------------------
+
+    def _bound_all(self, checked: Space) -> Space:
+        """Bound every candidate, of those that cut sequences one per method that attention may see all of them by."""
+        out = list(checked.candidates)
+        for k, candidate in enumerate(checked.candidates):
+            if self.cutters and self._out_of_time():  # what was not looked at is open
+                break
+            found = [candidate]
+            if not self.quick.too_big(candidate):
+                with suppress(StoppedError):
+                    found = self.points.with_methods(candidate, self._layout_limit_s())
+            if not found:
+                self.outcomes[candidate] = (_Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
+                continue
+            out[k] = found[0]
+            out += found[1:]
+            for each in found:
+                self._bound(each)
+        return replace(checked, candidates=tuple(out))
+
+    def _bound(self, candidate: Candidate, limit_s: float | None = None) -> None:
+        """Decide it, or give it a cutter and a first bound; it stays without where its layout was stopped."""
+        if self.quick.too_big(candidate):
+            self.outcomes[candidate] = (_Outcome.TOO_BIG, "activations")
+            return
+        with self._phase("bounds"):
+            try:
+                cutter = self.points.cutter(candidate, self._layout_limit_s() if limit_s is None else limit_s)
+            except StoppedError:
+                return
+            if cutter is None:
+                self.outcomes[candidate] = (_Outcome.ILLEGAL, "no layout exists at this tp")
+                return
+            self.bounds[candidate] = self.first_bounds[candidate] = cutter.quick_bound_s()
+            self.cutters[candidate] = cutter
+
+    def _refine(self, candidate: Candidate) -> float:
+        """The bound that knows of memory; inf, and decided, if nothing fits."""
+        cutter = self.cutters[candidate]
+        with self._phase("bounds"):
+            bound = cutter.bound_s()
+            if bound == math.inf:
+                self._too_big(candidate)
+                if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
+                    for each in offloaded(self.request, candidate):  # what has less on the host is too big, too
+                        if on_host(each.offload) < on_host(candidate.offload):
+                            self.outcomes.setdefault(each, self.outcomes[candidate])
+            else:
+                self.bounds[candidate] = bound
+        return bound
+
+    def _too_big(self, candidate: Candidate) -> None:
+        shortage = self.cutters[candidate].shortage()
+        self.shortages.append((shortage, candidate))
+        self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
+
+    def _cutoff_s(self) -> float:
+        """What a plan must be below to be among those asked for."""
+        return self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
+
+    def _with_offload(self, checked: Space) -> Space:
+        """What offloading adds: bounded by the same degrees without it, looked at where memory binds."""
+        new: list[Candidate] = []
+        for candidate in checked.candidates:
+            outcome = self.outcomes.get(candidate)
+            if outcome is not None and outcome[0] is _Outcome.ILLEGAL:
+                continue
+            for each in offloaded(self.request, candidate):
+                new.append(each)
+                if outcome is not None and candidate not in self.cutters:  # too big at a glance
+                    self.outcomes[each] = outcome
+                elif candidate in self.first_bounds:
+                    self.bounds[each] = self.first_bounds[candidate]
+        self._best_first({c: self.bounds[c] for c in new if c in self.bounds})
+        return replace(checked, candidates=(*checked.candidates, *new))
+
+    def _memory_binds(self, candidate: Candidate) -> bool:
+        """False, and decided, if offloading cannot help the degrees of a candidate."""
+        with self._phase("bounds"):
+            cutter, cutoff = self.cutters[replace(candidate, offload=())], self._cutoff_s()
+            binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
+        if not binds:
+            self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
+        return binds
+
+    def _best_first(self, bounds: Mapping[Candidate, float]) -> None:
+        """Take the least bound; refine it the first time, evaluate it the second."""
+        # of equal ones first what has most on the host: where that is too big, so are the others
+        heap = [(bound, 0, -len(on_host(candidate.offload)), candidate) for candidate, bound in bounds.items()]
+        heapq.heapify(heap)
+        while heap:
+            bound, refined, _, candidate = heap[0]
+            cutoff = self._cutoff_s()
+            if bound >= cutoff:
+                return
+            if self._out_of_time() and (self.best or self._elapsed_s() > self.patience_s / 2):
+                return
+            heapq.heappop(heap)
+            if candidate in self.outcomes:
+                continue
+            if refined:
+                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
+                continue
+            if candidate not in self.cutters and not self._prepare(candidate):
+                continue
+            bound = self._refine(candidate)
+            if bound < math.inf:
+                heapq.heappush(heap, (bound, 1, -len(on_host(candidate.offload)), candidate))
+
+    def _prepare(self, candidate: Candidate) -> bool:
+        """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""
+        if self._memory_binds(candidate):
+            self._bound(candidate)
+        return candidate in self.cutters
+
+    def _evaluate(self, candidate: Candidate, cutoff_s: float, max_evaluated: int) -> None:
+        """Search its cuts; it stays open if that neither finds one nor shows that there is none."""
+        with self._phase("evaluation"):
+            cut = self.cutters[candidate].search(cutoff_s, max_evaluated)
+        if cut.chunks is None and cut.exact and cutoff_s == math.inf:
+            self._too_big(candidate)
+        elif cut.chunks is not None:
+            self._take(candidate, cut)
+        elif cut.exact:
+            self.outcomes[candidate] = (_Outcome.SOLVED, "")
+            self.bounds[candidate] = max(self.bounds[candidate], cutoff_s)
+        else:
+            self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
+
+    def _take(self, candidate: Candidate, cut: Cut) -> None:
+        self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
+        self.outcomes[candidate] = (_Outcome.SOLVED, "")
+        degrees = replace(candidate, methods=(), offload=())
+        self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
+        self.best.sort(key=lambda e: (e[0], e[1]))
+        alike = [e for e in self.best if replace(e[1], methods=(), offload=()) == degrees]
+        self.best = [e for e in self.best if e not in alike[1:]]  # plans asked for differ in degrees
+
+    def _least_memory_first(self, checked: Space) -> None:
+        """Nothing was found: what is still open, until the first plan that fits or until patience ends."""
+        rest = [c for c in checked.candidates if c not in self.outcomes]
+        for candidate in sorted(rest, key=least_memory_first):
+            left = self.patience_s - self._elapsed_s()
+            if left <= 0:
+                return
+            if candidate not in self.cutters:
+                self._bound(candidate, min(ILP_LIMIT_S, left))
+            if candidate in self.cutters and self._refine(candidate) < math.inf:
+                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
+            if self.best:
+                return
+
+    # -- the answer -------------------------------------------------------------------------------------------------
+
+    def _planned(self, entry: _Entry) -> Planned:
+        _, candidate, chunks, recompute = entry
+        candidate = self.points.decided(candidate)
+        pricer = self.points.pricer(candidate)
+        point = self.points.of(candidate)
+        if pricer is None or point is None:
+            raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
+        estimate = pricer.estimate(chunks, recompute, events=True)
+        config: ParallelConfig = replace(candidate_config(candidate, self.request.pins), stages=chunks)
+        if "recompute" not in self.request.pins:
+            config = replace(config, recompute=_chosen(pricer, chunks, recompute))
+        return Planned(config, estimate, point)
+
+    def _certificate(self, checked: Space) -> Certificate:
+        best, cutoff, least_open, num_open = self.best[0][0], self._cutoff_s(), math.inf, 0
+        for candidate in checked.candidates:
+            bound = self.bounds.get(candidate, 0.0)
+            if candidate not in self.outcomes and bound >= cutoff:
+                self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
+            num_open += candidate not in self.outcomes
+            if self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is _Outcome.SOLVED:
+                least_open = min(least_open, bound)
+        counts = Counter(outcome for outcome, _ in self.outcomes.values())
+        rules = Counter(detail for outcome, detail in self.outcomes.values() if outcome is _Outcome.ILLEGAL)
+        status = self.status
+        if status is Status.TIME_LIMIT and not num_open:  # it was just done
+            status = Status.COMPLETE
+        if status is Status.COMPLETE and not self.points.all_proved:
+            status = Status.LAYOUTS
+        if status is Status.COMPLETE and least_open < best:
+            status = Status.CUTS
+        return Certificate(
+            considered=checked.num_considered,
+            illegal=sum(checked.illegal.values()) + counts[_Outcome.ILLEGAL],
+            too_big=counts[_Outcome.TOO_BIG],
+            bounded_out=counts[_Outcome.BOUNDED_OUT],
+            solved=counts[_Outcome.SOLVED],
+            open=num_open,
+            gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
+            solve_time_s=self._elapsed_s(),
+            restrictions=self._restrictions(checked),
+            status=status,
+            illegal_by_rule={**checked.illegal, **rules},
+            too_big_by_term=dict(Counter(d for outcome, d in self.outcomes.values() if outcome is _Outcome.TOO_BIG)),
+            by_phase_s=dict(self.phases),
+            intra_gap=self.points.gap,
+        )
+
+    def _restrictions(self, checked: Space) -> tuple[str, ...]:
+        """Everything that narrows the space."""
+        r = self.request
+        out = list(_RESTRICTIONS)
+        if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
+            out.append(_EXPERTS)
+        if "cp" not in r.pins:
+            several = any(c.cp > 1 for c in checked.candidates)
+            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
+            out.append(least if several else "cp = 1")
+        if any(c.cp > 1 for c in checked.candidates):
+            out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
+        if "recompute" not in r.pins:
+            out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
+        if "offload" not in r.pins:
+            out.append(
+                _OFFLOAD if r.cluster.offloads else "nothing is offloaded: no host link is known beside a device"
+            )
+        if "zero_replicas" not in r.pins:
+            several = any(c.zero_replicas > 1 for c in checked.candidates)
+            beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
+            out.append(f"ZeRO shards over all replicas{beside if several else ''}")
+        if "schedule" not in r.pins and "virtual_stages" not in r.pins:
+            out.append(_SCHEDULES)
+        out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
+        out.append(f"{r.memory_margin:.0%} of the memory left free")
+        if r.executed:
+            out.append("what the runtime executes")
+        found = self.points.of(self.best[0][1])
+        layouts = () if found is None else found.solution.restrictions
+        return (*out, *layouts, *checked.restrictions)
+
+    def _nothing(self, checked: Space) -> Exception:
+        """The error where no plan was found."""
+        num_open = sum(c not in self.outcomes for c in checked.candidates)
+        if num_open:
+            r = self.request
+            return StoppedError(
+                f"no plan was found in {self._elapsed_s():.0f} s (time limit {r.time_limit_s:g} s), and {num_open} of "
+                f"{checked.num_considered} candidates are not decided: nothing says that none fits; raise the time "
+                "limit, or pin some degrees"
+            )
+        return nothing_fits(self.points, checked.candidates, self.shortages)
+
+
+def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> Mapping[str, str] | tuple[int, ...]:
+    """What steps down the ladder come to: layers per stage if all are in full, else the choice of every layer."""
+    w, counts = pricer.workload, []
+    chosen: dict[int, str] = {}
+    for units, level in zip(ranges_of(chunks), steps, strict=True):
+        mine = pricer.recomputed(units, level)
+        layers = [u for u in units if w.layers[u]]
+        chosen |= mine
+        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)
+    if min(counts) >= 0:
+        return tuple(counts)
+    layers_of_units = [
+        tuple(c for c, layer in zip(calls, marked, strict=True) if layer)
+        for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
+    ]
+    return as_mapping(chosen, layers_of_units)
+
+
+def search_plan(request: PlanRequest) -> SearchResult:
+    """The best plans of the space, and the certificate.
+
+    Raises: PinError for pins that leave nothing legal; NothingFits, with a report, if no plan fits the memory;
+    StoppedError if none was found in time.
+    """
+    return _Search(request).run()

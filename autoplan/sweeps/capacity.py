@@ -1,0 +1,350 @@
+"""The capacity table: many models on many clusters, each planned by itself, with the days, money and energy of a run.
+
+    capacity(["llama-3.1-8b", "llama-3.1-70b"], ["8x8xh100-sxm5-80gb", "8x8xb200-sxm-180gb"], "1T", "8k", 512)
+
+or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
+
+    models: [llama-3.1-8b, llama-3.1-70b]       # needed; as the others up to mode: one, or a list
+    clusters: 8x8xh100-sxm5-80gb                # needed; as on the command line
+    tokens: 1T                                  # needed; in powers of 1000
+    seq_len: 8k                                 # needed; in powers of 1024
+    global_batch_size: [256, 512]               # needed; sequences, in powers of 1024
+    precision: bf16
+    mode: eager
+    pins: {tp: 8}                               # of all rows
+    launch: graphs                              # how runs are set up: the names of RunOptions; also attention,
+    overlap: [tp, pp]                           # dispatcher, sequence_parallel, fused_experts, narrow_gather,
+    fused_loss: true                            # overlap_zero, overlap_gather, zero_by_tensor, document_len
+    profile: NAME                               # measured times
+    constants: FILE                             # of the cost model, written by `autoplan calibrate`
+    assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.whole_run.FIGURES
+    time_limit_s: 60                            # of one search
+
+Files that a file names are looked for beside it. Rows that do not fit or are illegal stay, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.catalog import load_model
+from autoplan.config.parallel import Mode, RunOptions, precision_of
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.cluster_file import read_yaml
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.whole_run import Assumptions
+from autoplan.errors import AutoplanError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.report.arguments import OPTIONS, option_data, options_of
+from autoplan.report.numbers import read_count, read_number
+from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.search.space import KNOWN_PINS
+from autoplan.sweeps.whatif import (
+    Point,
+    check_points,
+    check_task,
+    check_tokens,
+    critical_batch,
+    points,
+    read_constants,
+    row,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
+_LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
+_OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s")
+
+
+@dataclass(frozen=True)
+class CapacityTask:
+    """What a capacity table is asked for: rows are the product of the lists, tokens fastest.
+
+    `models` and `clusters` are pairs of the name in the table and what it stands for; `constants_file` is where
+    constants were read from, None: those of this version, or given as such.
+    """
+
+    models: tuple[tuple[str, ModelGraph], ...]
+    clusters: tuple[tuple[str, Cluster], ...]
+    tokens: tuple[float, ...]
+    seq_len: tuple[int, ...]
+    global_batch_size: tuple[int, ...]
+    precision: tuple[str, ...]
+    mode: tuple[Mode, ...]
+    pins: Mapping[str, Any]
+    options: RunOptions
+    profile: Profile | None
+    constants: Constants
+    constants_file: str | None
+    assumptions: Assumptions
+    time_limit_s: float
+
+    @property
+    def num_searches(self) -> int:
+        """Plans that are searched; tokens need none of their own."""
+        lists = (self.models, self.clusters, self.seq_len, self.global_batch_size, self.precision, self.mode)
+        return math.prod(len(values) for values in lists)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row: a model on a cluster, its plan or why there is none, and the tokens of its run."""
+
+    model: str
+    cluster: str
+    tokens: float
+    point: Point
+
+
+def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> CapacityTask:
+    """The task of a mapping as the file holds it; values may also be models, clusters and profiles themselves.
+
+    Args:
+        where: leads every message, for example the file.
+        folder: where files that are named lie; None: where Python runs.
+
+    Raises: PinError naming `where`, the field, its value and what would work.
+    """
+    for name in data:
+        if name not in (*_NEEDED, *_OPTIONAL):
+            raise PinError(f"{where}: unknown key {name!r}; known: {', '.join((*_NEEDED, *_OPTIONAL))}")
+    for name in _NEEDED:
+        if data.get(name) is None:
+            raise PinError(f"{where}: {name} is missing; needed are {', '.join(_NEEDED)}")
+    given = {name: value for name, value in data.items() if value is not None}
+
+    def read(name: str, one: Callable[[Any], Any], default: object = None) -> tuple[Any, ...]:
+        value = given.get(name, default)
+        many = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if not many:
+            raise PinError(f"{where}: {name} is an empty list; give at least one value")
+        out = []
+        for i, item in enumerate(many):
+            at = f"{where}: {name}[{i}]" if many is value else f"{where}: {name}"
+            out.append(_read(at, one, item))
+        return tuple(out)
+
+    lists = {name: given[name] for name in _LISTED if isinstance(given.get(name), list | tuple)}
+    check_points({name: len(values) for name, values in lists.items()}, where)  # before any model is read
+    pins = given.get("pins", {})
+    if not isinstance(pins, Mapping):
+        raise PinError(f"{where}: pins={pins!r} must be a mapping, for example {{tp: 8}}")
+    for name in pins:
+        if name not in KNOWN_PINS:
+            raise PinError(f"{where}: unknown pin {name!r}; known: {', '.join(KNOWN_PINS)}")
+    assumptions = given.get("assumptions", {})
+    if not isinstance(assumptions, Mapping):
+        raise PinError(f"{where}: assumptions={assumptions!r} must be a mapping, for example {{pue: 1.1}}")
+    limit = given.get("time_limit_s", 60.0)
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
+        raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
+    options = _read(where, options_of, {name: given[name] for name in OPTIONS if name in given})
+    known, file = _read(f"{where}: constants", lambda v: _constants(v, folder), given.get("constants"))
+    task = CapacityTask(
+        # what takes long is read last
+        tokens=read("tokens", _tokens),
+        seq_len=read("seq_len", lambda v: _count("seq_len", v)),
+        global_batch_size=read("global_batch_size", lambda v: _count("global_batch_size", v)),
+        precision=read("precision", lambda v: precision_of(str(v)).name, "bf16"),
+        mode=read("mode", _mode, Mode.EAGER),
+        pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
+        options=options,
+        constants=known,
+        constants_file=file,
+        assumptions=Assumptions.of(assumptions, f"{where}: assumptions"),
+        time_limit_s=float(limit),
+        clusters=read("clusters", lambda v: _cluster(v, folder)),
+        profile=read("profile", lambda v: _profile(v, folder))[0],
+        models=read("models", lambda v: _model(v, folder)),
+    )
+    if task.profile is not None:
+        for name, cluster in task.clusters:
+            if cluster.device_type != task.profile.device_type:
+                raise PinError(
+                    f"{where}: profile {task.profile.name} was measured on {task.profile.device_type} devices, cluster "
+                    f"{name} has {cluster.device_type} devices"
+                )
+    return task
+
+
+def read_task(path: str | Path) -> CapacityTask:
+    """The task of a YAML file. PinError names the file, the field and the value that is wrong."""
+    where = f"capacity file {path}"
+    data = read_yaml(path, where)
+    if not isinstance(data, Mapping):
+        raise PinError(f"{where} must be a mapping with the keys {', '.join(_NEEDED)}")
+    return task_of(data, where, Path(path).parent)
+
+
+def _read(where: str, one: Callable[[Any], Any], value: object) -> Any:
+    try:
+        return one(value)
+    except AutoplanError as error:
+        raise PinError(f"{where}: {error}") from error
+
+
+def _tokens(value: object) -> float:
+    number = read_number(value, "tokens") if isinstance(value, str) else value
+    check_tokens(number)
+    return float(number)  # type: ignore[arg-type]
+
+
+def _count(name: str, value: object) -> int:
+    number = read_count(value, name) if isinstance(value, str) else value
+    check_task(**{"seq_len": 1, "global_batch_size": 1, name: number})
+    return int(number)  # type: ignore[call-overload,no-any-return]
+
+
+def _mode(value: object) -> Mode:
+    if not isinstance(value, str) or value not in tuple(Mode):
+        raise PinError(f"mode {value!r} is not known; use {', '.join(Mode)}")
+    return Mode(value)
+
+
+def _beside(text: str, folder: Path | None, endings: tuple[str, ...]) -> str:
+    """A file that a file names lies beside it; what is no file stays as it is."""
+    isfile = text.partition("@")[0].endswith(endings)
+    return str(folder / text) if folder is not None and isfile else text
+
+
+def _cluster(value: object, folder: Path | None) -> tuple[str, Cluster]:
+    if isinstance(value, Cluster):
+        return str(value), value
+    if not isinstance(value, str):
+        raise PinError(f"{value!r} is no cluster; write it as text, for example 8x8xh100-sxm5-80gb")
+    return value, Cluster.parse(_beside(value, folder, (".yaml", ".yml")))
+
+
+def _profile(value: object, folder: Path | None) -> Profile | None:
+    if value is None or isinstance(value, Profile):
+        return value
+    return Profile.load(_beside(str(value), folder, (".json",)))
+
+
+def _constants(value: object, folder: Path | None) -> tuple[Constants, str | None]:
+    if value is not None and not isinstance(value, Constants | Path | str):
+        raise PinError(f"{value!r} is no file; name one of `autoplan calibrate --write`")
+    return read_constants(folder / value if folder is not None and isinstance(value, str) else value)
+
+
+def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
+    if isinstance(value, ModelGraph):
+        return value.name, value
+    if not isinstance(value, str):
+        raise PinError(f"{value!r} is no model; write a name of `autoplan models` or a config.json, as text")
+    return value, load_model(_beside(value, folder, (".json",)))
+
+
+# What `sweep.points` varies, in the order of its product: tokens need no search of their own.
+_SEARCHED = ("cluster", "seq_len", "global_batch_size", "precision", "mode")
+
+
+def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan) -> Iterator[Cell]:
+    """The rows of the table. Ctrl-C during a search ends them with the row at hand (`Point.interrupted`).
+
+    Args:
+        search: what plans one request, as `autoplan.search.planner.search_plan`.
+    """
+    labels = {id(cluster): label for label, cluster in task.clusters}
+    clusters = [cluster for _, cluster in task.clusters]
+    lists = (clusters, task.seq_len, task.global_batch_size, task.precision, task.mode)
+    vary: dict[str, Sequence[Any]] = dict(zip(_SEARCHED, lists, strict=True))
+    for name, graph in task.models:
+        base = PlanRequest(
+            graph,
+            task.clusters[0][1],
+            task.seq_len[0],
+            task.global_batch_size[0],
+            task.pins,
+            profile=task.profile,
+            options=task.options,
+            constants=task.constants,
+            constants_file=task.constants_file,
+            time_limit_s=task.time_limit_s,
+        )
+        for point in points(base, vary, search):
+            for tokens in task.tokens:
+                yield Cell(name, labels[id(point.varied["cluster"])], tokens, point)
+            if point.interrupted:
+                return
+
+
+def cell_row(cell: Cell, assumptions: Assumptions | None = None) -> dict[str, object]:
+    """A cell as one flat row; None where there is no plan, and for what is not known."""
+    out: dict[str, object] = {"model": cell.model, "cluster": cell.cluster, "tokens": cell.tokens}
+    rest = row(cell.point, cell.tokens, assumptions)
+    out |= {name: value for name, value in rest.items() if name != "cluster"}
+    graph = cell.point.request.graph if cell.point.request is not None else None
+    out["critical_batch_tokens"] = critical_batch(graph, cell.tokens) if graph is not None else None
+    return out
+
+
+def cell_columns() -> list[str]:
+    """Return the names of the columns of every `cell_row`."""
+    return list(cell_row(Cell("", "", 0.0, Point(dict.fromkeys(_SEARCHED), None, None, ""))))
+
+
+def capacity(
+    models: str | ModelGraph | Sequence[str | ModelGraph],
+    clusters: str | Cluster | Sequence[str | Cluster],
+    tokens: float | str | Sequence[float | str],
+    seq_len: int | str | Sequence[int | str],
+    global_batch_size: int | str | Sequence[int | str],
+    *,
+    pins: Mapping[str, Any] | None = None,
+    precision: str | Sequence[str] = "bf16",
+    mode: Mode | str | Sequence[Mode | str] = Mode.EAGER,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    profile: Profile | str | None = None,
+    constants: Constants | Path | str | None = None,
+    assumptions: Mapping[str, float] | None = None,
+    time_limit_s: float = 60.0,
+) -> pd.DataFrame:
+    """The best plan of every model on every cluster, and what its run takes, one row each; rows without a plan say why.
+
+    Args:
+        models: as `autoplan.load_model` reads them, or graphs; one or a list, as the next five.
+        clusters: as `Cluster.parse` reads them, or Clusters.
+        tokens: of the whole run; also as text, `1T`.
+        seq_len: tokens per sequence; also `8k` (8192).
+        global_batch_size: sequences per step.
+        pins: choices that all rows keep.
+        options: how all runs are set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`.
+        constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
+        assumptions: of the run: failures, power, storage; by the names of `autoplan.cost_models.whole_run.FIGURES`.
+        time_limit_s: of one search.
+
+    Returns: model, cluster, tokens, seq_len, global_batch_size, precision, mode, then the columns of
+        `autoplan.sweeps.whatif` with tokens (seconds, bytes, days, US dollars, kWh; shares from 0 to 1), then
+        critical_batch_tokens. After Ctrl-C: the rows so far.
+
+    Raises: AutoplanError for a model, cluster, name or value that is not known.
+    """
+    import pandas as pd
+
+    task = task_of(
+        {
+            "models": models,
+            "clusters": clusters,
+            "tokens": tokens,
+            "seq_len": seq_len,
+            "global_batch_size": global_batch_size,
+            "pins": pins,
+            "precision": precision,
+            "mode": mode,
+            **option_data(options_of(options)),
+            "profile": profile,
+            "constants": constants,
+            "assumptions": assumptions,
+            "time_limit_s": time_limit_s,
+        },
+        "capacity",
+    )
+    return pd.DataFrame([cell_row(cell, task.assumptions) for cell in cells(task)])

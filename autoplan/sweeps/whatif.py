@@ -1,0 +1,450 @@
+"""What-if: the best plan at every point of a sweep over hardware and task, and what a whole run of it takes.
+
+    whatif("llama-3.1-8b", "8x8xh100-sxm5-80gb", 8192, 1024, vary={"nodes": [8, 16, 32], "nic": [100, 400]})
+
+Every point is planned anew: the best plan for 100 Gbit/s is not the best for 1600. A row says how its search ended and
+how far its plan may be from the best. Ctrl-C ends a sweep after the point at hand, whose row says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.catalog import active_params
+from autoplan.config.choices import CHOICES, PINS, Written
+from autoplan.config.parallel import PRECISIONS, Mode, RunOptions, precision_of
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.hardware.cluster import OVERRIDE_RANGES, OVERRIDES, Cluster
+from autoplan.cost_models.hardware.parts import Range
+from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, Assumptions, Run, critical_batch_tokens, whole_run
+from autoplan.errors import AutoplanError, InfeasibleError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.legality import not_executed
+from autoplan.report.label import evidence_label, plan_label
+from autoplan.report.numbers import scaled
+from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
+from autoplan.units import dtype_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What can be varied, and what it is. A pin of the search (tp, zero_stage, ...) can be varied too.
+TASK = {
+    "device": "catalog id of the device, in the same nodes with what was given for them",
+    "cluster": "a whole cluster",
+    "seq_len": "tokens per sequence",
+    "global_batch_size": "sequences per step",
+    "precision": "one of " + ", ".join(PRECISIONS),
+    "mode": "one of " + ", ".join(Mode),
+}
+VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
+INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
+# Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
+_TASK_RANGES = {"seq_len": Range(1, 10**9, whole=True), "global_batch_size": Range(1, 10**7, whole=True)}
+_MOST_TOKENS = 1e30
+_MOST_POINTS = 10_000  # of one sweep: each takes a search, of a tenth of a second at least
+# how values are written: words, lists of numbers, whole numbers; the others are numbers
+TEXTS = ("device", "cluster", "precision", "mode", *(c.name for c in CHOICES if c.written is Written.WORD))
+LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
+WHOLE = (
+    *("nodes", "devices_per_node", "seq_len", "global_batch_size"),
+    *(c.name for c in CHOICES if c.written is Written.COUNT),
+)
+# What the numbers may be, by name; a pin is checked further where its search begins.
+RANGES: dict[str, Range] = {
+    **{c.name: Range(1, 10**9, whole=True) for c in CHOICES if c.written is Written.COUNT},
+    "zero_stage": Range(0, 3, whole=True),
+    **OVERRIDE_RANGES,
+    **_TASK_RANGES,
+}
+
+
+# Of a step: seconds in which a device computes. In the rest it waits, and draws less power.
+_BUSY = ("compute", "recompute", "accumulate", "optimizer")
+
+
+def run_of(
+    estimate: Estimate, request: PlanRequest, tokens: float | None, assumptions: Assumptions | None = None
+) -> Run | None:
+    """The whole run of one plan on `tokens` tokens; None without tokens."""
+    if tokens is None:
+        return None
+    busy = sum(q.mid for name, q in estimate.breakdown.items() if name in _BUSY)
+    return whole_run(
+        estimate.step_time_s,
+        estimate.tokens_per_step,
+        tokens,
+        request.cluster,
+        state_bytes=checkpoint_bytes(request.graph, request.precision),
+        busy=min(1.0, busy / estimate.step_time_s.mid),
+        assumptions=assumptions,
+    )
+
+
+def checkpoint_bytes(graph: ModelGraph, precision: str) -> float:
+    """Parameters and AdamW's state, once: what all ranks together write."""
+    p = precision_of(precision)
+    out = 0.0
+    for param in graph.params.values():
+        width = dtype_bytes(param.dtype if p.compute is None else p.compute)
+        state = (2 * width if p.state_bytes is None else p.state_bytes) if param.trainable else 0
+        out += param.num_elements * (width + state)
+    return out
+
+
+def batch_warning(request: PlanRequest, tokens: float | None) -> str | None:
+    """Where the global batch is beyond the critical one at the end of so many tokens; None also for sparse models, of
+    which no law is known here."""
+    critical = critical_batch(request.graph, tokens)
+    batch = request.seq_len * request.global_batch_size
+    if critical is None or tokens is None or batch <= critical:
+        return None
+    return (
+        f"a batch of {scaled(batch)} tokens is beyond the critical batch of about {scaled(critical)} after "
+        f"{scaled(tokens)} tokens ({CRITICAL_BATCH_SOURCE}; order of magnitude): it needs more tokens for the same loss"
+    )
+
+
+def critical_batch(graph: ModelGraph, tokens: float | None) -> float | None:
+    """Tokens per step (`whole_run.critical_batch_tokens`); None without tokens, and for mixtures of experts."""
+    if tokens is None or active_params(graph) != graph.num_params:
+        return None
+    return critical_batch_tokens(graph.num_params, tokens)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a what-if: what was varied, and the best plan there or why there is none."""
+
+    varied: Mapping[str, object]
+    request: PlanRequest | None
+    planned: Planned | None
+    status: str  # "ok", "does not fit", "illegal", without a plan yet: "stopped" (by time), "interrupted" (by Ctrl-C)
+    reason: str = ""
+    certificate: Certificate | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """True if Ctrl-C ended the sweep here."""
+        return self.status == INTERRUPTED or (self.certificate is not None and self.certificate.status == INTERRUPTED)
+
+
+def check_varied(vary: Mapping[str, Sequence[object]]) -> None:
+    """Raise PinError for an unknown name, a name without values, a number outside of RANGES, or too many points."""
+    for name, values in vary.items():
+        if name not in VARIED:
+            raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise PinError(f"vary {name}={values!r}: give a list of at least one value")
+        for value in values:
+            within = RANGES.get(name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if within is not None and number and value > within.most:  # type: ignore[operator]
+                raise PinError(f"vary {name}: {value!r} must be {within}; nearest that works: {int(within.most)}")
+    check_points({name: len(values) for name, values in vary.items()})
+
+
+def check_points(counts: Mapping[str, int], what: str = "vary") -> None:
+    """Raise PinError if lists of these lengths have more combinations than one sweep may have points."""
+    total = math.prod(counts.values())
+    if total <= _MOST_POINTS:
+        return
+    longest = max(counts, key=lambda name: counts[name])
+    left = _MOST_POINTS * counts[longest] // total
+    product = " x ".join(f"{name} {count:,}" for name, count in counts.items() if count > 1)
+    near = f"; nearest that works: {left:,} values of {longest}" if left else ""
+    raise PinError(f"{what}: {product} = {total:,} points, and one sweep has at most {_MOST_POINTS:,}{near}")
+
+
+def check_task(seq_len: object, global_batch_size: object) -> None:
+    """PinError for what is no count, or too large for any task."""
+    for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
+        _TASK_RANGES[name].check(value, name)
+
+
+def check_tokens(tokens: object) -> None:
+    """PinError for what is no number of tokens; None is fine."""
+    if tokens is None:
+        return
+    number = isinstance(tokens, int | float) and not isinstance(tokens, bool) and math.isfinite(tokens)
+    if not number or not 0 < tokens <= _MOST_TOKENS:  # type: ignore[operator]
+        raise PinError(f"tokens={tokens!r} must be a number above 0 and at most {_MOST_TOKENS:g}")
+
+
+def read_constants(given: Constants | Path | str | None) -> tuple[Constants, str | None]:
+    """The constants, and the file that they were read from; those of this version for None. ProfileError for a file
+    that cannot be read."""
+    if given is None or isinstance(given, Constants):
+        return Constants.shipped() if given is None else given, None
+    return Constants.load(given), str(given)
+
+
+def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
+    """The request at one point."""
+    cluster = base.cluster
+    if "cluster" in varied:
+        given = varied["cluster"]
+        cluster = given if isinstance(given, Cluster) else Cluster.parse(str(given))
+    if "device" in varied:
+        cluster = cluster.with_device(str(varied["device"]))
+    overrides = {name: varied[name] for name in OVERRIDES if name in varied}
+    if overrides:
+        cluster = cluster.with_(**overrides)
+    _ = cluster.levels  # PinError where it has no network
+    if base.profile is not None:
+        _check_profile(base.profile, base.cluster, cluster)
+    mode = varied.get("mode", base.mode)
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    seq_len, batch = (varied.get(name, getattr(base, name)) for name in ("seq_len", "global_batch_size"))
+    check_task(seq_len, batch)
+    return replace(
+        base,
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        precision=varied.get("precision", base.precision),
+        mode=Mode(mode),
+        pins={**base.pins, **{name: varied[name] for name in PINS if name in varied}},
+        top=1,
+    )
+
+
+def _reached(cluster: Cluster, reach: int) -> tuple[tuple[object, ...], ...] | None:
+    """Figures of the levels that a group crosses whose last rank is `reach` beyond its first; None: of no cluster."""
+    out: list[tuple[object, ...]] = []
+    for level in cluster.levels:
+        out.append((level.name, level.latency_s, level.bytes_per_s, level.p2p_bytes_per_s))
+        if reach < level.size:
+            return tuple(out)
+    return None
+
+
+def _check_profile(profile: Profile, base: Cluster, cluster: Cluster) -> None:
+    """PinError where measured times would silently stand for another device or other links than those of `base`."""
+    figures = [replace(c.device, memory_bytes=1) for c in (base, cluster)]
+    if figures[0] != figures[1] or base.device_type != cluster.device_type:
+        raise PinError(
+            f"profile {profile.name} holds times of {base.device.name}, this point has {cluster.device.name}: they "
+            "would not change; leave out the profile, or do not vary the device"
+        )
+    try:
+        before = base.with_(nodes=cluster.num_nodes)
+        _ = before.levels
+    except PinError:
+        return  # no network there to have been measured
+    for reach in sorted({(link.group_size - 1) * link.stride for link in profile.links}):
+        old, new = _reached(before, reach), _reached(cluster, reach)
+        if old is not None and new is not None and old != new:
+            raise PinError(
+                f"profile {profile.name} holds times of collectives of {base} over links that are different at this "
+                "point: they would not change; leave out the profile, or do not vary its links"
+            )
+
+
+def points(
+    base: PlanRequest,
+    vary: Mapping[str, Sequence[object]],
+    search: Callable[[PlanRequest], Any] = search_plan,
+) -> Iterator[Point]:
+    """The best plan at every point of the product of `vary`, in its order. PinError for what cannot be varied.
+
+    Ctrl-C during a search ends them with the point at hand (`Point.interrupted`).
+
+    Args:
+        search: what plans one request, as `autoplan.search.planner.search_plan`.
+    """
+    check_varied(vary)
+    known: dict[object, Point] = {}
+    for values in itertools.product(*vary.values()):
+        varied = dict(zip(vary, values, strict=True))
+        try:
+            request = _at(base, varied)
+        except AutoplanError as error:
+            yield Point(varied, None, None, "illegal", str(error))
+            continue
+        # the price changes no plan
+        key = (
+            replace(request.cluster, price=None),
+            request.seq_len,
+            request.global_batch_size,
+            request.precision,
+            request.mode,
+            request.options,
+            request.constants,
+            tuple((name, str(value)) for name, value in request.pins.items()),
+        )
+        if key not in known:
+            known[key] = _point(request, search)
+        yield replace(known[key], varied=varied, request=request)
+        if known[key].interrupted:
+            return
+
+
+def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
+    try:
+        result = search(request)
+        return Point({}, request, result.plans[0], "ok", certificate=result.certificate)
+    except KeyboardInterrupt:
+        return Point({}, request, None, INTERRUPTED, "interrupted before a plan was found")
+    except StoppedError as error:
+        return Point({}, request, None, "stopped", str(error))
+    except InfeasibleError as error:
+        return Point({}, request, None, "does not fit", str(error))
+    except AutoplanError as error:
+        return Point({}, request, None, "illegal", str(error))
+
+
+def row(point: Point, tokens: float | None = None, assumptions: Assumptions | None = None) -> dict[str, object]:
+    """A point as one flat row; None where there is no plan, and for what is not known."""
+    out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
+    out |= {"status": point.status, "reason": point.reason}
+    out["search_status"] = str(point.certificate.status) if point.certificate is not None else None
+    out["gap"] = point.certificate.gap if point.certificate is not None else None
+    out["num_devices"] = point.request.cluster.num_devices if point.request is not None else None
+    estimate = point.planned.estimate if point.planned is not None else None
+    step = estimate.step_time_s if estimate is not None else None
+    out["step_time_s"] = step.mid if step is not None else None
+    out["step_time_low_s"] = step.low if step is not None else None
+    out["step_time_high_s"] = step.high if step is not None else None
+    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal"):
+        out[name] = getattr(estimate, name) if estimate is not None else None
+    peak = estimate.peak_memory_bytes.mid if estimate is not None else None
+    out["peak_memory_bytes"] = peak
+    out["memory_margin_bytes"] = (
+        estimate.memory_capacity_bytes - peak if estimate is not None and peak is not None else None
+    )
+    if tokens is not None:
+        run = None
+        if estimate is not None and point.request is not None:
+            run = run_of(estimate, point.request, tokens, assumptions)
+        out |= _run_columns(run)
+    out["plan"] = plan_label(point.planned.config, point.planned.estimate) if point.planned is not None else None
+    out["evidence"] = evidence_label(estimate) if estimate is not None else None
+    out["priced_not_executed"] = _priced(point)
+    if tokens is not None:
+        out["notes"] = "; ".join(notes(point, tokens, assumptions))
+    return out
+
+
+def columns(varied: Iterable[str], tokens: float | None = None) -> list[str]:
+    """Return the names of the columns of every `row` of a sweep."""
+    return list(row(Point(dict.fromkeys(varied), None, None, ""), tokens))
+
+
+def _priced(point: Point) -> str | None:
+    """What of a plan has a price, but is not executed."""
+    if point.planned is None or point.request is None:
+        return None
+    return "; ".join(not_executed(point.planned.config, point.request.facts))
+
+
+def _run_columns(run: Run | None) -> dict[str, object]:
+    good = run.goodput if run is not None else None
+    interval = good.interval_s if good is not None else None
+    spread: dict[str, Quantity | None] = {
+        "days": run.days if run is not None else None,
+        "usd": run.usd if run is not None else None,
+        "kwh": run.kwh if run is not None else None,
+        "goodput": good.share if good is not None else None,
+        "days_with_failures": run.days_with_failures if run is not None else None,
+        "usd_with_failures": run.usd_with_failures if run is not None else None,
+        "kwh_with_failures": run.kwh_with_failures if run is not None else None,
+    }
+    out: dict[str, object] = {}
+    for name, quantity in spread.items():
+        for end, column in (("mid", name), ("low", f"{name}_low"), ("high", f"{name}_high")):
+            out[column] = getattr(quantity, end) if quantity is not None else None
+    out["usd_energy"] = run.usd_energy.mid if run is not None and run.usd_energy is not None else None
+    out["checkpoint_interval_s"] = interval.mid if interval is not None else None
+    return out
+
+
+def notes(point: Point, tokens: float | None, assumptions: Assumptions | None = None) -> list[str]:
+    """What is not known of a planned point's run, and what speaks against its batch."""
+    if point.planned is None or point.request is None:
+        return []
+    run = run_of(point.planned.estimate, point.request, tokens, assumptions)
+    found = list(run.notes) if run is not None else []
+    warning = batch_warning(point.request, tokens)
+    return [*found, warning] if warning is not None else found
+
+
+def whatif(
+    model: str | ModelGraph,
+    cluster: str | Cluster,
+    seq_len: int,
+    global_batch_size: int,
+    *,
+    vary: Mapping[str, Sequence[object]],
+    tokens: float | None = None,
+    pins: Mapping[str, Any] | None = None,
+    precision: str = "bf16",
+    mode: Mode | str = Mode.EAGER,
+    profile: Profile | str | None = None,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    constants: Constants | Path | str | None = None,
+    time_limit_s: float = 60.0,
+    assumptions: Mapping[str, float] | None = None,
+    target_len: int | None = None,
+) -> pd.DataFrame:
+    """The best plan at every point of a sweep, one row per point; points without a plan say why.
+
+    Args:
+        model: a name of the catalog, a path of a Hugging Face config.json, `package.module:factory`, or a graph.
+        cluster: as `Cluster.parse` reads it, or a Cluster.
+        vary: lists of values by name (`sweep.VARIED`); rows are their product, the last name fastest.
+        tokens: adds days, US dollars (where the cluster has a price), kWh and goodput for so many tokens.
+        profile: measured times, or their name or path.
+        options: how the run is set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`; None:
+            the defaults.
+        constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
+        time_limit_s: of one point.
+        assumptions: of the whole run, by the names of `cost_models.whole_run.FIGURES`.
+        target_len: tokens per target sequence of an encoder-decoder; None: as seq_len.
+
+    Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
+        `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
+        tokens_per_s_per_device, mfu (attention counted in full), mfu_causal (as a causal mask leaves it),
+        peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
+        goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
+        checkpoint_interval_s,] plan, evidence,
+        priced_not_executed [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
+        its search_status, or as its status if it has no plan.
+
+    Raises: AutoplanError for a model, cluster or name that is not known.
+    """
+    import pandas as pd
+
+    from autoplan.catalog import load_model
+    from autoplan.report.arguments import options_of
+
+    check_tokens(tokens)
+    assumed = Assumptions.of(assumptions)
+    if mode not in tuple(Mode):
+        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    known, file = read_constants(constants)
+    base = PlanRequest(
+        load_model(model) if isinstance(model, str) else model,
+        Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+        seq_len,
+        global_batch_size,
+        dict(pins or {}),
+        precision,
+        Mode(mode),
+        Profile.load(profile) if isinstance(profile, str) else profile,
+        options_of(options),
+        known,
+        file,
+        time_limit_s=time_limit_s,
+        target_len=target_len,
+    )
+    return pd.DataFrame([row(p, tokens, assumed) for p in points(base, vary)])

@@ -1,0 +1,266 @@
+"""The hardware catalog: devices and cloud instances that ship with autoplan (profiles/hardware/*.csv), as plain data.
+
+device("h100-sxm5-80gb")   Device
+entry("h100-sxm5-80gb")    the whole row: Device, links, node shape, network, price
+devices(), instances()     everything, by id and by instance name
+
+Ids are exact; PinError names the nearest ones. Every row names its sources and the fields that no source confirms.
+Figures are those of one rank: the rows of MI250X and Trainium2 describe a package of several ranks and are divided.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from types import MappingProxyType
+
+from autoplan.cost_models.hardware.parts import Device, Level, Price
+from autoplan.errors import PinError
+from autoplan.units import GB, GIB, MIB, TERA
+
+# Ranks of one row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4
+# logical NeuronCores (notes column).
+RANKS_PER_ROW: dict[str, int] = {"mi250x-128gb": 2, "tpu-v7x": 2, "trainium2-96gb": 4}
+
+# Memory that the driver reports, in bytes; from the notes column of the same row (NVML, nvidia-smi, AWS).
+_REPORTED_BYTES: dict[str, int] = {
+    "v100-sxm2-32gb": 34_058_272_768,
+    "v100-sxm3-32gb": 34_058_272_768,  # the same chip
+    "b200-sxm-180gb": 183_359 * MIB,
+    "b300-sxm-288gb": 275_040 * MIB,
+    "gb200-nvl72": 189_471 * MIB,
+    "gb300-nvl72": 275_040 * MIB,  # the same chip as B300
+}
+# Else assumed: vendors sell GiB as GB; HBM shows about 1.5 % less, GDDR with ECC a sixteenth less.
+_USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
+
+# link name in the catalog -> (fabric of collectives.FABRICS, seconds per step: what its hops are multiples of)
+_FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
+    ("PCIe (no NVLink", "pcie_host", 1.5e-6),  # devices that reach each other through the memory of the host
+    ("PCIe", "pcie", 1.5e-6),
+    ("NVLink2 + NVSwitch", "nvlink2_switch", 0.75e-6),
+    ("NVLink2", "nvlink2", 0.75e-6),
+    ("NVLink3", "nvlink3", 0.75e-6),
+    ("NVLink4", "nvlink4", 0.75e-6),
+    ("NVLink5", "nvlink5", 0.75e-6),
+    ("NVLink", "nvlink", 0.75e-6),
+    ("xGMI", "xgmi", 2e-6),
+    ("ICI", "ici", 1e-6),
+    ("NeuronLink", "ici", 2e-6),
+)
+# Fabrics of one host: a domain of theirs never reaches another node, however few devices a node has. NVLink (racks) and
+# ICI (pods) may: where their domain is larger than the usual node.
+_OF_ONE_HOST = frozenset(("pcie", "pcie_host"))
+_HOST_LATENCY_S = 2.5e-6
+NETWORK_LATENCY_S = 12.5e-6
+
+PEAK_COLUMNS: dict[str, str] = {  # of the catalog, by dtype
+    "bfloat16": "peak_tflops_bf16_dense",
+    "float16": "peak_tflops_fp16_dense",
+    "tf32": "peak_tflops_tf32_dense",
+    "float32": "peak_tflops_fp32",
+    "float8": "peak_tflops_fp8_dense",
+    "float4": "peak_tflops_fp4_dense",
+    "int8": "peak_tops_int8_dense",
+}
+DTYPES = tuple(PEAK_COLUMNS)  # that have a peak
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the catalog: a device, the levels inside a node and beyond, its usual node, network and price.
+
+    `host` connects the scale-up domains of one node; `nic_gbit_s` per device, None where no source names it.
+    """
+
+    id: str
+    vendor: str
+    device: Device
+    scaleup: Level
+    host: Level | None
+    devices_per_node: int
+    nic_gbit_s: float | None
+    price: Price | None
+    memory_gb: float
+    notes: str
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One rentable machine: what is in it, its network and its price (None where no source is dated)."""
+
+    name: str
+    provider: str
+    device_id: str
+    num_devices: int
+    nic_gbit_s_per_node: float | None
+    price: Price | None
+    region: str
+    notes: str
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = files("autoplan.profiles").joinpath(f"hardware/{name}").read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _number(row: Mapping[str, str], column: str) -> float | None:
+    return float(row[column]) if row[column] else None
+
+
+def _required(row: Mapping[str, str], column: str) -> float:
+    value = _number(row, column)
+    if value is None:
+        raise PinError(f"the hardware catalog has no {column} for {row['id']}")
+    return value
+
+
+def _usable_bytes(row: Mapping[str, str]) -> int:
+    if row["id"] in _REPORTED_BYTES:
+        return _REPORTED_BYTES[row["id"]]
+    kind = "GDDR" if row["mem_type"].startswith("GDDR") else "HBM"
+    return int(_required(row, "mem_gb") * GIB * _USABLE_FRACTION[kind])
+
+
+def _as_of(source: str) -> str:
+    date = re.search(r"\d{4}-\d{2}-\d{2}", source)
+    return date.group(0) if date else source
+
+
+def _entry(row: Mapping[str, str]) -> Entry:
+    ranks = RANKS_PER_ROW.get(row["id"], 1)
+    peaks = {d: v * TERA / ranks for d, column in PEAK_COLUMNS.items() if (v := _number(row, column)) is not None}
+    train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
+    mamf = _number(row, "mamf_tflops_bf16_measured")
+    host_speed = _number(row, "host_gb_s_per_dir")
+    device = Device(
+        name=row["id"],
+        peak_flops=peaks[train],
+        memory_bytes_per_s=_required(row, "mem_bw_gb_s") * GB / ranks,
+        memory_bytes=_usable_bytes(row) // ranks,
+        source=row["spec_source"],
+        peak_flops_by_dtype=peaks,
+        achievable_fraction=None if mamf is None else min(1.0, mamf * TERA / (peaks[train] * ranks)),
+        power_w=None if (watts := _number(row, "power_w")) is None else watts / ranks,
+        overlap_fraction=None,
+        unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
+        host_bytes_per_s=None if host_speed is None else host_speed * GB / ranks,
+    )
+    for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below
+        if row["scaleup_link"].startswith(prefix):
+            break
+    else:
+        raise PinError(f"the hardware catalog has an unknown link {row['scaleup_link']!r} for {row['id']}")
+    domain = int(_required(row, "scaleup_domain_devices")) * ranks
+    per_node = int(_required(row, "devices_per_node")) * ranks
+    peer = _number(row, "scaleup_p2p_gb_s_per_dir")
+    speed = _required(row, "scaleup_gb_s_per_dir_per_device")
+    scaleup = Level(
+        latency_s,
+        speed * GB / ranks,
+        row["spec_source"],
+        name="scale-up",
+        size=domain,
+        p2p_bytes_per_s=peer * GB / ranks if peer is not None and peer < speed else None,
+        within_node=domain <= per_node or fabric in _OF_ONE_HOST,
+        fabric=fabric,
+    )
+    host = None
+    if host_speed is not None and scaleup.within_node:
+        host = Level(
+            _HOST_LATENCY_S,
+            host_speed * GB / ranks,
+            row["spec_source"],
+            name="node",
+            within_node=True,
+            fabric="pcie",
+        )
+    nic, usd = _number(row, "scaleout_gbit_s_per_device"), _number(row, "usd_per_device_hour_on_demand")
+    price = None
+    if usd is not None:
+        source = f"{row['price_provider_region']} on demand, {row['price_source']}"
+        price = Price(usd / ranks, source, _as_of(row["price_source"]))
+    return Entry(
+        id=row["id"],
+        vendor=row["vendor"],
+        device=device,
+        scaleup=scaleup,
+        host=host,
+        devices_per_node=per_node,
+        nic_gbit_s=None if nic is None else nic / ranks,
+        price=price,
+        memory_gb=_required(row, "mem_gb") / ranks,
+        notes=row["notes"],
+    )
+
+
+@lru_cache(maxsize=1)
+def entries() -> Mapping[str, Entry]:
+    """The whole catalog by id, in the order of the file."""
+    return MappingProxyType({row["id"]: _entry(row) for row in _rows("devices.csv")})
+
+
+def devices() -> dict[str, Device]:
+    """All devices by id."""
+    return {name: e.device for name, e in entries().items()}
+
+
+def nearest(text: str, known: list[str]) -> list[str]:
+    """The names that contain `text`, else those spelt like it; at most four."""
+    plain = text.lower().replace("_", "-")
+    inside = [name for name in known if plain in name.lower()]
+    return inside[:4] or difflib.get_close_matches(plain, known, 3, 0.4)
+
+
+def entry(device_id: str) -> Entry:
+    """The row of `device_id`. PinError names the nearest ids."""
+    known = entries()
+    if device_id not in known:
+        near = nearest(device_id, list(known))
+        hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+        raise PinError(f"device {device_id!r} is not in the hardware catalog; {hint}")
+    return known[device_id]
+
+
+def device(device_id: str) -> Device:
+    """The device of `device_id`. PinError names the nearest ids."""
+    return entry(device_id).device
+
+
+@lru_cache(maxsize=1)
+def instances() -> Mapping[str, Instance]:
+    """Cloud instances by name. Their figures count ranks, as Device does."""
+    out = {}
+    for row in _rows("instances.csv"):
+        ranks = RANKS_PER_ROW.get(row["device_id"], 1)
+        usd = _number(row, "usd_per_device_hour")
+        price = None
+        if usd is not None:
+            where = " ".join(word for word in (row["provider"], row["instance"], row["region"]) if word)
+            price = Price(usd / ranks, f"{where} on demand, {row['source']}", row["as_of"])
+        out[row["instance"]] = Instance(
+            name=row["instance"],
+            provider=row["provider"],
+            device_id=row["device_id"],
+            num_devices=int(row["devices"]) * ranks,
+            nic_gbit_s_per_node=_number(row, "scaleout_gbit_s_per_node"),
+            price=price,
+            region=row["region"],
+            notes=row["notes"],
+        )
+    return MappingProxyType(out)
+
+
+def instance(name: str) -> Instance:
+    """The instance of that name. PinError names the nearest ones."""
+    known = instances()
+    if name not in known:
+        near = nearest(name, list(known))
+        hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+        raise PinError(f"instance {name!r} is not in the catalog; {hint}")
+    return known[name]

@@ -1,0 +1,399 @@
+"""Cluster: what the program will run on, as plain data.
+
+Cluster.parse("16x8xh100-sxm5-80gb")            16 nodes of 8; network, price and links from the catalog
+Cluster.parse("16xp5.48xlarge")                 16 cloud instances: their own network and price
+Cluster.parse("4x8xmi355x-288gb@nic=400")       what the catalog does not know, or shall be otherwise
+Cluster.parse("cluster.yaml")                   see autoplan.cost_models.hardware.cluster_file
+Cluster.parse("local:4")                        processes of this machine
+cluster.with_(nodes=32, nic=800)                what if
+
+Devices are numbered node by node. Levels go from the inside out; the scale-up domain is not the node: GB200 has trays
+of 4 in a domain of 72, and two bridged cards are a domain inside a node.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.parts import (
+    COUNT,
+    GB_S,
+    GBIT_S,
+    MEMORY_GB,
+    OVERSUBSCRIPTION,
+    USD,
+    WATTS,
+    Device,
+    Group,
+    Level,
+    Link,
+    Price,
+    Range,
+)
+from autoplan.errors import PinError
+from autoplan.units import GB, GIB, MICRO, TERA
+
+__all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
+
+_LOCAL_LAUNCH_S = 5e-6
+# A device's share of its host, where nothing says more; assumed and unverified (no source of the catalog has them).
+# Servers of eight devices are sold with 1 to 2 TB for all; of two sockets with eight channels of DDR4-3200 each
+# (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies reach about 80 %.
+ASSUMED_HOST_MEMORY_BYTES = 128 * GB
+ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
+# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
+NETWORKS = RAILS, NETWORK = "rails", "network"
+# Columns of the catalog that an override takes the place of.
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "nic": ("scaleout_gbit_s_per_device",),
+    "scaleup": ("scaleup_gb_s_per_dir_per_device",),
+    "memory_gb": ("mem_gb",),
+    "memory_gb_s": ("mem_bw_gb_s",),
+    "power": ("power_w",),
+}
+# name of an override -> what it is
+OVERRIDES: dict[str, str] = {
+    "nodes": "number of nodes",
+    "devices_per_node": "devices per node",
+    "nic": "Gbit/s per device and direction between nodes",
+    "scaleup": "GB/s per device and direction in the scale-up domain",
+    "memory_gb": "usable GB (1e9 bytes) per device",
+    "memory_gb_s": "GB/s of the memory of a device",
+    "host_memory_gb": "GB (1e9 bytes) of the host's memory per device",
+    "power": "W per device: products slow down under a cap",
+    "price": "US dollars per device and hour",
+}
+OVERRIDE_RANGES: dict[str, Range] = {
+    "nodes": COUNT,
+    "devices_per_node": COUNT,
+    "nic": GBIT_S,
+    "scaleup": GB_S,
+    "memory_gb": MEMORY_GB,
+    "memory_gb_s": GB_S,
+    "host_memory_gb": MEMORY_GB,
+    "power": WATTS,
+    "price": USD,
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`.
+
+    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer). `given`: which
+    figures are not the catalog's but the user's, by the names of OVERRIDES; they stay when the device is another.
+    """
+
+    num_nodes: int
+    devices_per_node: int
+    device: Device
+    link: Link
+    device_type: str
+    outer: tuple[Level, ...] = ()
+    price: Price | None = None
+    given: tuple[tuple[str, float], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for what, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
+            COUNT.check(count, what)
+        if self.device_type not in ("cpu", "cuda"):
+            raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
+        if self.outer and not isinstance(self.link, Level):
+            raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
+        for level in (self.link, *self.outer):
+            if isinstance(level, Level):
+                OVERSUBSCRIPTION.check(level.oversubscription, f"level {level.name}: oversubscription")
+            peer = level.p2p_bytes_per_s if isinstance(level, Level) else None
+            speeds = (level.bytes_per_s, level.bytes_per_s if peer is None else peer)
+            if not (all(0 < s < math.inf for s in speeds) and 0 <= level.latency_s < math.inf):
+                raise PinError(
+                    f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
+                    f"latency of at least 0, got {min(speeds)} bytes/s and {level.latency_s} s"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """World size."""
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """What a device may keep in the memory of its host: given, or assumed.
+
+        A CPU process has one memory: what it offloads has no budget of its own, unless one is given.
+        """
+        if self.device.host_memory_bytes is not None:
+            return float(self.device.host_memory_bytes)
+        return math.inf if self.device_type == "cpu" else ASSUMED_HOST_MEMORY_BYTES
+
+    @property
+    def host_link_bytes_per_s(self) -> float | None:
+        """Between a device and the memory of its host, one direction; None: not known. On a CPU a copy reads and
+        writes the one memory there is."""
+        given = self.device.host_bytes_per_s
+        if given is None and self.device_type == "cpu":
+            return self.device.memory_bytes_per_s / 2
+        return given
+
+    @property
+    def offloads(self) -> bool:
+        """True if a search looks at offloading: there are two memories, and the speed between them is known."""
+        apart = self.device_type != "cpu" or self.device.host_memory_bytes is not None
+        return apart and self.host_link_bytes_per_s is not None
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels that exist at this size, inner to outer; the last spans the whole cluster.
+
+        `size` is that of the unit here: at most the node for a level within a node, at most the world. Nodes of one
+        device have no level within a node; a cluster of one device has one of size 1, which nothing crosses.
+        """
+        inner = self.link
+        declared = inner if isinstance(inner, Level) else Level(inner.latency_s, inner.bytes_per_s, inner.source)
+        out: list[Level] = []
+        for level in (declared, *self.outer):
+            most = self.devices_per_node if level.within_node else self.num_devices
+            size = min(level.size or most, most)
+            if size > (out[-1].size if out else 1):
+                out.append(replace(level, size=size))
+        if not out and self.num_devices == 1:
+            return (replace(declared, size=1),)
+        reached = out[-1].size if out else 1
+        if reached < self.num_devices:
+            raise PinError(
+                f"the levels of {self} end at {reached} of {self.num_devices} devices: the catalog names no "
+                "network for it; give its Gbit/s per device, for example "
+                f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}@nic=400"
+            )
+        return tuple(out)
+
+    @property
+    def domain_size(self) -> int:
+        """Devices that reach each other without a network between nodes; 1 where every node has one device."""
+        inner = self.levels[0]
+        return 1 if inner.name in NETWORKS else inner.size
+
+    def shared_level(self, here: int, there: int) -> tuple[Level, int]:
+        """The innermost level of which two ranks are in one unit, and the size of a unit below it (1: none)."""
+        below = 1
+        for level in self.levels[:-1]:
+            if here // level.size == there // level.size:
+                return level, below
+            below = level.size
+        return self.levels[-1], below
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes} x {self.devices_per_node} x {self.device.name}"
+
+    def with_(
+        self,
+        *,
+        nodes: int | None = None,
+        devices_per_node: int | None = None,
+        nic: float | None = None,
+        scaleup: float | None = None,
+        memory_gb: float | None = None,
+        memory_gb_s: float | None = None,
+        host_memory_gb: float | None = None,
+        power: float | None = None,
+        price: float | None = None,
+    ) -> Cluster:
+        """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
+        figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "power": power, "price": price}
+        figures |= {"host_memory_gb": host_memory_gb, "memory_gb_s": memory_gb_s}
+        given = {name: value for name, value in figures.items() if value is not None}
+        for name, value in given.items():
+            known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not known or value < 0 or (value == 0 and name != "price"):
+                least = "at least" if name == "price" else "above"
+                raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
+            OVERRIDE_RANGES[name].check(value, name)
+        device, link, outer = self.device, self.link, self.outer
+        if memory_gb is not None:
+            device = replace(device, memory_bytes=int(memory_gb * GB))
+        if memory_gb_s is not None:
+            device = replace(device, memory_bytes_per_s=memory_gb_s * GB)
+        if host_memory_gb is not None:
+            device = replace(device, host_memory_bytes=int(host_memory_gb * GB))
+        if power is not None:
+            device = replace(device, power_w=float(power))
+        if scaleup is not None:
+            speed = scaleup * GB
+            if isinstance(link, Level) and link.p2p_bytes_per_s is not None:
+                peer = link.p2p_bytes_per_s * speed / link.bytes_per_s  # the links of a mesh get faster together
+                link = replace(link, bytes_per_s=speed, p2p_bytes_per_s=peer, source="given")
+            else:
+                link = replace(link, bytes_per_s=speed, source="given")
+        if nic is not None:
+            networks = tuple(level for level in outer if level.name in NETWORKS)
+            if not networks:
+                networks = (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
+            if not isinstance(link, Level):
+                link = _within_node(link)
+            rest = tuple(level for level in outer if level.name not in NETWORKS)
+            cards = networks[0].bytes_per_s  # what is beyond a rail group keeps its share of that
+            speeds = [nic * GB / 8 * (level.bytes_per_s / cards) for level in networks]
+            pairs = zip(networks, speeds, strict=True)
+            outer = (*rest, *(replace(level, bytes_per_s=speed, source="given") for level, speed in pairs))
+        return Cluster(
+            self.num_nodes if nodes is None else nodes,
+            self.devices_per_node if devices_per_node is None else devices_per_node,
+            device,
+            link,
+            self.device_type,
+            outer,
+            self.price if price is None else Price(float(price), "given", "given"),
+            tuple(sorted({**dict(self.given), **given}.items())),
+        )
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Columns of the catalog that no source confirms, of those that count here: none of what is given instead."""
+        given = {column for name, _ in self.given for column in _COLUMNS.get(name, ())}
+        return tuple(column for column in self.device.unverified if column not in given)
+
+    def with_device(self, device_id: str) -> Cluster:
+        """The same nodes with another device of the catalog, its links and price; what was `given` stays.
+
+        The given network belongs to the nodes and is kept whole. PinError names the nearest ids.
+        """
+        if device_id == self.device.name:
+            return self
+        given = dict(self.given)
+        new = Cluster.of_catalog(self.num_nodes, self.devices_per_node, device_id)
+        new = new.with_(**given)  # type: ignore[arg-type]
+        if "nic" not in given:
+            return new
+        outer = tuple(level for level in new.outer if level.name not in NETWORKS)
+        return replace(new, outer=(*outer, *(level for level in self.outer if level.name in NETWORKS)))
+
+    @staticmethod
+    def local(num_processes: int, device_type: str = "cpu") -> Cluster:
+        """Processes of this machine. Figures are assumed round numbers: a profile of the machine replaces them."""
+        if num_processes < 1:
+            raise PinError(f"a cluster needs at least 1 device, got {num_processes}")
+        if device_type == "cuda":
+            device = Device(
+                "cuda",
+                400 * TERA,
+                2000.0 * GB,
+                64 * GIB,
+                "assumed",
+                overlap_fraction=None,
+                host_bytes_per_s=25 * GB,  # of PCIe 4 x16, 31.5
+            )
+            link = Link(10 * MICRO, 100.0 * GB, "assumed")
+        elif device_type == "cpu":
+            device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, "assumed", launch_s=_LOCAL_LAUNCH_S)
+            link = Link(200 * MICRO, 1.0 * GB, "assumed")
+        else:
+            raise PinError(f"device type {device_type!r} is not supported; use 'cpu' or 'cuda'")
+        return Cluster(1, num_processes, device, link, device_type)
+
+    @staticmethod
+    def of_catalog(
+        num_nodes: int,
+        devices_per_node: int,
+        device_id: str,
+        nic_gbit_s: float | None = None,
+        price: Price | None = None,
+    ) -> Cluster:
+        """Nodes of catalog devices. `nic_gbit_s` per device and `price`: None takes those of the catalog row.
+
+        The catalog's network is the usual one for the device; it belongs to the machine, so check it.
+        """
+        entry = catalog.entry(device_id)
+        outer: list[Level] = [entry.host] if entry.host is not None else []
+        nic = nic_gbit_s if nic_gbit_s is not None else entry.nic_gbit_s
+        if nic is not None:
+            source = "given" if nic_gbit_s is not None else entry.device.source
+            network = Level(catalog.NETWORK_LATENCY_S, nic * GB / 8, source, name=NETWORK, fabric="network")
+            outer.append(network)
+        return Cluster(
+            num_nodes,
+            devices_per_node,
+            entry.device,
+            entry.scaleup,
+            "cuda",
+            tuple(outer),
+            price if price is not None else entry.price,
+        )
+
+    @staticmethod
+    def of_instances(num_nodes: int, name: str, nic_gbit_s: float | None = None, price: Price | None = None) -> Cluster:
+        """Nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
+        machine = catalog.instance(name)
+        if nic_gbit_s is None and machine.nic_gbit_s_per_node is not None:
+            nic_gbit_s = machine.nic_gbit_s_per_node / machine.num_devices
+        price = machine.price if price is None else price
+        return Cluster.of_catalog(num_nodes, machine.num_devices, machine.device_id, nic_gbit_s, price)
+
+    @staticmethod
+    def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
+        """`local` (all processes of this job), `local:N`, `NxMx<device id>`, `Nx<instance>` or the name of a YAML file.
+
+        All take overrides: `@nic=400,price=2.5` (see OVERRIDES). PinError names anything else.
+        """
+        base, _, overrides = text.strip().partition("@")
+        cluster = _parse_base(base.strip(), world_size, device_type)
+        if overrides:
+            cluster = cluster.with_(**_read_overrides(text, overrides))  # type: ignore[arg-type]
+        _ = cluster.levels  # a cluster without a network is an error now, not in the middle of a search
+        return cluster
+
+
+def _within_node(link: Link) -> Level:
+    return Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+
+
+def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
+    if (match := re.fullmatch(r"local(?::(\d+))?", text)) is not None:
+        return Cluster.local(int(match.group(1)) if match.group(1) else world_size, device_type)
+    if text.endswith((".yaml", ".yml")):
+        from autoplan.cost_models.hardware.cluster_file import read_cluster
+
+        return read_cluster(text)
+    if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z].*)", text)) is not None:
+        return Cluster.of_catalog(int(match.group(1)), int(match.group(2)), match.group(3))
+    if (match := re.fullmatch(r"(\d+)x\s*(\S.*)", text)) is not None:
+        name = match.group(2)
+        if name in catalog.entries():
+            per_node = catalog.entry(name).devices_per_node
+            raise PinError(
+                f"cluster {text!r} does not say how many devices a node has; {name} usually comes as "
+                f"{match.group(1)}x{per_node}x{name}"
+            )
+        close = catalog.nearest(name, list(catalog.entries()))
+        if name not in catalog.instances() and close and name.lower() in close[0]:
+            per_node = catalog.entry(close[0]).devices_per_node
+            raise PinError(
+                f"cluster {text!r} is not known; write nodes x devices per node x device, for example "
+                f"{match.group(1)}x{per_node}x{close[0]}; nearest devices: {', '.join(close)}"
+            )
+        return Cluster.of_instances(int(match.group(1)), name)
+    near = catalog.nearest(text, list(catalog.entries()))
+    example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
+    raise PinError(
+        f"cluster {text!r} is not known; use 'local', 'local:N', nodes x devices per node x device ({example}), "
+        "nodes x cloud instance (2xp5.48xlarge), a YAML file or a Cluster"
+    )
+
+
+def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
+    out: dict[str, float] = {}
+    for part in overrides.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name not in OVERRIDES:
+            raise PinError(f"cluster {text!r}: unknown override {name!r}; known: {', '.join(OVERRIDES)}")
+        try:
+            out[name] = int(value) if name in ("nodes", "devices_per_node") else float(value)
+        except ValueError:
+            raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name]})") from None
+    return out

@@ -1,0 +1,305 @@
+"""A cluster as a YAML file. Unknown keys are errors that name the known ones.
+
+    nodes: 16
+    instance: p5.48xlarge               # a cloud instance of the catalog; or without one
+    devices_per_node: 8
+    device: h100-sxm5-80gb              # a catalog id, or a mapping: name, peak_tflops (one number, or by dtype),
+                                        # memory_gb, memory_gb_s; and of the fields below what is known
+    device_overrides:                   # of a catalog id, or of the instance's device
+      memory_gb: 79.6                   # usable, 1e9 bytes
+      memory_gb_s: 3350
+      host_memory_gb: 256               # of the host, per device (128 assumed), its speed (40), and of the link to it
+      host_memory_gb_s: 60
+      host_gb_s: 63
+      peak_tflops: {bfloat16: 989}
+      achievable_fraction: 0.8
+      power_w: 700
+      launch_us: 5
+      overlap_fraction: 0.8
+      source: data sheet
+    nic_gbit_s: 400                     # per device and direction
+    price_usd_per_device_hour: 2.5
+    price_source: our contract          # where the price is from, and of which day; for people
+    price_as_of: 2026-11-01
+    levels:                             # overrides by name for a catalog id or instance; else a list, inner to outer
+      scale-up: {gb_s: 450, latency_us: 0.75}
+      rails: {size: 256}                # devices that reach each other past one layer of switches, at the speed of
+                                        # their cards (a rail group: 8 rails of 32 nodes); not in the catalog
+      network: {latency_us: 10, oversubscription: 2}   # beyond
+
+Levels of a list have the keys name, gb_s, latency_us, and if they are not the last: size (devices in one unit). All
+take p2p_gb_s (to one peer, in a mesh), oversubscription (3: the level carries a third of what all devices send; 1
+unless given) and fabric (a row of collectives.FABRICS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.cost_models.hardware import parts as hardware
+from autoplan.cost_models.hardware.catalog import DTYPES, PEAK_COLUMNS
+from autoplan.cost_models.hardware.cluster import NETWORK, NETWORKS, RAILS, Cluster
+from autoplan.cost_models.hardware.parts import Device, Level, Price, Range
+from autoplan.cost_models.network.collectives import FABRICS
+from autoplan.errors import PinError
+from autoplan.units import GB, MICRO, TERA
+
+_TOP = (
+    "nodes",
+    "instance",
+    "devices_per_node",
+    "device",
+    "device_overrides",
+    "levels",
+    "nic_gbit_s",
+    "price_usd_per_device_hour",
+    "price_source",
+    "price_as_of",
+    "device_type",
+)
+_Table = Mapping[str, tuple[str, float, Range]]
+# key of the file -> (field of Device, factor, what it may be)
+_DEVICE: _Table = {
+    "memory_gb": ("memory_bytes", GB, hardware.MEMORY_GB),
+    "memory_gb_s": ("memory_bytes_per_s", GB, hardware.GB_S),
+    "host_memory_gb": ("host_memory_bytes", GB, hardware.MEMORY_GB),
+    "host_memory_gb_s": ("host_memory_bytes_per_s", GB, hardware.GB_S),
+    "host_gb_s": ("host_bytes_per_s", GB, hardware.GB_S),
+    "achievable_fraction": ("achievable_fraction", 1, hardware.ACHIEVABLE),
+    "power_w": ("power_w", 1, hardware.WATTS),
+    "launch_us": ("launch_s", MICRO, hardware.MICROSECONDS),
+    "overlap_fraction": ("overlap_fraction", 1, hardware.SHARE),
+}
+# Columns of the catalog for these, where it has one.
+_COLUMNS: Mapping[str, str] = {
+    "memory_gb": "mem_gb",
+    "memory_gb_s": "mem_bw_gb_s",
+    "host_gb_s": "host_gb_s_per_dir",
+    "power_w": "power_w",
+}
+_LEVEL: _Table = {
+    "gb_s": ("bytes_per_s", GB, hardware.GB_S),
+    "latency_us": ("latency_s", MICRO, hardware.MICROSECONDS),
+    "p2p_gb_s": ("p2p_bytes_per_s", GB, hardware.GB_S),
+    "oversubscription": ("oversubscription", 1, hardware.OVERSUBSCRIPTION),
+    "size": ("size", 1, hardware.COUNT),
+}
+
+
+def read_yaml(path: str | Path, where: str) -> Any:
+    """What a YAML file holds. PinError calls the file `where` if it cannot be read."""
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PinError(f"{where} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PinError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+    where = f"cluster file {path}"
+    return cluster_of(read_yaml(path, where), where)
+
+
+def cluster_of(data: object, where: str = "cluster") -> Cluster:
+    """The cluster of a mapping, as a YAML file holds it."""
+    top = _mapping(data, where, _TOP)
+    for key in ("nodes",) if "instance" in top else ("nodes", "devices_per_node", "device"):
+        if key not in top:
+            raise PinError(f"{where}: {key} is missing; needed are nodes and instance, or devices_per_node and device")
+    nodes = int(_number(top, "nodes", where, hardware.COUNT))
+    given: dict[str, float] = {}
+    nic = None
+    price = _price(top, where)
+    if price is not None:
+        given["price"] = price.usd_per_device_hour
+    if "nic_gbit_s" in top:
+        nic = given["nic"] = _number(top, "nic_gbit_s", where, hardware.GBIT_S)
+    if "instance" in top:
+        for key in ("devices_per_node", "device", "device_type"):
+            if key in top:
+                raise PinError(f"{where}: {key} is what the instance {top['instance']!r} says; take out one of both")
+        cluster = Cluster.of_instances(nodes, str(top["instance"]), nic, price)
+        return _overridden(cluster, top, given, where)
+    per_node = int(_number(top, "devices_per_node", where, hardware.COUNT))
+    if isinstance(top["device"], str):
+        cluster = Cluster.of_catalog(nodes, per_node, top["device"], nic, price)
+        return _overridden(cluster, top, given, where)
+    if "device_overrides" in top:
+        raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
+    kind = top.get("device_type", "cuda")
+    # what whole steps show of accelerators holds for one made by hand, unless its file says otherwise
+    device = _device(top["device"], f"{where}, device", None if kind == "cuda" else 0.0)
+    levels = _levels(top.get("levels"), nic, f"{where}, levels")
+    networks = [level for level in levels[1:] if level.name in NETWORKS]
+    if networks:
+        given["nic"] = networks[0].bytes_per_s * 8 / GB
+    kept = tuple(sorted(given.items()))
+    return Cluster(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
+
+
+def _price(top: Mapping[str, Any], where: str) -> Price | None:
+    told = [key for key in ("price_source", "price_as_of") if key in top]
+    if "price_usd_per_device_hour" not in top:
+        if told:
+            raise PinError(f"{where}: {told[0]} is of a price; price_usd_per_device_hour is missing")
+        return None
+    usd = _number(top, "price_usd_per_device_hour", where, hardware.USD)
+    return Price(usd, str(top.get("price_source", where)), str(top.get("price_as_of", "given")))
+
+
+def _overridden(cluster: Cluster, top: Mapping[str, Any], given: Mapping[str, float], where: str) -> Cluster:
+    """A cluster of the catalog with what its file says otherwise."""
+    if "device_overrides" in top:
+        own = top["device_overrides"]
+        fields = _device_fields(own, f"{where}, device_overrides", cluster.device)
+        fields["unverified"] = tuple(f for f in cluster.device.unverified if f not in _columns(own))
+        cluster = replace(cluster, device=replace(cluster.device, **fields))
+    cluster, levels_given = _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
+    return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
+
+
+def _mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PinError(f"{where} must be a mapping with the keys {', '.join(known)}; got {data!r}")
+    for key in data:
+        if key not in known:
+            raise PinError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
+    return data
+
+
+def _number(data: Mapping[str, Any], key: str, where: str, legal: Range) -> float:
+    return float(legal.check(data[key], f"{where}: {key}"))
+
+
+def _fields(data: Mapping[str, Any], table: _Table, where: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, (name, factor, legal) in table.items():
+        if key in data:
+            out[name] = _number(data, key, where, legal) * factor
+    for whole in ("memory_bytes", "host_memory_bytes", "size"):
+        if whole in out:
+            out[whole] = int(out[whole])
+    return out
+
+
+def _device_fields(data: object, where: str, base: Device | None) -> dict[str, Any]:
+    given = _mapping(data, where, ("name", "peak_tflops", "source", *_DEVICE))
+    out = _fields(given, _DEVICE, where)
+    for key in ("name", "source"):
+        if key in given:
+            out[key] = str(given[key])
+    if "peak_tflops" in given:
+        peaks = given["peak_tflops"]
+        if isinstance(peaks, Mapping):
+            at = f"{where}, peak_tflops"
+            peaks = _mapping(peaks, at, DTYPES)
+            table = {k: _number(peaks, k, at, hardware.TFLOPS) * TERA for k in peaks}
+            table = {**(base.peak_flops_by_dtype if base is not None else {}), **table}
+            train = next((d for d in ("bfloat16", "float16", "float32") if d in table), None)
+            if train is None:
+                raise PinError(f"{where}: peak_tflops needs one of bfloat16, float16, float32; got {', '.join(table)}")
+            out["peak_flops_by_dtype"], out["peak_flops"] = table, table[train]
+        else:
+            out["peak_flops"] = _number(given, "peak_tflops", where, hardware.TFLOPS) * TERA
+            out["peak_flops_by_dtype"] = {}
+    return out
+
+
+def _columns(own: Mapping[str, Any]) -> frozenset[str]:
+    """Columns of the catalog that the fields of a file take the place of."""
+    out = {_COLUMNS[key] for key in own if key in _COLUMNS}
+    peaks = own.get("peak_tflops")
+    if isinstance(peaks, Mapping):
+        return frozenset(out | {PEAK_COLUMNS[dtype] for dtype in peaks if dtype in PEAK_COLUMNS})
+    return frozenset(out | ({*PEAK_COLUMNS.values(), "peak_tflops_*"} if peaks is not None else set()))
+
+
+def _device(data: object, where: str, overlap_fraction: float | None) -> Device:
+    fields = _device_fields(data, where, None)
+    for key, name in (("peak_tflops", "peak_flops"), ("memory_gb", "memory_bytes"), ("memory_gb_s", None)):
+        if (name or _DEVICE[key][0]) not in fields:
+            raise PinError(f"{where}: {key} is missing; needed are peak_tflops, memory_gb and memory_gb_s")
+    return Device(**{"name": "device", "source": "given", "overlap_fraction": overlap_fraction, **fields})
+
+
+def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    given = _mapping(data, where, known)
+    out = _fields(given, _LEVEL, where)
+    for key in ("name", "fabric", "source"):
+        if key in given:
+            out[key] = str(given[key])
+    if "fabric" in out and out["fabric"] not in FABRICS:
+        raise PinError(f"{where}: unknown fabric {out['fabric']!r}; known: {', '.join(FABRICS)}")
+    if "within_node" in given:
+        out["within_node"] = given["within_node"]
+        if not isinstance(out["within_node"], bool):
+            raise PinError(f"{where}: within_node={out['within_node']!r} must be true or false")
+    return out
+
+
+def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluster, dict[str, float]]:
+    """The cluster, and which of its figures the file gives, as `Cluster.given`."""
+    figures: dict[str, float] = {}
+    levels = [cluster.link, *cluster.outer]
+    names = [level.name for level in levels if isinstance(level, Level)]
+    given = _mapping(data, where, (*names, RAILS) if NETWORK in names else tuple(names))
+    for i, name in enumerate(names):
+        if name in given:
+            fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))
+            fabric = fields.get("fabric", getattr(levels[i], "fabric", ""))
+            if "p2p_bytes_per_s" in fields and FABRICS[fabric].by_ranks:
+                raise PinError(f"{where}, {name}: p2p_gb_s says nothing of {fabric}, whose groups are measured by size")
+            levels[i] = replace(levels[i], **{"source": "given", **fields})
+            if name == NETWORK:
+                figures["nic"] = levels[i].bytes_per_s * 8 / GB
+            elif name == "scale-up" and "bytes_per_s" in fields:
+                figures["scaleup"] = levels[i].bytes_per_s / GB
+    outer = [level for level in levels[1:] if isinstance(level, Level)]
+    if RAILS in given:
+        at = next(i for i, level in enumerate(outer) if level.name == NETWORK)
+        rails = _rails(given[RAILS], cluster.outer[at], cluster, f"{where}, {RAILS}")
+        figures["nic"] = rails.bytes_per_s * 8 / GB  # of the cards
+        outer.insert(at, rails)
+    return replace(cluster, link=levels[0], outer=tuple(outer)), figures
+
+
+def _rails(data: object, network: Level, cluster: Cluster, where: str) -> Level:
+    """The nodes of one rail group: at the speed of the cards, which the network has without overrides, and not
+    oversubscribed unless it says so."""
+    fields = _level_fields(data, where, (*_LEVEL, "fabric", "source"))
+    size, inner = fields.get("size"), cluster.link
+    unit, of = cluster.devices_per_node, "nodes"
+    if isinstance(inner, Level) and inner.size > unit:
+        unit, of = inner.size, "scale-up domains"
+    if size is None:
+        raise PinError(f"{where}: size is missing: the devices of one rail group, as {8 * unit} of 8 {of}")
+    if size % unit:
+        near = max(1, round(size / unit)) * unit
+        raise PinError(f"{where}: size={size} is no whole number of {of} of {unit}; nearest legal: {near}")
+    return replace(network, **{"name": RAILS, "oversubscription": 1.0, "source": "given", **fields})
+
+
+def _levels(data: object, nic: float | None, where: str) -> list[Level]:
+    if not isinstance(data, list) or not data:
+        raise PinError(f"{where}: a device of your own needs a list of levels, inner to outer, each with name and gb_s")
+    out = []
+    for i, item in enumerate(data):
+        at = f"{where}[{i}]"
+        fields = _level_fields(item, at, ("name", *_LEVEL, "fabric", "source", "within_node"))
+        network = fields.get("name") in NETWORKS
+        if network and nic is not None:
+            fields["bytes_per_s"] = nic * GB / 8
+        if "name" not in fields or "bytes_per_s" not in fields:
+            raise PinError(f"{at}: name and gb_s are needed")
+        if i < len(data) - 1 and not (fields.get("size") or fields.get("within_node")):
+            raise PinError(f"{at}: {fields['name']} is not the last level and needs its size")
+        default = {"latency_s": 0.0, "source": "given", "fabric": "network" if network else "plain"}
+        out.append(Level(**{**default, **fields}))
+    return out

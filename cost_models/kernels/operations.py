@@ -1,0 +1,580 @@
+"""Time of one operation on one rank: measured, else interpolated between measured shapes, else the roofline.
+
+    exact key in the profile       -> MEASURED, with its spread; products and attention, which draw most power, at the
+                                      clock of sustained load, the interval reaching down to that of short bursts
+    measured shapes of its class   -> FITTED: t = c0 + c1 flops + c2 bytes (c >= 0, least squares of the relative error)
+                                      times the residual of the nearest measured shapes (inverse distance in log space);
+                                      the interval is the held-out error
+    neither                        -> the device's own figures: on an accelerator the kernel model (kernels.py; FITTED
+                                      where published timings hold the device), else ASSUMED: a roofline with an
+                                      efficiency that saturates with size. Memory-bound operations are ASSUMED
+
+The backward is 1x the forward's arithmetic per operand of a product that needs a gradient, 2.5x for attention (scores
+are computed again; Dao, FlashAttention-2, 2023, section 4.1), else twice the bytes (reads the gradient and what was
+saved, writes a gradient).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autoplan.config.parallel import Attention, Mode, RunOptions
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.hardware.cluster import Device
+from autoplan.cost_models.kernels.gpu import (
+    OPERAND_BYTES,
+    Kernels,
+    Kind,
+    Seconds,
+    cast_bytes,
+    is_aligned,
+    kernels_of,
+    kind_of,
+    memory_ramp_s,
+)
+from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, OpRecord, Profile
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.work import OpWork
+from autoplan.errors import ProfileError
+from autoplan.units import dtype_bytes
+
+# -- what is assumed where nothing was measured ------------------------------------------------------------------------
+
+# Share of the peak that large kernels reach on what is no accelerator (a CPU): products what is said of it, else 75 %,
+# attention half, memory-bound ones 80 % of the bandwidth.
+_PRODUCT_EFFICIENCY = 0.75
+_ATTENTION_EFFICIENCY = 0.5
+_MEMORY_EFFICIENCY = 0.8
+# There a product reaches half of that when it would take this long at the peak.
+_HALF_S = 10e-6
+# Python, dispatch and launch of one op in eager mode, forward or backward, where the device does not say (`launch_s`).
+# What is no accelerator pays it; on one the host runs ahead (host.py).
+_DEFAULT_LAUNCH_S = 6e-6
+# How much of it an op pays: a graph launch pays it once for all ops.
+_LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
+# Share of the traffic of an element-wise op that is left when it is fused into its producer, where it is not known what
+# runs together (program.fusion): its input stays in registers, its output is written where a backward needs it.
+_FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
+# How often the kernels of a loss read or write all logits: log_softmax finds the maximum, adds up, and writes; the
+# vocabulary-parallel one of Megatron (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum,
+# subtracts, exponentiates, adds up and divides in kernels of their own; a compiler reads twice. Backwards they are read
+# and written.
+_LOSS_PASSES: dict[Mode, dict[str, float]] = {
+    Mode.EAGER: {"forward": 4.0, "backward": 3.0},
+    Mode.FUSED: {"forward": 7.0, "backward": 2.0},
+    Mode.COMPILED: {"forward": 2.0, "backward": 2.0},
+}
+# One kernel that keeps the maximum and the sum as it goes (`RunOptions.fused_loss`).
+_FUSED_LOSS_PASSES = {"forward": 1.0, "backward": 2.0}
+# Intervals of the roofline: a factor of 1 + this either way.
+_ASSUMED_ERROR = 0.6
+_UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing holds
+_BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape, from the second on
+# The error of a group is that of this many shapes at least which have another one within so many doublings.
+_ENOUGH = 4
+_NEAR = 2.0
+
+_PRODUCTS = frozenset({"linear", "matmul"})
+# What a device slows down when it is short of power: its clock falls, that of its memory does not.
+_POWER_LIMITED = _PRODUCTS | {"attention", "experts"}
+_VIEW_OPS = (  # a sum over other ranks is a collective, priced as such
+    "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full batch_sum batch_part"
+)
+VIEWS = frozenset(_VIEW_OPS.split())
+_ELEMENTWISE_OPS = (
+    "add sub mul div pow maximum minimum eq ne lt gt le ge logical_and logical_or logical_not bitwise_and bitwise_or "
+    "where masked_fill neg abs square clamp to clone dropout relu add_scalar mul_scalar div_scalar rsub_scalar "
+    "pow_scalar eq_scalar ne_scalar lt_scalar gt_scalar le_scalar ge_scalar silu gelu tanh sigmoid exp log cos sin "
+    "rsqrt sqrt erf softplus"
+)
+ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
+_TRANSCENDENTAL = frozenset("silu gelu tanh sigmoid exp log cos sin erf softplus pow pow_scalar".split())
+
+
+def class_of(op: str) -> str:
+    """The class whose measurements may stand for each other: products, attention, views, element-wise, or the op."""
+    if op in _PRODUCTS:
+        return "linear"
+    if op in VIEWS:
+        return "view"
+    if op in _TRANSCENDENTAL:
+        return "transcendental"
+    if op in ELEMENTWISE:
+        return "elementwise"
+    return {"log_softmax": "softmax", "sum": "reduce", "mean": "reduce", "layer_norm": "norm", "rms_norm": "norm"}.get(
+        op, op
+    )
+
+
+def phase_flops(work: OpWork, phase: str) -> float:
+    """Arithmetic of one phase."""
+    if phase == "forward":
+        return work.flops
+    if work.op in _PRODUCTS:
+        return work.flops * sum(t.requires_grad for t in work.inputs[:2])
+    return work.flops * (2.5 if work.op == "attention" else 2.0)
+
+
+def phase_bytes(work: OpWork, phase: str) -> float:
+    """Memory traffic of one phase."""
+    if phase == "forward":
+        return work.moved_bytes
+    if work.op in _PRODUCTS:
+        return work.moved_bytes * sum(t.requires_grad for t in work.inputs[:2])
+    if work.op == "embedding":  # the gradient of the whole table is filled with zeros and added to
+        table = sum(t.num_bytes for t in work.inputs if t.requires_grad)
+        return 2.0 * table + 3.0 * sum(t.num_bytes for t in work.outputs)
+    return 2.0 * work.moved_bytes
+
+
+# -- the roofline ------------------------------------------------------------------------------------------------------
+
+
+def roofline_s(
+    work: OpWork,
+    phase: str,
+    device: Device,
+    mode: Mode,
+    options: RunOptions | None = None,
+    constants: Constants | None = None,
+) -> Quantity:
+    """Time from the device's figures alone: the kernel model, else the larger of arithmetic and traffic; the launch."""
+    known = kernels_of(device, constants or Constants.shipped())
+    launch = _LAUNCH_SHARE[mode] * (_DEFAULT_LAUNCH_S if device.launch_s is None else device.launch_s)
+    if work.op in VIEWS:
+        return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
+    if known is not None:
+        kernel = (options or RunOptions()).attention_in(mode)
+        if work.op == "attention" and kernel is not Attention.UNFUSED and options is not None:
+            work = _within_documents(work, options.document_len)
+        model = _unfused_s if work.op == "attention" and kernel is Attention.UNFUSED else _KERNELS.get(work.op)
+        if work.op == "experts" and options is not None and options.fused_experts:
+            model = _fused_experts_s
+        found = None if model is None else model(work, phase, device, known, kernel)
+        if found is not None:
+            return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)
+        fused = work.op in ELEMENTWISE and mode is not Mode.EAGER
+        launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
+    flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
+    if known is not None and work.op == "cross_entropy_sum":
+        passes = _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
+        moved = passes[phase] * work.inputs[0].num_bytes
+    together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
+    if isinstance(together, int):
+        moved, launch = float(together), 0.0
+    said = device.achievable_fraction is not None or device.peak_flops_by_dtype
+    product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
+    best = _ATTENTION_EFFICIENCY if work.op == "attention" else product
+    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
+    half = device.peak_flops * _HALF_S if work.op == "attention" or work.op in _PRODUCTS else 0.0
+    compute_s = (flops + half) / (best * device.peak_flops)
+    share = _MEMORY_EFFICIENCY if known is None else known.memory_share
+    traffic_s = moved / (share * device.memory_bytes_per_s)
+    if work.op in ELEMENTWISE and together is None:
+        traffic_s *= _FUSED_SHARE[mode]
+    return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
+
+
+def _precision(work: OpWork) -> tuple[Kind, float, bool]:
+    """Of the products of an operation: class, bytes of an operand's element, whether published timings hold it."""
+    dtype = work.matmul_dtype or _dtype(work)
+    kind = kind_of(dtype)
+    if kind is not Kind.HALF:
+        return kind, OPERAND_BYTES[kind], True
+    return kind, float(dtype_bytes(_dtype(work))), dtype in ("bfloat16", "float16")
+
+
+def _together(parts: Sequence[Seconds], extra_s: float, usual: bool) -> Seconds:
+    """Kernels one after the other, and traffic between them."""
+    return Seconds(
+        sum(p.busy_s for p in parts) + extra_s,
+        sum(p.launch_s for p in parts),
+        max(p.error for p in parts) + (0.0 if usual else _UNUSUAL_ERROR),
+        max(p.tag for p in parts) if usual else Tag.ASSUMED,
+    )
+
+
+def _sides(rows: float, columns: float, depth: float, phase: str, left: bool, right: bool) -> list[_Sizes]:
+    """The products of one phase: in the backward one for each operand (`left`, `right`) that needs a gradient."""
+    if phase == "forward":
+        return [(rows, columns, depth)]
+    return [(rows, depth, columns)] * left + [(columns, depth, rows)] * right
+
+
+def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    if len(work.inputs) < 2 or len(work.outputs[0].shape) < 2 or work.flops <= 0:
+        return None
+    left, right, out = work.inputs[0], work.inputs[1], work.outputs[0]
+    groups = 1 if work.op == "linear" or len(right.shape) <= 2 else _size(out.shape[:-2])
+    columns = out.shape[-1]
+    rows = out.num_elements / columns / groups
+    depth = work.flops / (2.0 * out.num_elements)
+    kind, width, usual = _precision(work)
+    aligned = is_aligned(kind, width, depth, columns)
+    output_bytes = float(dtype_bytes(out.dtype))
+    parts = [
+        known.product_s(
+            device, kind, *sizes, groups=groups, operand_bytes=width, output_bytes=output_bytes, aligned=aligned
+        )
+        for sizes in _sides(rows, columns, depth, phase, left.requires_grad, right.requires_grad)
+    ]
+    # the forward casts its left operand, the backward the gradient once for both products
+    cast = (
+        (depth if phase == "forward" else columns)
+        * rows
+        * groups
+        * cast_bytes(work.matmul_dtype or _dtype(work), known.family)
+    )
+    return _together(parts, cast / (known.memory_share * device.memory_bytes_per_s), usual) if parts else None
+
+
+# Passes over the scores of attention outside of the products, elements of 16 bits read or written: scale, mask and
+# softmax in one kernel, dropout of its own with a mask of 8 bits; backwards the gradient beside each of them.
+_SCORE_PASSES = {"forward": 4.5, "backward": 5.5}
+
+
+def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    """Batched products of whole rows of scores (a causal mask saves nothing), and the passes over the scores."""
+    if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
+        return None
+    query, key, value = work.inputs[:3]
+    heads, queries, keys = _size(query.shape[:-2]), query.shape[-2], key.shape[-2]
+    forward = ((queries, keys, query.shape[-1]), (queries, value.shape[-1], keys))
+    width = float(dtype_bytes(query.dtype))
+    parts = [
+        known.product_s(
+            device,
+            Kind.HALF,
+            *sizes,
+            groups=heads,
+            operand_bytes=width,
+            output_bytes=width,
+            aligned=is_aligned(Kind.HALF, width, query.shape[-1], value.shape[-1], keys),
+        )
+        for rows, columns, depth in forward
+        for sizes in _sides(rows, columns, depth, phase, query.requires_grad, key.requires_grad)
+    ]
+    if not parts:
+        return None
+    moved = _SCORE_PASSES[phase] * heads * queries * keys * width
+    return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
+
+
+# With context parallelism attention is computed for one part of the keys after the other, and what each part gives is
+# added to the sum: bytes per element and part. Forward: 16 bits read, 32 bits read and written; backward: of queries,
+# keys and values (as in context_parallel.py of Transformer Engine).
+_JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
+
+
+def _within_documents(work: OpWork, document_len: int | None) -> OpWork:
+    """Attention of a packed sequence: a query sees keys of its own document, other tiles are skipped."""
+    if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
+        return work
+    keys = work.inputs[1].shape[-2]
+    return work if keys <= document_len else replace(work, flops=work.flops * document_len / keys)
+
+
+def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kernel: Attention) -> Seconds | None:
+    if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
+        return None
+    query, _, value = work.inputs[:3]
+    found = known.attention_s(
+        device,
+        phase,
+        flops=work.flops,
+        heads=_size(query.shape[:-2]),
+        queries=query.shape[-2],
+        head_dims=query.shape[-1] + value.shape[-1],
+        moved=phase_bytes(work, phase),
+        causal=bool(dict(work.attrs).get("causal")),
+        kernel=kernel,
+    )
+    parts = dict(work.attrs).get("context_parts", 1)
+    if isinstance(parts, int) and parts > 1:
+        joined = parts * _JOIN_BYTES[phase] * work.outputs[0].num_elements
+        return _together([found], joined / (known.memory_share * device.memory_bytes_per_s), True)
+    return found
+
+
+# Products of experts in kernels of their own run on so many streams (Transformer Engine's GroupedLinear:
+# nvte_multi_tensor_gemm of transformer_engine/common/gemm/cublaslt_gemm.cu, num_compute_streams).
+_STREAMS = 4
+# Rows read and written once on the way to the experts of the same rank, and once on the way back.
+_ROW_PASSES = 4.0
+
+
+def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    """Two grouped products and an activation between them, in kernels of their own."""
+    return _grouped_s(work, phase, device, known, fused=False)
+
+
+def _fused_experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+    """The same in kernels that apply and cast the activation before they write it (cuDNN's in Transformer Engine)."""
+    steps = known.steps.with_({"grouped_share": known.steps.fused_grouped_share})
+    return _grouped_s(work, phase, device, replace(known, steps=steps), fused=True)
+
+
+def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fused: bool) -> Seconds | None:
+    """Rows spread evenly over the experts of the fullest rank, put in order before and after."""
+    if len(work.inputs) < 5 or work.flops <= 0:
+        return None
+    hidden, first, last = work.inputs[0], work.inputs[3], work.inputs[4]
+    experts, columns, depth = first.shape
+    outer, inner = last.shape[1:]
+    rows = known.steps.imbalance * work.flops / (2.0 * (columns * depth + outer * inner))  # of all experts here
+    kind, width, usual = _precision(work)
+    parts = [
+        known.product_s(
+            device,
+            kind,
+            *sizes,
+            groups=experts,
+            operand_bytes=width,
+            grouped=True,
+            streams=0 if fused else _STREAMS,
+            aligned=is_aligned(kind, width, n, k),
+        )
+        for n, k, weight in ((columns, depth, first), (outer, inner, last))
+        for sizes in _sides(rows / experts, n, k, phase, hidden.requires_grad, weight.requires_grad)
+    ]
+    if not parts:
+        return None
+    # Rows are put in order before and after, in both phases alike. The activation reads what the first product wrote
+    # and writes what the second one reads; backwards it reads gradient and input and writes the gradient of the input.
+    passes = dict(work.attrs).get("row_passes", _ROW_PASSES)
+    ordered = (passes if isinstance(passes, float) else _ROW_PASSES) * depth
+    activated = columns + inner if phase == "forward" else 2 * columns + inner
+    inside = inner if phase == "forward" else columns
+    if fused:
+        activated = inside = 0
+    cast = (
+        rows
+        * ((depth if phase == "forward" else outer) + inside)
+        * cast_bytes(work.matmul_dtype or _dtype(work), known.family)
+    )
+    moved = rows * (ordered + activated) * dtype_bytes(hidden.dtype) + cast
+    return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), usual)
+
+
+_Sizes = tuple[float, float, float]  # rows, columns, depth
+_KERNELS: dict[str, Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]] = {
+    "linear": _product_s,
+    "matmul": _product_s,
+    "attention": _attention_s,
+    "experts": _experts_s,
+}
+
+
+# -- interpolation -----------------------------------------------------------------------------------------------------
+
+
+def _size(sizes: Sequence[int]) -> int:
+    return math.prod(sizes) or 1
+
+
+def _features(work: OpWork) -> tuple[float, ...]:
+    """Where a shape stands among others of its class, in doublings."""
+    if work.op in _PRODUCTS and len(work.inputs) >= 2 and work.inputs[0].shape:
+        rows, contracted = _size(work.inputs[0].shape[:-1]), work.inputs[0].shape[-1]
+        columns = _size(work.outputs[0].shape) / rows
+        sizes: tuple[float, ...] = (rows, contracted, columns)
+    elif work.op == "attention":
+        sizes = (work.flops, work.inputs[0].shape[-2], work.inputs[0].shape[-1])
+    elif work.op in ("embedding", "cross_entropy_sum"):
+        sizes = (work.outputs[0].num_bytes, *(t.num_bytes for t in work.inputs))
+    else:
+        sizes = (work.moved_bytes,)
+    return tuple(math.log2(max(1.0, x)) for x in sizes)
+
+
+def _dtype(work: OpWork) -> str:
+    if work.op in VIEWS:
+        return "any"  # nothing of it is touched
+    floats = [t.dtype for t in (*work.inputs, *work.outputs) if "float" in t.dtype]
+    return floats[0] if floats else work.inputs[0].dtype if work.inputs else work.outputs[0].dtype
+
+
+def _group(work: OpWork) -> str:
+    """Within a class, what makes shapes comparable beside their size."""
+    if work.op in _PRODUCTS:
+        return "".join("*" if t.requires_grad else "." for t in work.inputs[:2])
+    if work.op == "attention":
+        return f"causal={dict(work.attrs).get('causal')} mask={len(work.inputs) > 3} grad={work.has_backward}"
+    return f"{work.op} {len(work.inputs)} {work.has_backward}"
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Trend and residuals of one group of measured shapes in one phase."""
+
+    coefficients: tuple[float, float, float]
+    points: tuple[tuple[tuple[float, ...], float], ...]  # features, log(measured / trend)
+    error: float
+
+    @staticmethod
+    def of(rows: Sequence[tuple[tuple[float, ...], float, float, float]], error: float | None) -> _Fit:
+        """rows: features, flops, bytes, seconds. `error` None: that of predicting each shape from others near to it."""
+        coefficients = _least_squares([((1.0, flops, moved), t) for _, flops, moved, t in rows])
+        points = tuple((f, math.log(t / _trend(coefficients, flops, moved))) for f, flops, moved, t in rows)
+        if error is None:
+            error = UNKNOWN_ERROR
+            others = [_Fit(coefficients, points[:i] + points[i + 1 :], 0.0) for i in range(len(points))]
+            told = [(*o.residual(f), r) for o, (f, r) in zip(others, points, strict=True) if o.points]
+            wrong = [abs(math.exp(found - r) - 1) for found, distance, r in told if distance <= _NEAR]
+            if len(wrong) >= _ENOUGH:
+                error = sorted(wrong)[math.ceil(0.9 * len(wrong)) - 1]
+        return _Fit(coefficients, points, error)
+
+    def residual(self, features: tuple[float, ...]) -> tuple[float, float]:
+        """Log residual at a place, and its distance from the nearest measured shape in doublings."""
+        near = sorted((sum((a - b) ** 2 for a, b in zip(features, f, strict=True)), r) for f, r in self.points)[:4]
+        if near[0][0] == 0.0:
+            same = [r for d, r in near if d == 0.0]
+            return sum(same) / len(same), 0.0
+        weights = [1.0 / d for d, _ in near]
+        return sum(w * r for w, (_, r) in zip(weights, near, strict=True)) / sum(weights), math.sqrt(near[0][0])
+
+    def at(self, features: tuple[float, ...], flops: float, moved: float) -> Quantity:
+        residual, distance = self.residual(features)
+        mid = _trend(self.coefficients, flops, moved) * math.exp(residual)
+        return Quantity.spread(mid, self.error + _BEYOND_ERROR * max(0.0, distance - 1.0), Tag.FITTED)
+
+
+def _trend(coefficients: tuple[float, float, float], flops: float, moved: float) -> float:
+    return coefficients[0] + coefficients[1] * flops + coefficients[2] * moved
+
+
+def _least_squares(rows: Sequence[tuple[tuple[float, float, float], float]]) -> tuple[float, float, float]:
+    """c >= 0 that minimises sum((c . x / t - 1)^2): the best of the solutions over every subset of columns."""
+    scaled = [tuple(x / t for x in xs) for xs, t in rows]
+    best: tuple[float, tuple[float, float, float]] | None = None
+    for chosen in range(1, 8):
+        columns = [i for i in range(3) if chosen >> i & 1]
+        solution = _solve(
+            [[sum(r[i] * r[j] for r in scaled) for j in columns] for i in columns],
+            [sum(r[i] for r in scaled) for i in columns],
+        )
+        if solution is None or min(solution) < 0:
+            continue
+        full = [0.0, 0.0, 0.0]
+        for i, value in zip(columns, solution, strict=True):
+            full[i] = value
+        c = (full[0], full[1], full[2])
+        wrong = sum((sum(a * b for a, b in zip(c, r, strict=True)) - 1) ** 2 for r in scaled)
+        if best is None or wrong < best[0] * (1 - 1e-9):
+            best = (wrong, c)
+    if best is None:  # the constant column alone is always solvable
+        raise ProfileError("an operation without measured times cannot be interpolated")
+    return best[1]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Gauss elimination with scaling of columns; None if singular."""
+    n = len(right)
+    scale = [math.sqrt(matrix[i][i]) for i in range(n)]
+    if min(scale) == 0.0:
+        return None
+    a = [[matrix[i][j] / scale[i] / scale[j] for j in range(n)] + [right[i] / scale[i]] for i in range(n)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda k: abs(a[k][i]))
+        if abs(a[pivot][i]) < 1e-9:
+            return None
+        a[i], a[pivot] = a[pivot], a[i]
+        for k in range(n):
+            if k != i:
+                ratio = a[k][i] / a[i][i]
+                a[k] = [x - ratio * y for x, y in zip(a[k], a[i], strict=True)]
+    return [a[i][n] / a[i][i] / scale[i] for i in range(n)]
+
+
+@lru_cache(maxsize=8)
+def _fits(profile: Profile) -> dict[tuple[str, str, str, str], _Fit]:
+    """(phase, class, dtype, group) -> fit; group '' is the whole class."""
+    rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]] = {}
+    for record in profile.ops:
+        for phase in PHASES:
+            timing = record.forward_s if phase == "forward" else record.backward_s
+            if timing is not None:
+                _add(rows, record, phase, timing.median)
+    errors = profile.held_out
+    return {
+        key: _Fit.of(group, errors[f"{key[1]} {key[0]}"].p90 if f"{key[1]} {key[0]}" in errors else None)
+        for key, group in rows.items()
+    }
+
+
+def _add(
+    rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]],
+    record: OpRecord,
+    phase: str,
+    seconds: float,
+) -> None:
+    work = record.work
+    row = (_features(work), phase_flops(work, phase), phase_bytes(work, phase), seconds)
+    for group in ("", _group(work)):
+        rows.setdefault((phase, class_of(work.op), _dtype(work), group), []).append(row)
+
+
+def interpolated_s(work: OpWork, phase: str, profile: Profile) -> Quantity | None:
+    """From measured shapes of the same op (else of the same class) and dtype, as if this one had not been measured.
+
+    None if there are none.
+    """
+    fit = _fit_of(work, phase, profile)
+    return None if fit is None else fit.at(_features(work), phase_flops(work, phase), phase_bytes(work, phase))
+
+
+def has_near(work: OpWork, phase: str, profile: Profile) -> bool:
+    """True if one of those shapes is within a few doublings of this one."""
+    fit = _fit_of(work, phase, profile)
+    return fit is not None and fit.residual(_features(work))[1] <= _NEAR
+
+
+def _fit_of(work: OpWork, phase: str, profile: Profile) -> _Fit | None:
+    fits = _fits(profile)
+    features = _features(work)
+    for group in (_group(work), ""):
+        fit = fits.get((phase, class_of(work.op), _dtype(work), group))
+        if fit is not None and len(fit.points[0][0]) == len(features):
+            return fit
+    return None
+
+
+# -- the one function --------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 17)
+def op_s(
+    work: OpWork,
+    phase: str,
+    device: Device,
+    profile: Profile | None,
+    mode: Mode,
+    options: RunOptions | None = None,
+    constants: Constants | None = None,
+) -> Quantity:
+    """Seconds of the forward or backward of one operation on one rank; nothing for a backward without a gradient.
+
+    A profile holds eager times: another mode scales those of element-wise ops by an assumed share.
+
+    Raises: ProfileError for an unknown phase.
+    """
+    if phase not in PHASES:
+        raise ProfileError(f"phase {phase!r} is not known; use {' or '.join(PHASES)}")
+    if phase == "backward" and not work.has_backward:
+        return ZERO
+    found = None
+    if profile is not None:
+        alone = replace(work, attrs=tuple(a for a in work.attrs if not a[0].startswith(("fused_", "context_"))))
+        found = profile.op_s(alone, phase) or interpolated_s(alone, phase, profile)
+    if found is None or profile is None:
+        return roofline_s(work, phase, device, mode, options, constants)
+    if work.op in _POWER_LIMITED:
+        found = Quantity(found.low, found.mid * profile.sustained, found.high * profile.sustained, found.tag)
+    if mode is not Mode.EAGER and (work.op in ELEMENTWISE or work.op in VIEWS):
+        share = 0.0 if work.op in VIEWS else _FUSED_SHARE[mode]
+        return Quantity(found.low * share, found.mid * share, found.high * share, Tag.ASSUMED)
+    return found

@@ -1,0 +1,407 @@
+"""Memory of every pipeline rank, by term. Activations come from the captured graph (what autograd saves).
+
+With P parameter bytes on a rank (after tp and ep), of which L is the largest block, and n data-parallel ranks:
+
+| ZeRO | parameters | gathered parameters | gradients | optimizer |
+|---|---|---|---|---|
+| 0 | P | - | G | O |
+| 1 | P / n | P, from the first forward to the last backward | G | O / n |
+| 2 | P / n | P | G / n + one block's | O / n |
+| 3 | P / n | two blocks (one in use, one on its way) | G / n + one block's | O / n |
+
+(autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
+With 16-bit parameters (autoplan.runtime.precision) fully_shard stores and shards the float32 master, 4 bytes per
+element, from which 16 bits are gathered, and gradients become float32 shards; without shards the 16-bit copy is stored
+beside the master. Megatron's distributed optimizer keeps 16-bit parameters beside sharded masters.
+Under `Mode.FUSED` it is as Megatron-LM has it: P under ZeRO 0 to 2; gradients in one buffer that is there from the
+start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, since products add to that buffer
+themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
+(`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
+With `offload` of the optimizer its state is on the host, with a copy of parameters and gradients as it takes them;
+float32 masters without shards are there alone. With that of parameters the shards of both are there alone.
+Hybrid ZeRO (`zero_replicas`) has n / zero_replicas for n. Parameters of experts are sharded over their own replicas.
+Activations are held for every micro-batch in flight, which the schedule's own actions count. A schedule in both
+directions (DualPipe) has two stages on every rank, each of them on two ranks: twice the parameters and gradients, and
+twice as many replicas to shard over. What counts is the fullest moment:
+
+| moment | micro-batches held | gradients |
+|---|---|---|
+| first backward | all that ran forward before it | only of the layers it has passed |
+| a later backward | all in flight | all |
+| reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
+| optimizer step (ZeRO 0, 16-bit gradients) | none | all, in float32 |
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+
+from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.recompute_frontier import Ladder
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.cost_models.work import BlockWork, ParamWork, Workload
+from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
+from autoplan.units import GIB, MIB, dtype_bytes
+
+# Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: those of autoplan.runtime.zero, which a test holds.
+BUCKET_BYTES = 25 * MIB
+# On a GPU: the CUDA context with its kernels, and the buffers of a communicator (NCCL_BUFFSIZE 4 MiB x channels x
+# peers comes to some hundred MiB per group; NCCL documentation, NCCL_BUFFSIZE). Assumed, not measured here.
+_CONTEXT_BYTES = 0.6 * GIB
+_GROUP_BYTES = 0.25 * GIB
+# Fragmentation of the caching allocator: reserved over allocated, of what changes within a step. Assumed.
+_FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
+_ACTIVATION_SPREAD = 0.05  # of the liveness walk (autoplan.program.activations), held against measured peaks
+
+
+NOTHING: Mapping[int, str] = MappingProxyType({})
+FIRST, LATER, REDUCTION, UPDATE = "first backward", "backward", "reduction", "optimizer step"
+# Terms that no tensor of the program accounts for: outside `torch.cuda.max_memory_allocated`.
+NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmentation"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One pipeline rank at its fullest moment: bytes by term.
+
+    `in_flight`: the most micro-batches it holds at one time, over all its chunks. `host`: bytes in the memory of the
+    host, by term.
+    """
+
+    terms: dict[str, Quantity]
+    in_flight: int
+    moment: str
+    host: dict[str, Quantity] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What differs between the moments of a step, in bytes."""
+
+    name: str
+    gradients: float
+    held: float
+    transient: float
+    buffers: float = 0.0
+
+    @property
+    def num_bytes(self) -> float:
+        """Sum."""
+        return self.gradients + self.held + self.transient + self.buffers
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Activations of one chunk, in bytes.
+
+    `one`: of a micro-batch. `running`: what is held of it, and the transient, while each of its units runs backward.
+    """
+
+    one: float
+    running: tuple[tuple[float, float], ...]
+
+    @property
+    def transient(self) -> float:
+        """The most beyond `one`."""
+        return max(held + transient for held, transient in self.running) - self.one
+
+
+class MemoryModel:
+    """Memory of any split of a workload into chunks, at the degrees of `config`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: ParallelConfig,
+        precision: Precision,
+        cluster: Cluster,
+        mode: Mode = Mode.EAGER,
+    ) -> None:
+        self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
+        self.handwritten = mode is Mode.FUSED
+        c = config
+        self.copies = num_copies(c.schedule)
+        self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
+        self.shares = {expert: max(1, n // c.zero_replicas) * self.copies for expert, n in self.shares.items()}
+        self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
+        blocks = {name: self._states(name) for name in workload.blocks}
+        self.stored, self.gathered, self.grads, self.states = (
+            [sum(blocks[b][k] for b in unit) for unit in workload.units] for k in range(4)
+        )
+        self.hosted = [sum(blocks[b][6] for b in unit) for unit in workload.units]
+        self.offloaded = [
+            sum(workload.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
+            for unit, marks in zip(workload.units, workload.is_layer, strict=True)
+        ]
+        self.largest = [max(blocks[b][1] for b in unit) for unit in workload.units]
+        self.largest_grad = [max(blocks[b][4] for b in unit) for unit in workload.units]
+        self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
+        saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
+        self.saved, self.kept = saved, workload.unit_kept
+        freed = [a - b for a, b in zip(saved, self.kept, strict=True)]
+        self.ladder = Ladder.full_only(workload.layers, freed, [0.0] * len(freed))
+        self.tied = self._tied_states()
+        # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
+        # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
+        # first layer keeps.
+        self.cuts = (0.0,) * len(workload.cut_bytes) if self.handwritten else workload.cut_bytes
+        if workload.shared and not self.handwritten:
+            self.cuts = tuple(
+                size - sum(v.num_bytes for v in workload.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
+            )
+        self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
+        self._schedule()
+        gpu = cluster.device_type != "cpu"
+        groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
+        self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
+        self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
+        reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
+        # the optimizer takes gradients as wide as the parameters that it changes: sums in 16 bits are copied once more
+        grad_bytes = self.precision.grad_bytes or MASTER_BYTES
+        widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.handwritten
+        self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
+        self.buckets = 2 * BUCKET_BYTES if reduced and not self.handwritten else 0
+
+    def _schedule(self) -> None:
+        c = self.config
+        self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        # micro-batches held when gradients come into being, and the most afterwards
+        self.flights = self.table.flights
+
+    def under(self, schedule: str, virtual_stages: int) -> MemoryModel:
+        """The same degrees under another schedule of as many copies."""
+        out = copy.copy(self)
+        out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
+        out._schedule()
+        return out
+
+    def _states(self, name: str) -> tuple[float, ...]:
+        """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, what the first
+        backward leaves of the gradients, and what of these is on the host."""
+        parts = [self._param_states(p) for p in self.workload.blocks[name].params]
+        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0.0,) * 7
+
+    def _param_states(self, p: ParamWork) -> tuple[float, ...]:
+        """As `_states`, of one parameter."""
+        c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
+        share = self.shares[p.expert] if c.zero_stage else 1
+        whole_always = self.handwritten and c.zero_stage < 3
+        sharded_masters = self._has_master(p) and share > 1 and not self.handwritten
+        stored = n * (MASTER_BYTES if sharded_masters else width) / (1 if whole_always else share)
+        gathered = n * width if share > 1 and not whole_always else 0.0
+        by_policy = "parameters" in c.offload and share > 1  # fully_shard has its shards on the host
+        if not p.trainable:
+            if by_policy and not whole_always:
+                return 0.0, gathered, 0.0, 0.0, 0.0, 0.0, stored
+            return stored, gathered, 0.0, 0.0, 0.0, 0.0, 0.0
+        grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
+        state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
+        if sharded_masters:  # the shards that are stored
+            state -= n * MASTER_BYTES
+        sharded = c.zero_stage >= 2 or (c.num_micro_batches == 1 and not self.handwritten)
+        shard = (n * MASTER_BYTES if sharded_masters else grad) / share  # fully_shard's are as wide as its parameters
+        kept = shard if c.zero_stage >= 2 else grad
+        first, whole = shard if sharded else grad, grad if share > 1 else 0.0
+        if not c.offload:
+            return stored, gathered, kept, state / share, whole, first, 0.0
+        # parameters and gradients as the optimizer takes them, and its state (which counts masters that lie apart)
+        shown = MASTER_BYTES if self._has_master(p) else width
+        counted = self._has_master(p) and not sharded_masters
+        host = (state + n * shown * (1 if counted else 2)) / share
+        if by_policy:
+            stored = stored if whole_always else 0.0
+            kept, first = 0.0 if c.zero_stage >= 2 else grad, 0.0 if sharded else grad
+        return stored, gathered, kept, 0.0, whole, first, host
+
+    def _has_master(self, p: ParamWork) -> bool:
+        """True for a 16-bit copy of a float32 parameter; what is not trained needs none (if it is given in 16 bits)."""
+        return self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
+
+    def _tied_states(self) -> tuple[tuple[int, int, tuple[float, ...]], ...]:
+        """(first unit, last unit, as `_states`) of parameters that several units use and a rank holds once.
+
+        Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
+        """
+        w, out = self.workload, []
+        if self.sharded and not self.handwritten:
+            return ()
+        for first, last, size in w.tied:
+            if first != last:
+                dtype = next(p.dtype for name in w.units[last] for p in w.blocks[name].params)
+                tied = ParamWork("tied", round(size / dtype_bytes(dtype)), dtype, trainable=True)
+                out.append((first, last, self._param_states(tied)))
+        return tuple(out)
+
+    def held_once(self, start: int, stop: int) -> float:
+        """Bytes of what several units have to do with, in a stage of units start .. stop - 1."""
+        return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.handwritten))
+
+    def counted_twice(self, units: Sequence[int]) -> tuple[float, float, float, float]:
+        """Stored and gathered parameters, gradients, optimizer state that these units share: a rank holds them once."""
+        shared = [states for first, last, states in self.tied if first in units and last in units]
+        stored, gathered, grads, states = (sum(s[k] for s in shared) for k in range(4))
+        return stored, gathered, grads, states
+
+    def stages(
+        self, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
+    ) -> list[RankMemory]:
+        """Every pipeline rank.
+
+        Args:
+            chunks: units of every chunk, in model order.
+            recompute: how many steps of the `ladder` each goes down: by itself, how many layers, its first ones, are
+                computed again in full.
+            pinned: what units compute again instead of that.
+        """
+        return [self.rank(r, chunks, recompute, pinned) for r in range(self.config.pp)]
+
+    def kept_bytes(self, unit: int, how: str) -> float:
+        """What a unit keeps under a choice of recompute."""
+        if how in ("none", "selective"):
+            return self.saved[unit] if how == "none" else self.workload.unit_selective[unit]
+        return self.kept[unit] if how == "full" else self.workload.unit_choices[unit][how]
+
+    def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
+        w = self.workload
+        # a chunk after one of the same rank works on what that one holds
+        held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
+        held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
+        held += self.held_once(units.start, units.stop) if units else 0.0
+        running = []
+        for u in units:
+            how = again.get(u, "none")
+            kept = self.kept_bytes(u, how)
+            held += kept
+            waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
+            # while a unit's backward runs, what later ones kept is gone already
+            back = w.unit_saved[u] - kept  # what regions make again
+            running.append((held, (self.transient_again[u] if how == "full" else self.transient[u] + back) + waiting))
+        return _Held(held, tuple(running))
+
+    def rank(
+        self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
+    ) -> RankMemory:
+        """One pipeline rank, by term; arguments as for `stages`."""
+        mine = self.chunks_of[rank]
+        units = [u for k in mine for u in chunks[k]]
+        held = {
+            k: self._chunk(
+                chunks[k],
+                pinned or self.ladder.choices(chunks[k], recompute[k]),
+                received=k - 1 not in mine or self.copies > 1,
+            )
+            for k in mine
+        }
+        first, later = self.flights[rank]
+        twice = self.counted_twice(units)
+        grads = sum(self.grads[u] for u in units) - twice[2]
+        reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
+        if len(held) > 1:
+            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
+        else:
+            (only,) = held.values()
+            there = self.handwritten and self.config.zero_stage < 2
+            if there:
+                moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
+            else:
+                moments = self._first_backward(units, first, only)
+            if later:
+                moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
+        if self.widened and self.config.zero_stage == 0:
+            moments.append(_Moment(UPDATE, self.widened * grads, 0.0, 0.0))
+        if self.buckets:
+            moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
+        fullest = max(moments, key=lambda m: m.num_bytes)
+        gathered = sum(self.gathered[u] for u in units) - twice[1]
+        if self.config.zero_stage == 3:
+            gathered = min(gathered, 2 * max(self.largest[u] for u in units))
+        exact = {
+            "parameters": sum(self.stored[u] for u in units) - twice[0],
+            "gathered parameters": gathered,
+            "gradients": fullest.gradients,
+            "optimizer": sum(self.states[u] for u in units) - twice[3],
+            "communication buffers": fullest.buffers,
+            "placeholders of gradients": self._placeholders(units) if self.handwritten else 0.0,
+        }
+        terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
+        terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
+        terms["transient"] = Quantity.spread(fullest.transient, _ACTIVATION_SPREAD, Tag.FITTED)
+        if self.fixed:
+            terms[CONTEXT] = Quantity.spread(self.fixed, 0.5, Tag.ASSUMED)
+            terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient)
+        in_flight = num_held(self.table[rank])
+        return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
+
+    def _host(
+        self,
+        chunks: Sequence[range],
+        mine: Sequence[int],
+        recompute: Sequence[int],
+        pinned: Mapping[int, str],
+        in_flight: int,
+    ) -> dict[str, Quantity]:
+        """What a rank has in the memory of its host. Activations of several chunks as if all in flight were of the
+        chunk with most."""
+        units = [u for k in mine for u in chunks[k]]
+        twice = sum(s[6] for first, last, s in self.tied if first in units and last in units)
+        state = sum(self.hosted[u] for u in units) - twice
+        most = 0.0
+        for k in mine:
+            again = pinned or self.ladder.choices(chunks[k], recompute[k])
+            most = max(most, sum(self.offloaded[u] for u in chunks[k] if again.get(u) == "offload"))
+        out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
+        if most:
+            out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)
+        return out
+
+    def _placeholders(self, units: Iterable[int]) -> float:
+        """Bytes that stand for gradients of weights: one per shape, as many of a shape as a layer has."""
+        most: Counter[tuple[tuple[int, ...], str]] = Counter()
+        for name in {name for u in units for name in self.workload.units[u]}:
+            most |= Counter(_weights(self.workload.blocks[name]))
+        return float(sum(count * prod(shape) * dtype_bytes(dtype) for (shape, dtype), count in most.items()))
+
+    def _first_backward(self, units: Sequence[int], num_held: int, chunk: _Held) -> list[_Moment]:
+        """While each unit runs backward: later ones have left their gradients and given up their activations."""
+        out, gradients, reducing = [], 0.0, 0.0
+        for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
+            waiting = (num_held - 1) * chunk.one
+            out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient))
+            gradients += self.first_grads[u]
+            if self.config.zero_stage >= 2 or (self.config.zero_stage and self.config.num_micro_batches == 1):
+                reducing = max(reducing, self.largest_grad[u])
+        return out
+
+
+def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the trained weights of products. Experts have one shape each."""
+    for op in block.ops:
+        if op.op == "linear" and op.inputs[1].requires_grad:
+            yield op.inputs[1].shape, op.inputs[1].dtype
+        elif op.op == "experts":
+            yield from ((t.shape[1:], t.dtype) for t in op.inputs[3:5] if t.requires_grad)
+
+
+def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:
+    """(held, transient) of several chunks when a backward makes them most."""
+    one, transient = (np.zeros(max(held) + 1) for _ in range(2))
+    for chunk, h in held.items():
+        one[chunk], transient[chunk] = h.one, h.transient
+    moved, running = one[row.chunks], transient[row.chunks]
+    given_up = np.cumsum(row.ends * moved)
+    now = np.cumsum(row.begins * moved) - given_up + row.ends * moved  # an action holds what it is about to give up
+    most = int(np.argmax(now + running))
+    return float(now[most]), float(running[most])
+
+
+def _etp(config: ParallelConfig) -> int:
+    return config.tp if config.etp is None else config.etp

@@ -1,0 +1,327 @@
+"""Bytes and time of collectives, per kind and over the levels of a cluster. An unknown collective is an error.
+
+A library runs a collective by one of several paths (`nccl`: a protocol of a ring, a tree, of the switch itself, or of
+messages between pairs). Over a group that spans levels, with n ranks, k_l of them in one unit of level l (k_0 = 1 below
+the innermost), and N bytes (the gathered or reduced tensor; all_to_all: the local one; send_recv: the message; experts:
+the local one with a copy of each token per chosen expert), a path takes
+
+    alpha = base + sum_l hops_l * hop * latency_l
+    w     = max_l sent_l / (bandwidth_l / oversubscription_l * efficiency_l)
+    T     = alpha + w + c * sqrt(alpha * w)
+
+Bandwidth terms take the maximum because the library works on all levels at once, in chunks; the root term is the cost
+of chunks: with s of them T = (1 + s) * alpha' + w / s ..., whose minimum grows as sqrt(alpha * w) (pipelined
+collectives: Thakur, Rabenseifner, Gropp, 2005). NCCL's ring visits all ranks: n / k_(l-1) - n / k_l hops of level l,
+twice for an all-reduce, and (n - 1) / n * N / k_(l-1) bytes per device and direction over it. Its trees have
+2 * log2(n / k_(l-1)) hops between nodes and the chain inside a node. Where the library is not known: one ring per level
+(`Fabric.flat`). all_to_all: a message of N / n to each peer, (n - k_(l-1)) / n * N bytes leave the unit below, all
+levels at once; over a network each message costs its share of a hop. send_recv: one message on the outermost level that
+the group reaches. A fabric with rails (a level whose units are the nodes behind one layer of switches, card i of each
+on switch i) has two levels between nodes: that of the rails at the speed of the cards, since NCCL moves what is for
+another rail inside the node first (PXN), and the network beyond, which may be oversubscribed.
+
+The fastest path is taken, with one exception: inside a node NCCL leaves LL128 at a given share per rank, measured to
+come too early on new devices. Time never falls with N: what a path took where it was left is the floor of the next one.
+
+Groups of one node share its network: `bytes_per_s` of a level is the share of one device, because a mesh runs all of
+its groups at once (8 groups with a rank per node load a node as much as one group over all of its devices). A fabric
+that carries less than that between its units says so by `Level.oversubscription`.
+
+In a mesh (xGMI) a device has only the links to the members of its group: two MI300X exchange 64 GB/s of their 448, and
+a larger group is really faster (measured: 48 against 313). So are 8 devices with reductions in the switch against 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol as Interface
+
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.parts import Group, Level, Link
+from autoplan.cost_models.network.nccl import Fabric, Path, Protocol, read_fabrics
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.errors import LayoutError
+
+# share of the full (gathered or reduced) tensor that each device sends over its link, times n/(n-1).
+# Ring algorithms: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+_VOLUME: dict[str, float] = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+    "broadcast": 1.0,
+    "send_recv": 1.0,
+    "ep_dispatch": 1.0,
+    "ep_combine": 1.0,
+}
+KINDS = tuple(_VOLUME)
+# of kernels made for experts (DeepEP): each token goes once to each node and once to each device that it is for
+EXPERT_KINDS = ("ep_dispatch", "ep_combine")
+TOP_K = 8  # experts per token in all measurements of them
+_PAIRWISE = ("all_to_all", "send_recv", *EXPERT_KINDS)
+
+FABRICS: Mapping[str, Fabric] = read_fabrics(KINDS)
+
+
+class CollectiveProfile(Interface):
+    """What is asked of a measured profile."""
+
+    def collective_s(self, kind: str, num_bytes: float, group_size: int, stride: int) -> Quantity | None:
+        """Seconds of one collective, or None if it was not measured."""
+        ...
+
+    def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
+        """Seconds of the largest message that was measured."""
+        ...
+
+
+def _known(kind: str) -> None:
+    if kind not in _VOLUME:
+        raise LayoutError(f"unknown collective {kind!r}; known: {', '.join(_VOLUME)}")
+
+
+def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
+    """Bytes each device sends. `full_bytes`: the gathered or reduced tensor (all_to_all, experts: the local tensor)."""
+    _known(kind)
+    if group_size == 1:
+        return 0.0
+    if kind == "send_recv":
+        return full_bytes
+    return _VOLUME[kind] * full_bytes * (group_size - 1) / group_size
+
+
+def collective_s(kind: str, full_bytes: float, group_size: int, link: Link) -> float:
+    """Seconds of one collective on one link: a latency per ring step plus the wire bytes over the link's bandwidth."""
+    if group_size == 1:
+        return 0.0
+    steps = 2 * (group_size - 1) if kind == "all_reduce" else 1 if kind == "send_recv" else group_size - 1
+    return steps * link.latency_s + wire_bytes(kind, full_bytes, group_size) / link.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of one collective by its bytes: the fastest of `small` up to `switch_bytes`, of `large` above it.
+
+    A path is (alpha in seconds, w in seconds per byte, chunk factor). `floor_s`: seconds of `small` at the switch.
+    `spread` and `spread_s`: how far off it may be, as a share of the time and in seconds.
+    """
+
+    small: tuple[tuple[float, float, float], ...]
+    large: tuple[tuple[float, float, float], ...]
+    switch_bytes: float
+    floor_s: float
+    spread: float
+    spread_s: float
+    tag: Tag
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds of `num_bytes`; never less for more."""
+        if num_bytes <= self.switch_bytes:
+            return _fastest(self.small, num_bytes)
+        return max(self.floor_s, _fastest(self.large, num_bytes))
+
+    def quantity(self, num_bytes: float) -> Quantity:
+        """The same with its interval; no end of it falls with `num_bytes`."""
+        mid = self.seconds(num_bytes)
+        return Quantity.spread(mid, self.spread + (self.spread_s / mid if mid else 0.0), self.tag)
+
+
+def _fastest(paths: tuple[tuple[float, float, float], ...], num_bytes: float) -> float:
+    best = math.inf
+    for alpha, per_byte, chunk in paths:
+        w = per_byte * num_bytes
+        seconds = alpha + w + chunk * math.sqrt(alpha * w)
+        if seconds < best:
+            best = seconds
+    return best
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a group has of one level: `inside` ranks in a unit of the level below, `parts` such units in one of this."""
+
+    level: Level
+    fabric: Fabric
+    inside: int
+    parts: int
+
+
+def _parts(group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric]) -> list[_Part]:
+    out, inside = [], 1
+    for level in levels:
+        here = min(group.size, max(1, level.size // group.stride))  # units are aligned: a group starts where one starts
+        if level is levels[-1]:
+            here = group.size
+        if here > inside:
+            out.append(_Part(level, fabrics[level.fabric], inside, math.ceil(here / inside)))
+            inside = here
+    return out
+
+
+def distinct_units(units: float, top_k: int) -> float:
+    """Expected number of units (nodes, devices) that hold the `top_k` experts of a token, spread evenly over `units`.
+
+    units * (1 - (1 - 1 / units)^k): each expert is on a given unit with 1 / units. Drawing without replacement from E
+    experts, k / E of them on average no more, reaches a few per cent more (2 of 8 on 8 units: 2 instead of 1.88).
+    """
+    return units * (1 - (1 - 1 / units) ** top_k)
+
+
+def _share(kind: str, part: _Part, ranks: int, top_k: int = TOP_K) -> float:
+    """Share of the tensor that a device sends over this level."""
+    if kind == "send_recv":
+        return 1.0
+    free = part.fabric.free_share[kind]
+    if kind in EXPERT_KINDS:
+        units = ranks / part.inside
+        return distinct_units(units, top_k) * (1 - free / units) / top_k
+    if kind == "all_to_all":
+        return (ranks - free * part.inside) / ranks
+    if part.fabric.flat:
+        return _VOLUME[kind] * (1 - free / ranks) / part.inside
+    return _VOLUME[kind] * (1 - free / part.parts) / part.inside
+
+
+def _ring_hops(kind: str, part: _Part, ranks: int) -> float:
+    """Hops of one level in a ring: one ring through all ranks, or one per level."""
+    units = ranks / part.inside
+    steps = units - units / part.parts if part.fabric.flat and units > part.parts else part.parts - 1.0
+    return 2 * steps if kind == "all_reduce" else steps
+
+
+def _tree_hops(kind: str, part: _Part, ranks: int) -> float:
+    """A chain inside a node, a double tree between nodes, there and back; all-reduce alone has trees."""
+    return 2 * (math.log2(part.parts) if part.fabric.tree else part.parts - 1.0)
+
+
+def _pair_hops(kind: str, part: _Part, ranks: int) -> float:
+    if kind == "send_recv":
+        return 1.0
+    if not part.fabric.flat:
+        return part.parts - 1.0
+    peers = min(ranks, part.inside * part.parts) - part.inside  # that are in this unit, but not in the one below
+    return 1.0 + (part.fabric.message_hop * peers if kind == "all_to_all" else 0.0)
+
+
+_Hops = Callable[[str, _Part, int], float]
+
+
+def _speed(part: _Part, kind: str) -> float:
+    """What a device gets of a level's bandwidth: in a mesh by its links to the members, or as was measured of them."""
+    alone = kind == "send_recv"
+    if not part.fabric.by_ranks:
+        return part.level.group_bytes_per_s(2 if alone else part.parts)
+    factor = part.fabric.ranks_factor(2 if alone else part.inside * part.parts)
+    return factor * part.level.bytes_per_s / part.level.oversubscription
+
+
+def _path(
+    kind: str,
+    ranks: int,
+    parts: list[_Part],
+    paths: list[Path],
+    hops: _Hops,
+    lanes: float = 1.0,
+    top_k: int = TOP_K,
+) -> tuple[float, float, float]:
+    """alpha, w and chunk factor of one path, given by its constants on each level; `lanes` carry the bytes at once."""
+    alpha = w = base = chunk = 0.0
+    for part, path in zip(parts, paths, strict=True):
+        speed = _speed(part, kind) * path.efficiency * part.fabric.efficiency[kind]
+        alpha += hops(kind, part, ranks) * path.hop * part.level.latency_s
+        w = max(w, _share(kind, part, ranks, top_k) / (speed * lanes))
+        base, chunk = max(base, path.base_s), max(chunk, path.chunk)
+    return base + alpha, w, chunk
+
+
+def _of_protocols(
+    tables: list[Mapping[Protocol, Path]], kind: str, ranks: int, parts: list[_Part], hops: _Hops, top_k: int = TOP_K
+) -> Iterator[tuple[Protocol, tuple[float, float, float]]]:
+    """One path per protocol that all levels have."""
+    for protocol in Protocol:
+        if all(protocol in table for table in tables):
+            paths = [table[protocol] for table in tables]
+            lanes = 1.0
+            if kind == "all_to_all" and protocol is not Protocol.SIMPLE:
+                # short messages to several peers take a channel each, long ones all channels
+                lanes = min(ranks - 1.0, 1 / max(path.efficiency for path in paths))
+            yield protocol, _path(kind, ranks, parts, paths, hops, lanes, top_k)
+
+
+def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
+    fabrics = [part.fabric for part in parts]
+    return max(f.spread[kind] for f in fabrics), max(f.latency_spread[kind] for f in fabrics)
+
+
+def curve(
+    kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS, top_k: int = TOP_K
+) -> Curve:
+    """Seconds by bytes of one collective over a group of at least 2, on these levels; `top_k`: experts per token."""
+    parts, ranks = _parts(group, levels, fabrics), group.size
+    if kind == "send_recv":
+        parts = parts[-1:]
+    outer = parts[-1].fabric
+    spread, latency_spread = _spreads(kind, parts)
+    tag = Tag.FITTED if all(kind in part.fabric.fitted for part in parts) else Tag.ASSUMED
+    small: list[tuple[float, float, float]] = []
+    large: list[tuple[float, float, float]] = []
+    switch = 0.0
+    if kind in _PAIRWISE:
+        pairs = [part.fabric.experts if kind in EXPERT_KINDS else part.fabric.p2p for part in parts]
+        large = [path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, top_k)]
+    elif kind == "all_reduce" and outer.tree:
+        tables = [part.fabric.tree or part.fabric.ring for part in parts]
+        large = [path for _, path in _of_protocols(tables, kind, ranks, parts, _tree_hops)]
+    else:
+        if len(parts) == 1:
+            switch = outer.switch_bytes * ranks
+        for protocol, path in _of_protocols([p.fabric.ring for p in parts], kind, ranks, parts, _ring_hops):
+            (small if switch and protocol is not Protocol.SIMPLE else large).append(path)
+        if kind == "all_reduce" and len(parts) == 1 and outer.nvls is not None and ranks >= outer.nvls_ranks:
+            # the switch adds: a device sends its tensor once, and once more the part that it owns the sum of
+            lanes = _share(kind, parts[0], ranks) / (1 + 1 / ranks)
+            large.append(_path(kind, ranks, parts, [outer.nvls], lambda *_: 1.0, lanes))
+            switch = outer.nvls_switch_bytes
+    floor = _fastest(tuple(small), switch) if small else 0.0
+    latency_s = _fastest(tuple(small or large), 0.0)
+    return Curve(tuple(small), tuple(large), switch if small else -1.0, floor, spread, latency_spread * latency_s, tag)
+
+
+@lru_cache(maxsize=65536)
+def _curve(kind: str, group: Group, levels: tuple[Level, ...], top_k: int) -> Curve:
+    return curve(kind, group, levels, top_k=top_k)
+
+
+def group_collective_s(
+    kind: str,
+    num_bytes: float,
+    group: Group,
+    cluster: Cluster,
+    profile: CollectiveProfile | None = None,
+    top_k: int = 0,
+) -> Quantity:
+    """Seconds of one collective over `group`, from the profile if it has it, else the model above.
+
+    `num_bytes` as for `wire_bytes`. `top_k`: copies of each token that they hold, of kinds for experts; 0: as measured
+    (8). LayoutError for an unknown kind, a negative size or a group beyond the cluster.
+    send_recv: the slowest hop between neighbours of the group; ask with `Group(2, stride)` for one hop.
+    """
+    _known(kind)
+    if num_bytes < 0:
+        raise LayoutError(f"{kind} of {num_bytes} bytes: a size is not negative")
+    if group.size == 1:
+        return ZERO
+    if (group.size - 1) * group.stride >= cluster.num_devices:
+        raise LayoutError(
+            f"a group of {group.size} ranks with stride {group.stride} does not fit the {cluster.num_devices} devices"
+        )
+    latency = ZERO
+    if profile is not None and kind not in EXPERT_KINDS:  # which no profile has
+        measured = profile.collective_s(kind, num_bytes, group.size, group.stride)
+        if measured is not None:
+            return measured
+        latency = profile.longest_s(kind, group.size, group.stride) or ZERO  # only small messages were measured
+    return _curve(kind, group, cluster.levels, top_k or TOP_K).quantity(num_bytes) + latency

@@ -1,0 +1,137 @@
+"""What the host needs to start the kernels of a pass, which a device that is faster has to wait for.
+
+Python, dispatch and launch of each operation; a device works off a queue that the host fills, so that a block takes the
+longer of both (launch `async`), the device's share alone (`full_graphs`; `graphs`: but for experts), or their sum
+(`blocking`). Views start no kernel; in fused and compiled programs neither do element-wise operations, unless the host
+waits for each kernel (where old fused kernels save few of them). Modules of Megatron and Transformer Engine start
+products of one input together, and a norm with the product after it (`BlockWork.joined_ops`): what such a module costs
+in Python is most of a layer of a small micro-batch, and every collective of tensor parallelism adds to it. A call of
+experts sorts rows by expert and, where the number of rows of each is not known beforehand, waits for the device to tell
+it: Megatron's dropless dispatch; then each expert of the rank has products of its own (Transformer Engine's
+GroupedLinear), unless they are fused.
+
+A profile of a device with a queue has the host's part measured, operation by operation (`OpRecord.host_forward_s`) and
+of what the runtime adds (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). What it lacks is
+the median of the same operation in other shapes, else of its class: the host hardly sees the shape; the interval goes
+from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps of small
+micro-batches (`Constants.host_*`). A CPU pays for operations one at a time in `compute`; its profile has host and
+device in one time, and nothing is added.
+
+`waited_s` is where host and device meet: a block takes the longer of both. Costs of the host that belong to no block
+(the loop over micro-batches, an action of a pipeline, `optimizer.step()`) hide where blocks leave it time (`slack_s`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autoplan.config.parallel import Launch, Mode
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.kernels.gpu import kernels_of
+from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, class_of
+from autoplan.cost_models.profile import PHASES, Profile
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
+from autoplan.cost_models.work import Again, BlockWork, OpWork
+
+# What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
+_MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
+_SPREAD = 0.5  # from host to host and from one version of a framework to the next
+
+
+def host_s(block: BlockWork, phase: str, costs: Costs, again: Again | None = None) -> Quantity:
+    """Seconds of the host for one pass over a block, or over what it runs `again`; nothing where it costs nothing."""
+    if costs.options.launch is Launch.FULL_GRAPHS:
+        return ZERO
+    if costs.profile is not None and costs.profile.has_host:
+        return _measured_s(block, phase, costs, again)
+    if costs.profile is not None and costs.mode is Mode.EAGER and costs.profile.device_type == "cpu":
+        return ZERO  # measured as it runs, the host with it
+    if kernels_of(costs.cluster.device, costs.constants) is None:
+        return ZERO
+    c, launch = costs.constants, costs.options.launch
+    given = costs.cluster.device.launch_s  # what the user says of one operation in eager mode
+    each = c.host_fused_s if costs.mode is Mode.FUSED else c.host_eager_s if given is None else given
+    if launch is Launch.BLOCKING:
+        each = c.host_blocking_s
+    together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
+    apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING  # element-wise operations have kernels of their own
+    seconds = 0.0
+    for k, op in enumerate(block.ops):
+        if again is not None and k not in again.ops:
+            continue
+        if op.op in VIEWS or k in together or (phase == "backward" and not op.has_backward):
+            continue
+        if op.op == "experts":
+            num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
+            seconds += c.host_experts_s + num_local * c.host_expert_s
+        elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
+            one = each if op.op in _MODULES or launch is Launch.BLOCKING else min(each, c.host_eager_s)
+            seconds += one * (1.0 if op.matmul_dtype is None else c.host_fp8)
+    if again is not None and launch is not Launch.GRAPHS:
+        seconds += len(again.beside) * min(each, c.host_eager_s)
+    for comm in (
+        block.comms if again is None else again.comms
+    ):  # those of experts have sizes that no graph knows beforehand
+        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or launch is not Launch.GRAPHS):
+            seconds += c.host_comm_s
+    return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
+
+
+def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Quantity:
+    """The same from a profile. Outside of eager mode views and element-wise operations are inside other kernels."""
+    graphs, apart = costs.options.launch is Launch.GRAPHS, costs.mode is Mode.EAGER
+    found = []
+    for k, op in enumerate(block.ops):
+        if (again is not None and k not in again.ops) or (phase == "backward" and not op.has_backward):
+            continue
+        if op.op == "experts" if graphs else apart or not (op.op in VIEWS or op.op in ELEMENTWISE):
+            found.append(host_op_s(op, phase, costs) + costs.host_fixed_s(f"op_{phase}_s"))
+    if again is not None and not graphs:
+        found += [host_op_s(op, phase, costs) for op in again.beside]
+    for comm in block.comms if again is None else again.comms:
+        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or not graphs):
+            found.append(costs.host_fixed_s("comm_s"))
+    return total(found)
+
+
+def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
+    """Seconds of the host for one operation: measured, else the median of its kind; fitted where there is none."""
+    record = None if costs.profile is None else costs.profile.by_key.get(work.key)
+    timing = None if record is None else record.host_s(phase)
+    if timing is not None:
+        return timing.quantity()
+    medians = {} if costs.profile is None else _host_medians(costs.profile)
+    for kind in (work.op, class_of(work.op), ""):
+        if (phase, kind) in medians:
+            return medians[phase, kind]
+    return Quantity.spread(costs.constants.host_eager_s, _SPREAD, Tag.FITTED)
+
+
+@lru_cache(maxsize=8)
+def _host_medians(profile: Profile) -> dict[tuple[str, str], Quantity]:
+    """By phase and operation, class, or '' for all but views, which start no kernel."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for record in profile.ops:
+        op = record.work.op
+        for phase in PHASES:
+            timing = record.host_s(phase)
+            if timing is None:
+                continue
+            for kind in {op, class_of(op), *(() if op in VIEWS else ("",))}:
+                found.setdefault((phase, kind), []).append(timing.median)
+    out = {}
+    for key, values in found.items():
+        values.sort()
+        low, mid, high = (values[round(share * (len(values) - 1))] for share in (0.1, 0.5, 0.9))
+        out[key] = Quantity(low, mid, high, Tag.FITTED)
+    return out
+
+
+def waited_s(host: Quantity, device: Quantity, launch: Launch) -> Quantity:
+    """What the host adds to a block that keeps the device busy for `device`."""
+    return host if launch is Launch.BLOCKING else host.less(device)
+
+
+def slack_s(host: Quantity, device: Quantity, launch: Launch) -> Quantity:
+    """How long the host is done before the device is, and does something else."""
+    return ZERO if launch is Launch.BLOCKING else device.less(host)

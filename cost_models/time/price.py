@@ -1,0 +1,625 @@
+"""price: the time and memory of one plan. The ONE evaluator: search, command line and experiments call it.
+
+    pricer = Pricer(workload, config, costs)          # prices of one layer class at these degrees, found once
+    pricer.step_s(chunks, recompute)                  # seconds of one step, fast: what a search asks
+    pricer.estimate(chunks, recompute) -> Estimate    # the same with intervals, memory by stage and term, breakdown
+
+`chunks` says how many units (layers) each stage holds, per virtual stage in model order; `recompute` how many of the
+layers of each chunk are computed again in the backward. The step is the event simulation of the schedule's actions; a
+rank's time per action is the sum of its operations, of the collectives inside blocks (never hidden: the next operation
+waits for them) and of what data parallelism exposes. What each of these costs is `Costs`' business.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoplan.config.parallel import Mode, ParallelConfig, Precision, groups_of, precision_of
+from autoplan.cost_models.constants import class_of_step
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Group
+from autoplan.cost_models.kernels.gpu import kernels_of
+from autoplan.cost_models.memory.ranks import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
+from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
+from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
+from autoplan.cost_models.work import Workload
+from autoplan.schedules.orders import ActionKind
+from autoplan.schedules.schedule import (
+    SCHEDULES,
+    ChunkTimes,
+    Event,
+    Timeline,
+    Transfer,
+    actions,
+    chunks_of_ranks,
+    num_copies,
+    ranks_of_chunks,
+    simulate,
+)
+
+# What the parts do not explain of a step, either way. Priced from a profile: with it 37 to 40 of 40 measured plans lie
+# within their interval (experiments/plan_accuracy.py). Priced from the catalog for a device that is in no
+# published timings: assumed.
+_MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One pipeline rank: its units (one range per chunk), what a micro-batch costs it, and its memory by term."""
+
+    index: int
+    num_layers: int
+    num_recomputed: int
+    forward_s: Quantity
+    backward_s: Quantity
+    in_flight: int
+    memory: Mapping[str, Quantity]  # bytes by term, at the moment of the step when they are most
+    fullest: str = ""  # that moment
+    host_memory: Mapping[str, Quantity] = field(default_factory=dict)  # bytes in the memory of the host, by term
+
+    @property
+    def memory_bytes(self) -> Quantity:
+        """Sum of all terms."""
+        return total(list(self.memory.values()))
+
+    @property
+    def allocated_bytes(self) -> Quantity:
+        """Of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
+        return total([size for name, size in self.memory.items() if name not in NOT_ALLOCATED])
+
+    @property
+    def host_bytes(self) -> Quantity:
+        """Sum of what is in the memory of the host."""
+        return total(list(self.host_memory.values()))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time and memory of one plan. `breakdown` adds up to the step: seconds of the busiest rank by term.
+
+    `mfu` counts attention in full, as PaLM (appendix B) and NeMo's tables do; `mfu_causal` counts the half of it that a
+    causal mask leaves, as Megatron Bridge does. They are far apart for long sequences.
+    """
+
+    step_time_s: Quantity
+    breakdown: Mapping[str, Quantity]
+    stages: tuple[StageEstimate, ...]
+    tokens_per_step: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    mfu_causal: float
+    memory_capacity_bytes: float
+    events: tuple[Event, ...] = field(default=(), repr=False)
+    host_capacity_bytes: float = math.inf  # of a device's share of its host
+
+    @property
+    def peak_memory_bytes(self) -> Quantity:
+        """Of the fullest stage."""
+        return max((s.memory_bytes for s in self.stages), key=lambda q: q.mid)
+
+    @property
+    def fits(self) -> bool:
+        """True if every stage's expected memory is within the device's, and what it offloads within the host's."""
+        return self.peak_memory_bytes.mid <= self.memory_capacity_bytes and self.fits_host
+
+    @property
+    def peak_host_bytes(self) -> Quantity:
+        """In the memory of the host, of the stage with most there."""
+        return max((s.host_bytes for s in self.stages), key=lambda q: q.mid)
+
+    @property
+    def fits_host(self) -> bool:
+        """True if what is offloaded is within a device's share of its host."""
+        return self.peak_host_bytes.mid <= self.host_capacity_bytes
+
+
+def ranges_of(chunks: Sequence[int]) -> list[range]:
+    """Units of every chunk, from how many each holds."""
+    return [range(end - count, end) for count, end in zip(chunks, itertools.accumulate(chunks), strict=True)]
+
+
+class _Table:
+    """Seconds of every unit in one scenario, by kind of work: what a chunk adds up."""
+
+    def __init__(self, workload: Workload, blocks: Mapping[str, BlockCost], which: str) -> None:
+        def mid(q: Quantity) -> float:
+            seconds: float = getattr(q, which)
+            return seconds
+
+        marked = list(zip(workload.units, workload.is_layer, strict=True))
+
+        def per_unit(of: Callable[[BlockCost], Quantity], again: bool = False) -> list[float]:
+            """Of every unit, the sum over its blocks, or over those that are layers; equal units are added up once."""
+            each = {name: mid(of(block)) for name, block in blocks.items()}
+            known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not again)
+                     for u, ls in set(marked)}  # fmt: skip
+            return [known[pair] for pair in marked]
+
+        self.forward = per_unit(lambda b: b.forward_s)
+        self.backward = per_unit(lambda b: b.backward_s)
+        self.weight = per_unit(lambda b: b.weight + b.accumulate)
+        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, again=True)
+        self.again = per_unit(lambda b: b.again_s, again=True)
+        self.selective = per_unit(lambda b: b.selective)
+        self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
+        self._mid = mid
+        self._names = [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
+        self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # layers are calls of few blocks
+        self.gather = per_unit(lambda b: b.gather)
+        self.reduce = per_unit(lambda b: b.reduce)
+        self.first = per_unit(lambda b: b.zero_first)
+        self.last = per_unit(lambda b: b.zero_last)
+        self.per_step = per_unit(lambda b: b.per_step)
+        self.waited_once = per_unit(lambda b: b.waited_once)
+        self.waited_split = per_unit(lambda b: b.waited_split, again=True)
+        self._units, self._blocks, self._which = workload.units, blocks, which
+        self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
+
+    def slack(self, units: Sequence[int], *phases: str) -> float:
+        """How long the host is idle in `phases` of units: the more, the shorter the step."""
+        which = {"low": "high", "mid": "mid", "high": "low"}[self._which]
+        names = [n for u in units for n in self._units[u]]
+        return sum(float(getattr(self._blocks[n].slack[phase], which)) for phase in phases for n in names)
+
+    def repeated(self, unit: int, how: str) -> float:
+        """What a choice of recompute adds to the backward of a unit."""
+        key = self._names[unit], how
+        if key not in self._repeated:
+            self._repeated[key] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
+        return self._repeated[key]
+
+
+class Pricer:
+    """Prices of one workload at given degrees; every chunk is a sum over its units.
+
+    Args:
+        workload: of one rank at `config`'s tp, cp and ep, and micro-batch size.
+        config: its degrees, ZeRO stage, schedule and number of micro-batches are used, not its stages or recompute.
+        times: `op_times` of this workload, if known.
+        searched: recompute is searched over every choice that the workload knows, not only layers in full.
+        activations: and so is leaving what layers keep on the host.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: ParallelConfig,
+        costs: Costs,
+        precision: Precision | None = None,
+        times: Mapping[str, OpTimes] | None = None,
+        searched: bool = False,
+        activations: bool = False,
+    ) -> None:
+        times = op_times(workload, costs) if times is None else times
+        self.workload, self.config, self.costs = workload, config, costs
+        self.precision = precision or precision_of("native")
+        prices = BlockPricer(workload, config, costs, self.precision, activations)
+        self.groups, self.device = prices.groups, costs.cluster.device
+        self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
+        self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
+        self.num_units = len(workload.units)
+        # measured constants of a step of the runtime; clipping is not part of the step
+        self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
+        self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
+        self.action_s = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
+        # of the host, where it was measured apart: a pass over a chunk, beside its blocks
+        each = costs.host_fixed_s("pipeline_action_s") if config.pp > 1 else costs.host_fixed_s("micro_batch_s") * 0.5
+        self.host_pass_s, self.host_update_s = each.mid, costs.host_fixed_s("optimizer_step_s").mid
+        # What ZeRO gathers in the first forward and reduces in the last backward holds up the next stage where the
+        # stage's own thread does it (gloo). On GPUs it has a stream of its own: all ranks gather at the same time, and
+        # what a stage sends upstream does not wait for its reductions, so that a step pays for one rank's.
+        self.chained = costs.cluster.device_type == "cpu"
+        self.pinned_again = self._pinned_again()
+        self.free_forward = total([self.blocks[name].again_s for name in workload.free])
+        self._tables = {"mid": _Table(workload, self.blocks, "mid")}
+        self.contention = prices.contention
+        self.hides_once = prices.hides if costs.options.overlap_zero else 0.0  # of computing, for what moves once
+        mid = self._tables["mid"]
+        self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
+        self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
+        # moved once per step, what may hide it, which share of that does
+        self.once_s = self._once(mid)
+        self.ladder = self.memory.ladder = self._ladder(searched, activations)
+        units = [[self.blocks[name] for name in unit] for unit in workload.units]
+        groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
+        self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
+        self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches of a rank's every chunk
+        self._sends: dict[tuple[Group, str], list[float]] = {}
+        self._hop_groups = self._hop_groups_of()
+        self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
+        self._schedule()
+
+    def _schedule(self) -> None:
+        c = self.config
+        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        self._boundaries = self._boundaries_of(self._hop_groups)
+
+    def under(self, schedule: str, virtual_stages: int) -> Pricer:
+        """The same degrees under another schedule with as many copies of a stage: what operations cost is shared."""
+        if num_copies(schedule) != num_copies(self.config.schedule):
+            raise ValueError(f"{schedule} and {self.config.schedule} differ in the copies of a stage")
+        out = copy.copy(self)
+        out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
+        out.memory = self.memory.under(schedule, virtual_stages)
+        out._schedule()
+        return out
+
+    def _table(self, which: str) -> _Table:
+        if which not in self._tables:
+            self._tables[which] = _Table(self.workload, self.blocks, which)
+        return self._tables[which]
+
+    # -- sends ------------------------------------------------------------------------------------------------------
+
+    def _hop_groups_of(self) -> list[Group]:
+        """A pair of ranks with the links between pipeline ranks r and r + 1 (and from the last to the first).
+
+        Ranks of one unit of a level (a node) may be neighbours in it or not, whatever the stride.
+        """
+        pp, stride = self.config.pp, self.groups["pp"].stride
+        if pp == 1:
+            return []
+        out, cluster = [], self.costs.cluster
+        for r in range(pp):
+            level, below = cluster.shared_level(r * stride, (r + 1) % pp * stride)
+            apart = max(stride, below)
+            fits = level is cluster.levels[-1] or level.size // apart > 1  # such a pair in one unit of the level
+            out.append(Group(2, apart if fits else below))
+        return out
+
+    def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:
+        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank.
+
+        Of a schedule in both directions that of the first: the mirrored pair has the same links in equal nodes.
+        """
+        c = self.config
+        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
+        out: list[Group | None] = []
+        for here, there in itertools.pairwise(homes):
+            up = (here + 1) % c.pp == there  # else down, on the way back of a V
+            out.append(None if here == there else hops[here if up else there])
+        return out
+
+    def _send_s(self, group: Group, which: str) -> list[float]:
+        """Seconds of sending what crosses behind each unit."""
+        if (group, which) not in self._sends:
+            costs, sizes = self.costs, self.workload.cut_bytes
+            self._sends[group, which] = [getattr(costs.collective_s("send_recv", n, group), which) for n in sizes]
+        return self._sends[group, which]
+
+    # -- one plan ---------------------------------------------------------------------------------------------------
+
+    def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
+        """Seconds of one step in one scenario (`low`, `mid`, `high`)."""
+        timeline = self._timeline(chunks, self.chunk_times(chunks, recompute, which), which)
+        table = self._table(which)
+        ends, once, updates = [], [], []
+        for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
+            ends.append(end + self._reductions_s(units, which))
+            once.append(0.0 if self.chained else self._once_s(units, table))
+            updates.append(sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table))
+        return max(ends) + max(once) + max(updates) + self.fixed_s
+
+    def _pass_wait_s(self, units: Sequence[int], table: _Table, phase: str) -> float:
+        """Seconds that the host adds to a pass over a chunk beyond its blocks: what these do not leave it time for."""
+        return max(0.0, self.host_pass_s - table.slack(units, phase)) if self.host_pass_s else 0.0
+
+    def _update_wait_s(self, units: Sequence[int], table: _Table) -> float:
+        """The same of a call of `optimizer.step()`, which follows the last backward at once."""
+        slack = table.slack(units, "backward", "optimizer") if self.host_update_s else 0.0
+        return max(0.0, self.host_update_s - slack)
+
+    def _waits(self, ranges: Sequence[range], units: Sequence[int], mine: Sequence[int]) -> Quantity:
+        """What of the host's belongs to no block, over a step of a rank with the chunks `mine`."""
+        table = self._tables["mid"]
+        passes = sum(self._pass_wait_s(ranges[k], table, phase) for k in mine for phase in ("forward", "backward"))
+        seconds = self.runs * passes + self._update_wait_s(units, table)
+        return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
+
+    def _once_s(self, units: Sequence[int], table: _Table) -> float:
+        """Seconds of what ZeRO 1 and 2 move once per step that a rank's computing does not hide.
+
+        Gathers hide behind the forwards that come before the last chunk's first, reductions behind the backwards after
+        the first chunk's last: with v chunks per rank those of a round of micro-batches in the other v - 1, and one
+        micro-batch of its own. What comes first or last, of one unit, has nothing to hide behind.
+        """
+        c = self.config
+        v, behind = c.virtual_stages, min(c.pp, c.num_micro_batches)
+        window = ((v - 1) * behind + 1) / v
+        exposed = 0.0
+        for moved, computed, hides in self._once(table):
+            sizes = [moved[u] for u in units]
+            hidden = hides * window * sum(computed[u] for u in units)
+            shown = max(sum(sizes) - hidden, max(sizes))
+            exposed += shown + self.contention * (sum(sizes) - shown)
+        return exposed
+
+    def _once(self, table: _Table) -> tuple[tuple[list[float], list[float], float], ...]:
+        gathers = self.hides_once if self.costs.options.overlap_gather else 0.0
+        return (table.gather, table.forward, gathers), (table.reduce, table.backward, self.hides_once)
+
+    def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
+        """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""
+        out, table = [], self._table(which)
+        fixed = getattr(self.free_forward, which) + self.action_s
+        split = self.costs.overhead_s("split_layer_s")
+        for units, again in zip(ranges_of(chunks), recompute, strict=True):
+            how = self.recomputed(units, again)
+            repeated = sum(table.repeated(u, name) for u, name in how.items())
+            if self.config.recompute == "selective":
+                repeated += sum(table.selective[u] for u in units)
+            whole = self._whole(units, how)
+            out.append(
+                ChunkTimes(
+                    sum(table.forward[u] for u in units) + fixed + self._pass_wait_s(units, table, "forward"),
+                    sum(table.backward[u] for u in units)
+                    + repeated
+                    + self.action_s
+                    + self._pass_wait_s(units, table, "backward"),
+                    max(0.0, sum(table.weight[u] for u in units) - sum(table.weight_of_layers[u] for u in whole)),
+                    sum(table.first[u] for u in units) if self.chained else 0.0,
+                    sum(table.last[u] for u in units) if self.chained else 0.0,
+                    split * sum(self.workload.layers[u] for u in units if u not in whole)
+                    + sum(table.waited_split[u] for u in units if u not in whole),
+                )
+            )
+        return out
+
+    def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
+        """The units of which a split backward keeps the layers' together (`Block.whole_backward` of the runtime)."""
+        selective = self.config.recompute == "selective"
+        return units if selective or self.costs.mode is Mode.COMPILED else again
+
+    def layer_blocks(self, unit: int) -> list[BlockCost]:
+        """Costs of the layers of a unit: what recompute applies to."""
+        marked = zip(self.workload.units[unit], self.workload.is_layer[unit], strict=True)
+        return [self.blocks[name] for name, layer in marked if layer]
+
+    def _pinned_again(self) -> dict[int, str]:
+        """What units compute again that a mapping from call to recompute, or one value for all layers, pins.
+
+        What a mapping says of calls that are no layers is not priced. `selective` for all layers is no such pin (it is
+        `saved` of the memory model), nor is `full` (all steps of the ladder).
+        """
+        pinned, w = self.config.recompute, self.workload
+        if isinstance(pinned, tuple) or pinned in ("none", "selective", "full"):
+            return {}
+        out = {}
+        for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
+            layers = [c for c, layer in zip(calls, marked, strict=True) if layer]
+            found = [pinned if isinstance(pinned, str) else pinned.get(c, "none") for c in layers]
+            how = next((name for name in found if name != "none"), "none")
+            known = self.choices_of(u)
+            if how not in known:  # groups that the layer has
+                how = "+".join(g for g in groups_of(how) if g in known)
+            if how:
+                out[u] = how
+        return out
+
+    def choices_of(self, unit: int) -> list[str]:
+        """What a unit may compute again."""
+        if not self.workload.layers[unit]:
+            return []
+        return ["full", "selective", *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
+
+    def _ladder(self, searched: bool, activations: bool) -> Ladder:
+        """Layers in full, or where it is `searched` all choices, by kind of layer; the host among them if it may."""
+        w, memory, table = self.workload, self.memory, self._tables["mid"]
+        freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
+        if not searched and not activations:
+            return Ladder.full_only(w.layers, freed, self.again)
+        left_out = {"selective"} | (set() if activations else {"offload"})
+        options = [
+            [
+                Choice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
+                for how in self.choices_of(u)
+                if how not in left_out and (searched or how in ("full", "offload"))
+            ]
+            for u in range(self.num_units)
+        ]
+        kinds = [
+            tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
+            for unit, marked in zip(w.units, w.is_layer, strict=True)
+        ]
+        return Ladder.of(options, kinds)
+
+    def repeated_s(self, unit: int, how: str) -> float:
+        """What a choice of recompute adds to the backward of a unit."""
+        return self._tables["mid"].repeated(unit, how)
+
+    def recomputed(self, units: Sequence[int], level: int) -> dict[int, str]:
+        """What units of a chunk compute again: `level` steps down the ladder, or what is pinned."""
+        if self.pinned_again:
+            return {u: self.pinned_again[u] for u in units if u in self.pinned_again}
+        return self.ladder.choices(units, level)
+
+    def _timeline(
+        self, chunks: Sequence[int], times: list[ChunkTimes], which: str, *, events: bool = False, sends: bool = True
+    ) -> Timeline:
+        c = self.config
+        table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        cuts = [r.stop - 1 for r in ranges_of(chunks)[:-1]]
+        lag = [
+            self._send_s(group, which)[u] if sends and group is not None else 0.0
+            for u, group in zip(cuts, self._boundaries, strict=True)
+        ]
+        transfer = SCHEDULES[c.schedule].transfer
+        if "pp" in self.costs.options.overlap and c.virtual_stages > 1:
+            transfer = Transfer.OVERLAPPED
+        return simulate(table, times, lag, lag, transfer=transfer, events=events)
+
+    def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
+        """Units of every pipeline rank, over all of its chunks."""
+        ranges = ranges_of(chunks)
+        return [[u for k in mine for u in ranges[k]] for mine in self.chunks_of]
+
+    def _blocks_of(self, units: Sequence[int]) -> list[BlockCost]:
+        return [self.blocks[b] for u in units for b in self.workload.units[u]]
+
+    def _buckets(self, units: Sequence[int]) -> Iterator[tuple[str, float, int]]:
+        """Group, size of a bucket and their number of what a rank reduces after its last backward.
+
+        Megatron's buffer of gradients is one bucket if it is not reduced beside the backward
+        (core/distributed/distributed_data_parallel.py).
+        """
+        for group, sizes in self._reduced.items():
+            size = sum(sizes[u] for u in units)
+            if size:
+                count = 1 if self.costs.mode is Mode.FUSED else math.ceil(size / BUCKET_BYTES)
+                yield group, size / count, count
+
+    def _reductions_s(self, units: Sequence[int], which: str) -> float:
+        """Seconds of that, and of what else a rank reduces once per step."""
+        table = self._table(which)
+        once = sum(table.per_step[u] for u in units) + sum(table.waited_once[u] for u in units)
+        return once + sum(float(getattr(q, which)) for q in self._all_reduces(units))
+
+    def _all_reduces(self, units: Sequence[int]) -> list[Quantity]:
+        """The same by group, with the copies into buffers and back where they were measured."""
+        copy = self.costs.fixed_s("all_reduce_byte_s")
+        out = [
+            (self.costs.collective_s("all_reduce", size, self.groups[group]) + copy * size) * count
+            for group, size, count in self._buckets(units)
+        ]
+        if out:  # the ranks meet for the first time in the step
+            computed = sum(self.forward[u] + self.backward[u] for u in units)
+            out.append(self.costs.wait_s(self.runs * computed))
+        return out
+
+    def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
+        """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
+        low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
+        times = self.chunk_times(chunks, recompute, "mid")
+        breakdown = self._breakdown(chunks, recompute, times, mid)
+        terms = low, high
+        low, high = self._interval_s(low, mid, high, breakdown.get("launch", ZERO).mid / mid)
+        if "offload" in breakdown or self.config.offload:  # which no published step had
+            low, high = min(low, terms[0]), max(high, terms[1])
+        tag = max(q.tag for q in breakdown.values() if q.high)
+        step = Quantity(min(low, mid), mid, max(mid, high), tag)
+        c, w = self.config, self.workload
+        tokens = w.tokens * c.num_micro_batches * c.dp
+        runs = c.num_micro_batches * c.dp
+        peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
+        stages = []
+        ranges = ranges_of(chunks)
+        held = self.memory.stages(ranges, recompute, self.pinned_again)
+        for rank, units in enumerate(self._rank_units(chunks)):
+            mine = self.chunks_of[rank]
+            f = sum(times[k].forward_s for k in mine)
+            b = sum(times[k].backward_s for k in mine)
+            stages.append(
+                StageEstimate(
+                    index=rank,
+                    num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
+                    num_recomputed=sum(
+                        how != "offload" for k in mine for how in self.recomputed(ranges[k], recompute[k]).values()
+                    ),
+                    forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
+                    backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
+                    in_flight=held[rank].in_flight,
+                    memory=held[rank].terms,
+                    fullest=held[rank].moment,
+                    host_memory=held[rank].host,
+                )
+            )
+        return Estimate(
+            step_time_s=step,
+            breakdown=breakdown,
+            stages=tuple(stages),
+            tokens_per_step=tokens,
+            tokens_per_s=tokens / mid,
+            tokens_per_s_per_device=tokens / mid / c.num_devices,
+            mfu=w.model_flops * runs / mid / peak,
+            mfu_causal=(w.model_flops - w.masked_flops) * runs / mid / peak,
+            memory_capacity_bytes=float(self.device.memory_bytes),
+            events=self._timeline(chunks, times, "mid", events=True).events if events else (),
+            host_capacity_bytes=self.costs.cluster.host_memory_bytes,
+        )
+
+    def _interval_s(self, low: float, mid: float, high: float, host_share: float) -> tuple[float, float]:
+        """Between which seconds a step lies. `low`, `high`: all terms at their least and at their most.
+
+        Where published timings hold the device, what such predictions were off for runs that had no part in any fit;
+        else all terms off in one direction, and what the parts do not explain.
+        """
+        known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
+        if known is not None and known.own_launch:
+            experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
+            found = self.costs.constants.step_interval(class_of_step(experts, host_share, known.family))
+            if found is not None:
+                return mid * found[0], mid * found[1]
+        unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
+        return low / (1 + unexplained), high * (1 + unexplained)
+
+    def _breakdown(
+        self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
+    ) -> dict[str, Quantity]:
+        """Where the step goes, on the rank that computes longest. What no other term explains is the bubble."""
+        c, m = self.config, self.runs
+        timeline = self._timeline(chunks, times, "mid", sends=True)
+        unsent = self._timeline(chunks, times, "mid", sends=False)
+        rank_units = self._rank_units(chunks)
+        rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
+        blocks, ranges = self._blocks_of(rank_units[rank]), ranges_of(chunks)
+        mine = self.chunks_of[rank]
+        again = [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
+        out: dict[str, Quantity] = {}
+        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
+        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
+        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
+        for name in ("recompute", "offload"):
+            chosen = [(u, how) for u, how in again if (how == "offload") is (name == "offload")]
+            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * m
+        if c.recompute == "selective":
+            out["recompute"] += total([b.selective for b in blocks]) * m
+        for family in ("tp", "cp", "ep"):
+            out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
+        zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
+        reductions = self._all_reduces(rank_units[rank])
+        once = [b.zero_first + b.zero_last for b in blocks]
+        if not self.chained:
+            exposed = self._once_s(rank_units[rank], self._tables["mid"])
+            once = [
+                Quantity.spread(
+                    exposed, 0.0, max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
+                )
+            ]
+        coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
+        out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
+        out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
+        out["launch"] += total([b.waited_once for b in blocks]) + self._waits(ranges, rank_units[rank], mine)
+        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
+        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
+        hops = zip(cuts, self._boundaries, strict=True)
+        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
+        out["pp_comm"] = Quantity.spread(sent, 0.0, total(sends).tag)
+        out["accumulate"] = total([b.accumulate for b in blocks]) * m
+        latest = max(range(c.pp), key=lambda r: sum(self.optimizer[u] for u in rank_units[r]))
+        updating = self._blocks_of(rank_units[latest])
+        out["optimizer"] = total([b.optimizer for b in updating])
+        out["offload"] += total([b.moved for b in updating])
+        fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
+        whole = self._whole(rank_units[rank], [u for u, _ in again])
+        layers = sum(self.workload.layers[u] for u in rank_units[rank] if u not in whole)
+        fixed += self.costs.overhead_s("split_layer_s") * split * m * layers
+        out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
+        rest = step_s - sum(q.mid for q in out.values())
+        out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))
+        return {k: q for k, q in out.items() if q.mid > 0 or k in ("compute", "bubble")}
+
+
+def _main_dtype(workload: Workload) -> str:
+    """The dtype most parameters have."""
+    counts: dict[str, int] = {}
+    for unit in workload.units:
+        for name in unit:
+            for p in workload.blocks[name].params:
+                counts[p.dtype] = counts.get(p.dtype, 0) + p.num_elements
+    return max(counts, key=lambda d: counts[d]) if counts else "float32"
