@@ -10,7 +10,8 @@ from published_graphs import graph_of
 from published_rows import Kind, Shape
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import GROUPS, MODULES, Mode, ParallelConfig, groups_of, modules_choice, modules_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.recompute import GROUPS, MODULES, groups_of, modules_choice, modules_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
