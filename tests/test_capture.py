@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.capture.export import _capture, capture
 from autoplan.capture.frontend import cache
 from autoplan.capture.frontend.cache import cached, fingerprint
-from autoplan.capture.frontend.export import _capture, capture
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.ir.symbols import Expr

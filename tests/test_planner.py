@@ -15,7 +15,7 @@ from enumeration import SEQ, brute_cut, brute_force, cluster, graph, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.costs import Costs

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.config_file import model_from_config
-from autoplan.capture.frontend.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
