@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import GROUPS, MODULES, Mode, ParallelConfig, groups_of, modules_choice, modules_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.recompute import GROUPS, MODULES, groups_of, modules_choice, modules_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph

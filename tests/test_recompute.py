@@ -35,12 +35,12 @@ from autoplan.api import plan_program
 from autoplan.catalog import load_model
 from autoplan.codegen.check import check_program
 from autoplan.config.parallel import precision_of
+from autoplan.config.recompute import read_recompute
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import PinError
 from autoplan.program.activation_bytes import Activations, peak_bytes_of
-from autoplan.program.pins import read_recompute
 from autoplan.runtime import recompute
 from autoplan.runtime.convert import CollectiveRecord
 from autoplan.runtime.model import ParallelModel

@@ -19,13 +19,13 @@ from rule_harness import (
 )
 from spmd_types import SpmdTypeError
 
-from autoplan.codegen.emit import EMITTERS
 from autoplan.errors import LayoutError, RuleError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.layout import AxisType, I, Layout, P, R, conversion, parse_axis_type, shard
 from autoplan.ir.symbols import Expr
 from autoplan.ops.strategies import Strategy, axis_choices
 from autoplan.ops.table import BUILDERS, PASSES_PARTIAL, flops, rule_for
+from autoplan.ops.text import EMITTERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -46,7 +46,7 @@ def test_an_unknown_op_says_which_line_to_write() -> None:
     with pytest.raises(RuleError, match=re.escape("model.py:12")) as error:
         rule_for(node, values)
     assert "autoplan.ops.table.LINES" in str(error.value) and "'bitshift': '[*a] -> [*a]'" in str(error.value)
-    with pytest.raises(RuleError, match=r"autoplan\.codegen\.emit\.EMITTERS"), ranks(MESHES["2"]) as (_, ctx):
+    with pytest.raises(RuleError, match=r"autoplan\.ops\.text\.EMITTERS"), ranks(MESHES["2"]) as (_, ctx):
         text_of(replace(GROUPS["silu"][0], op="bitshift"), strategies_of(GROUPS["silu"][0], MESHES["2"])[0], ctx)
 
 

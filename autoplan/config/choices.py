@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from autoplan.config.offload import read_offload
-from autoplan.config.parallel import GROUPS, RECOMPUTE, modules_choice, modules_of
+from autoplan.config.recompute import read_recompute
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import SCHEDULES
 
@@ -48,32 +48,6 @@ class Choice:
 def is_count(value: object, least: int = 1) -> bool:
     """True for a whole number of at least `least`; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_choice(value: object) -> str:
-    """A choice of recompute for one block or all: its name, groups in their order. PinError names the legal ones."""
-    if isinstance(value, str) and value in RECOMPUTE:
-        return value
-    if named := modules_of(value):
-        return modules_choice(named)
-    parts = value.split("+") if isinstance(value, str) else value
-    if isinstance(parts, (list, tuple)) and parts and all(isinstance(p, str) for p in parts):
-        unknown = [p for p in parts if p not in GROUPS]
-        if not unknown and len(set(parts)) == len(parts):
-            return "+".join(g for g in GROUPS if g in parts)
-    raise PinError(
-        f"recompute={value!r} is not supported; use {', '.join(RECOMPUTE)}, or some of {', '.join(GROUPS)} joined by + "
-        "(attention+norms), or a mapping block -> one of these; with --mode fused also modules of Megatron's "
-        "(modules:core_attn,mlp)",
-        ("recompute",),
-    )
-
-
-def read_recompute(value: Any) -> str | dict[str, str]:
-    """The pin in one form: a choice for all layers, or one by block."""
-    if isinstance(value, Mapping):
-        return {name: check_choice(v) for name, v in value.items()}
-    return check_choice(value)
 
 
 def _count(name: str) -> Choice:

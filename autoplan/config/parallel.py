@@ -2,61 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 from autoplan.errors import PinError
 from autoplan.units import DTYPE_BYTES
-
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
-RECOMPUTE = ("none", "selective", "full", "offload")
-# What may be on the host: what autograd keeps (as recompute "offload", for all layers), the optimizer's state, or
-# parameters, gradients and that.
-OFFLOADS = ("activations", "optimizer", "parameters")
-# Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
-GROUPS = ("attention", "mlp", "norms")
-
-
-# Modules that Megatron computes again (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-_MODULES_PREFIX = "modules:"
-
-
-def modules_of(how: object) -> tuple[str, ...]:
-    """The modules that a choice of recompute names, in the order of MODULES; none of any other choice.
-
-    PinError for an unknown one.
-    """
-    if not isinstance(how, str) or not how.startswith(_MODULES_PREFIX):
-        return ()
-    given = how.removeprefix(_MODULES_PREFIX).split(",")
-    for name in given:
-        if name not in MODULES:
-            near = difflib.get_close_matches(name, MODULES, 1, 0.0)[0]
-            raise PinError(
-                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; did you mean "
-                f"{near}?",
-                ("recompute",),
-            )
-    return tuple(m for m in MODULES if m in given)
-
-
-def modules_choice(modules: Iterable[str]) -> str:
-    """The choice of recompute that names these modules."""
-    named = set(modules)
-    return _MODULES_PREFIX + ",".join(m for m in MODULES if m in named)
-
-
-def groups_of(how: str) -> tuple[str, ...]:
-    """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
-    if how == "selective":
-        return ("attention",)
-    if how.startswith(_MODULES_PREFIX):
-        return ()
-    return tuple(g for g in GROUPS if g in how.split("+"))
 
 
 class Mode(StrEnum):

@@ -18,10 +18,11 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
-from autoplan.config.choices import check_choice, is_count
+from autoplan.config.choices import is_count
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
-from autoplan.config.parallel import Attention, Degrees, Mode, ParallelConfig, RunOptions, groups_of, modules_of
+from autoplan.config.parallel import Attention, Degrees, Mode, ParallelConfig, RunOptions
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
+from autoplan.config.recompute import check_choice, groups_of, modules_of
 from autoplan.errors import PinError
 from autoplan.program.context_pins import method_obstacle, product_degree
 from autoplan.program.expert_mesh import folds, inner_degree, spreads

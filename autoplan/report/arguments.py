@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from autoplan.config.choices import check_choice
 from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
+from autoplan.config.recompute import check_choice
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
 from autoplan.report.numbers import read_count, read_series

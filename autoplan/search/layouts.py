@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoplan.config.choices import is_count, read_recompute
+from autoplan.config.choices import is_count
 from autoplan.config.context_methods import ContextMethod, read_method
 from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, modules_of, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.recompute import modules_of, read_recompute
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoplan.config.parallel import MASTER_BYTES, Launch, Mode, ParallelConfig, Precision, groups_of, modules_of
+from autoplan.config.parallel import MASTER_BYTES, Launch, Mode, ParallelConfig, Precision
+from autoplan.config.recompute import groups_of, modules_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoplan.config.parallel import Mode, ParallelConfig, Precision, groups_of, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
+from autoplan.config.recompute import groups_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
