@@ -8,7 +8,7 @@
     python -m autoplan.catalog gpt2 qwen3-8b # only these
 
 A shipped graph is `profiles/models/NAME.json.gz`: the graph's text, the hash of that text, and where the published
-dimensions stand. tests/test_catalog.py proves that capture still gives the same.
+dimensions stand. tests/capture/test_catalog.py proves that capture still gives the same.
 """
 
 from __future__ import annotations
