@@ -48,6 +48,9 @@ class Range:
         return value
 
 
+# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
+NETWORKS = RAILS, NETWORK = "rails", "network"
+
 _LEAST = 1e-9  # of what must be above 0
 COUNT = Range(1, 10**6, whole=True)  # of nodes, or of devices in one
 GBIT_S = Range(_LEAST, 1e6, "Gbit/s")
