@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.cost_models.hardware.cluster import NETWORKS, Cluster
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.nodes import NETWORKS
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.price import Estimate, StageEstimate
 from autoplan.cost_models.whole_run import FIGURES, Assumptions, Run

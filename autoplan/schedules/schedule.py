@@ -9,8 +9,8 @@ depends on the schedule reads the record. How long a step takes: `autoplan.cost_
 A chunk is a run of layers on one rank; chunks are counted in model order over the whole pipeline (torch: stage index).
 With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`).
 
-What the papers say of p equal stages and m micro-batches, and the simulation gives (tests/test_schedule.py). F, B and
-W: seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
+What the papers say of p equal stages and m micro-batches, and the simulation gives (test_schedule.py). F, B and W:
+seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
 chunks per rank: of a rank); held: the most micro-batches' worth of a stage's activations on any rank.
 
 | schedule | bubble of a rank | held | source |
