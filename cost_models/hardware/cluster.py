@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.parts import (
     COUNT,
@@ -33,7 +34,6 @@ from autoplan.cost_models.hardware.parts import (
     Level,
     Link,
     Price,
-    Range,
 )
 from autoplan.errors import PinError
 from autoplan.units import GB, GIB, MICRO, TERA
