@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.cache import cached
-from autoplan.capture.frontend.export import capture
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile, user_folder

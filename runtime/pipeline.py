@@ -21,7 +21,7 @@ from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
-# By the names of autoplan.schedules.schedule, whose orders are those of torch (tests/test_schedule.py).
+# By the names of autoplan.schedules.schedule, whose orders are those of torch (tests/schedules/test_schedule.py).
 SCHEDULES: Mapping[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "1F1B": Schedule1F1B,
     "GPipe": ScheduleGPipe,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from autoplan.codegen.emit import Context, block_source, py
+from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.sends import attention_sends, document_sends
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import executed_precision
@@ -18,6 +18,7 @@ from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Va
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
 from autoplan.ops.saved import backward_reads_params
+from autoplan.ops.text import py
 from autoplan.program.expert_mesh import canonical
 from autoplan.program.lower import (
     BlockLowering,

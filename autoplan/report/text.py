@@ -17,7 +17,8 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import option_texts
-from autoplan.cost_models.hardware.cluster import NETWORKS, Cluster
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.nodes import NETWORKS
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.price import Estimate, StageEstimate
 from autoplan.cost_models.whole_run import FIGURES, Assumptions, Run

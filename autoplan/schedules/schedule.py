@@ -9,8 +9,8 @@ A chunk is a run of layers on one rank; chunks are counted in model order over t
 With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`). The orders
 themselves: `autoplan.schedules.orders`.
 
-What the papers say of p equal stages and m micro-batches, and the simulation gives (tests/test_schedule.py). F, B and
-W: seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
+What the papers say of p equal stages and m micro-batches, and the simulation gives (test_schedule.py). F, B and W:
+seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
 chunks per rank: of a rank); held: the most micro-batches' worth of a stage's activations on any rank.
 
 | schedule | bubble of a rank | held | source |
@@ -36,14 +36,15 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from autoplan.errors import AutoplanError, PinError
 from autoplan.schedules import orders
 from autoplan.schedules.orders import Action, ActionKind, B, F, I, W
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class ScheduleError(AutoplanError):
@@ -183,6 +184,8 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
     @cached_property
     def held(self) -> tuple[HeldRow, ...]:
         """Per rank what its actions do to the number of micro-batches it holds."""
+        import numpy as np  # the command line names schedules without it
+
         return tuple(
             HeldRow(
                 np.array([a.chunk for a in row]),

@@ -16,17 +16,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.cluster_file import nodes_of, read_nodes
+from autoplan.cost_models.hardware.nodes import NETWORK, NETWORKS, Nodes
 from autoplan.cost_models.hardware.parts import (
     COUNT,
     GB_S,
     GBIT_S,
     MEMORY_GB,
-    OVERSUBSCRIPTION,
     USD,
     WATTS,
     Device,
@@ -46,8 +48,6 @@ _LOCAL_LAUNCH_S = 5e-6
 # (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies reach about 80 %.
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
-# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
-NETWORKS = RAILS, NETWORK = "rails", "network"
 # Columns of the catalog that an override takes the place of.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "nic": ("scaleout_gbit_s_per_device",),
@@ -82,41 +82,8 @@ OVERRIDE_RANGES: dict[str, Range] = {
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`.
-
-    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer). `given`: which
-    figures are not the catalog's but the user's, by the names of OVERRIDES; they stay when the device is another.
-    """
-
-    num_nodes: int
-    devices_per_node: int
-    device: Device
-    link: Link
-    device_type: str
-    outer: tuple[Level, ...] = ()
-    price: Price | None = None
-    given: tuple[tuple[str, float], ...] = field(default=(), compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for what, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
-            COUNT.check(count, what)
-        if self.device_type not in ("cpu", "cuda"):
-            raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
-        if self.outer and not isinstance(self.link, Level):
-            raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
-        for level in (self.link, *self.outer):
-            if isinstance(level, Level):
-                OVERSUBSCRIPTION.check(level.oversubscription, f"level {level.name}: oversubscription")
-            peer = level.p2p_bytes_per_s if isinstance(level, Level) else None
-            speeds = (level.bytes_per_s, level.bytes_per_s if peer is None else peer)
-            if not (all(0 < s < math.inf for s in speeds) and 0 <= level.latency_s < math.inf):
-                raise PinError(
-                    f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
-                    f"latency of at least 0, got {min(speeds)} bytes/s and {level.latency_s} s"
-                )
+class Cluster(Nodes):
+    """Nodes, with what is computed from their figures: levels, memory of the host, what-ifs."""
 
     @property
     def num_devices(self) -> int:
@@ -297,43 +264,20 @@ class Cluster:
             raise PinError(f"device type {device_type!r} is not supported; use 'cpu' or 'cuda'")
         return Cluster(1, num_processes, device, link, device_type)
 
-    @staticmethod
-    def of_catalog(
-        num_nodes: int,
-        devices_per_node: int,
-        device_id: str,
-        nic_gbit_s: float | None = None,
-        price: Price | None = None,
-    ) -> Cluster:
-        """Nodes of catalog devices. `nic_gbit_s` per device and `price`: None takes those of the catalog row.
+    @classmethod
+    def of_nodes(cls, nodes: Nodes) -> Cluster:
+        """The cluster of these nodes."""
+        return cls(**{f.name: getattr(nodes, f.name) for f in fields(nodes)})
 
-        The catalog's network is the usual one for the device; it belongs to the machine, so check it.
-        """
-        entry = catalog.entry(device_id)
-        outer: list[Level] = [entry.host] if entry.host is not None else []
-        nic = nic_gbit_s if nic_gbit_s is not None else entry.nic_gbit_s
-        if nic is not None:
-            source = "given" if nic_gbit_s is not None else entry.device.source
-            network = Level(catalog.NETWORK_LATENCY_S, nic * GB / 8, source, name=NETWORK, fabric="network")
-            outer.append(network)
-        return Cluster(
-            num_nodes,
-            devices_per_node,
-            entry.device,
-            entry.scaleup,
-            "cuda",
-            tuple(outer),
-            price if price is not None else entry.price,
-        )
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+        return cls.of_nodes(read_nodes(path))
 
-    @staticmethod
-    def of_instances(num_nodes: int, name: str, nic_gbit_s: float | None = None, price: Price | None = None) -> Cluster:
-        """Nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
-        machine = catalog.instance(name)
-        if nic_gbit_s is None and machine.nic_gbit_s_per_node is not None:
-            nic_gbit_s = machine.nic_gbit_s_per_node / machine.num_devices
-        price = machine.price if price is None else price
-        return Cluster.of_catalog(num_nodes, machine.num_devices, machine.device_id, nic_gbit_s, price)
+    @classmethod
+    def of_mapping(cls, data: object, where: str = "cluster") -> Cluster:
+        """The cluster of a mapping with the keys of a YAML file; errors call it `where`."""
+        return cls.of_nodes(nodes_of(data, where))
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
@@ -357,9 +301,7 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
     if (match := re.fullmatch(r"local(?::(\d+))?", text)) is not None:
         return Cluster.local(int(match.group(1)) if match.group(1) else world_size, device_type)
     if text.endswith((".yaml", ".yml")):
-        from autoplan.cost_models.hardware.cluster_file import read_cluster
-
-        return read_cluster(text)
+        return Cluster.read(text)
     if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z].*)", text)) is not None:
         return Cluster.of_catalog(int(match.group(1)), int(match.group(2)), match.group(3))
     if (match := re.fullmatch(r"(\d+)x\s*(\S.*)", text)) is not None:

@@ -42,9 +42,9 @@ from typing import Any
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import parts as hardware
 from autoplan.cost_models.hardware.catalog import DTYPES, PEAK_COLUMNS
-from autoplan.cost_models.hardware.cluster import NETWORK, NETWORKS, RAILS, Cluster
+from autoplan.cost_models.hardware.nccl import FABRICS
+from autoplan.cost_models.hardware.nodes import NETWORK, NETWORKS, RAILS, Nodes
 from autoplan.cost_models.hardware.parts import Device, Level, Price
-from autoplan.cost_models.network.collectives import FABRICS
 from autoplan.errors import PinError
 from autoplan.units import GB, MICRO, TERA
 
@@ -102,14 +102,14 @@ def read_yaml(path: str | Path, where: str) -> Any:
         raise PinError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def read_cluster(path: str | Path) -> Cluster:
-    """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+def read_nodes(path: str | Path) -> Nodes:
+    """The nodes of a YAML file. PinError names the file and the key that is wrong."""
     where = f"cluster file {path}"
-    return cluster_of(read_yaml(path, where), where)
+    return nodes_of(read_yaml(path, where), where)
 
 
-def cluster_of(data: object, where: str = "cluster") -> Cluster:
-    """The cluster of a mapping, as a YAML file holds it."""
+def nodes_of(data: object, where: str) -> Nodes:
+    """The nodes of a mapping, as a YAML file holds it."""
     top = _mapping(data, where, _TOP)
     for key in ("nodes",) if "instance" in top else ("nodes", "devices_per_node", "device"):
         if key not in top:
@@ -126,11 +126,11 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
         for key in ("devices_per_node", "device", "device_type"):
             if key in top:
                 raise PinError(f"{where}: {key} is what the instance {top['instance']!r} says; take out one of both")
-        cluster = Cluster.of_instances(nodes, str(top["instance"]), nic, price)
+        cluster = Nodes.of_instances(nodes, str(top["instance"]), nic, price)
         return _overridden(cluster, top, given, where)
     per_node = int(_number(top, "devices_per_node", where, hardware.COUNT))
     if isinstance(top["device"], str):
-        cluster = Cluster.of_catalog(nodes, per_node, top["device"], nic, price)
+        cluster = Nodes.of_catalog(nodes, per_node, top["device"], nic, price)
         return _overridden(cluster, top, given, where)
     if "device_overrides" in top:
         raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
@@ -142,7 +142,7 @@ def cluster_of(data: object, where: str = "cluster") -> Cluster:
     if networks:
         given["nic"] = networks[0].bytes_per_s * 8 / GB
     kept = tuple(sorted(given.items()))
-    return Cluster(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
+    return Nodes(nodes, per_node, device, levels[0], kind, tuple(levels[1:]), price, kept)
 
 
 def _price(top: Mapping[str, Any], where: str) -> Price | None:
@@ -155,7 +155,7 @@ def _price(top: Mapping[str, Any], where: str) -> Price | None:
     return Price(usd, str(top.get("price_source", where)), str(top.get("price_as_of", "given")))
 
 
-def _overridden(cluster: Cluster, top: Mapping[str, Any], given: Mapping[str, float], where: str) -> Cluster:
+def _overridden(cluster: Nodes, top: Mapping[str, Any], given: Mapping[str, float], where: str) -> Nodes:
     """A cluster of the catalog with what its file says otherwise."""
     if "device_overrides" in top:
         own = top["device_overrides"]
@@ -245,8 +245,8 @@ def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str,
     return out
 
 
-def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluster, dict[str, float]]:
-    """The cluster, and which of its figures the file gives, as `Cluster.given`."""
+def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, dict[str, float]]:
+    """The cluster, and which of its figures the file gives, as `Nodes.given`."""
     figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
     names = [level.name for level in levels if isinstance(level, Level)]
@@ -271,7 +271,7 @@ def _override_levels(cluster: Cluster, data: object, where: str) -> tuple[Cluste
     return replace(cluster, link=levels[0], outer=tuple(outer)), figures
 
 
-def _rails(data: object, network: Level, cluster: Cluster, where: str) -> Level:
+def _rails(data: object, network: Level, cluster: Nodes, where: str) -> Level:
     """The nodes of one rail group: at the speed of the cards, which the network has without overrides, and not
     oversubscribed unless it says so."""
     fields = _level_fields(data, where, (*_LEVEL, "fabric", "source"))
