@@ -18,7 +18,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
-from autoplan.config.choices import is_count
+from autoplan.config.choice import is_count
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
 from autoplan.config.parallel import Attention, Degrees, Mode, ParallelConfig, RunOptions
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle

@@ -34,15 +34,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from autoplan.errors import PinError
 from autoplan.schedules import orders
 from autoplan.schedules.dependencies import VisitOrder, visit_order
 from autoplan.schedules.orders import Action, B, F, I, W
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Transfer(Enum):
@@ -254,6 +255,8 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
     @cached_property
     def held(self) -> tuple[HeldRow, ...]:
         """Per rank what its actions do to the number of micro-batches it holds."""
+        import numpy as np  # the command line names schedules without it
+
         return tuple(
             HeldRow(
                 np.array([a.chunk for a in row]),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoplan.config.choices import is_count
+from autoplan.config.choice import is_count
 from autoplan.config.context_methods import ContextMethod, read_method
 from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autoplan.config.choice import is_count
 from autoplan.config.choices import PINS as KNOWN_PINS
-from autoplan.config.choices import is_count
 from autoplan.config.offload import with_offload
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError

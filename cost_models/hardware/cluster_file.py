@@ -39,11 +39,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import parts as hardware
 from autoplan.cost_models.hardware.catalog import DTYPES, PEAK_COLUMNS
 from autoplan.cost_models.hardware.nccl import FABRICS
 from autoplan.cost_models.hardware.nodes import NETWORK, NETWORKS, RAILS, Nodes
-from autoplan.cost_models.hardware.parts import Device, Level, Price, Range
+from autoplan.cost_models.hardware.parts import Device, Level, Price
 from autoplan.errors import PinError
 from autoplan.units import GB, MICRO, TERA
 
