@@ -21,9 +21,9 @@ from autoplan.cost_models.time.price import Estimate
 from autoplan.plan import Plan, estimate_json
 from autoplan.profiler.run import cached_profile, machine_key, resolve
 from autoplan.report.files import write_text
-from autoplan.report.label import plan_label
 from autoplan.report.timeline import trace
 from autoplan.search.planner import Planned, PlanRequest, search_plan
+from autoplan.sweeps.label import plan_label
 
 TOP = 6
 

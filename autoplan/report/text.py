@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.config import numbers
+from autoplan.config.choices import option_texts
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.quantity import Quantity
@@ -22,11 +24,10 @@ from autoplan.cost_models.time.price import Estimate, StageEstimate
 from autoplan.cost_models.whole_run import FIGURES, Assumptions, Run
 from autoplan.program.legality import not_executed
 from autoplan.program.pins import layer_calls
-from autoplan.report import numbers
-from autoplan.report.arguments import imbalance_of, option_texts
+from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
-from autoplan.report.label import evidence_label, plan_label
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import Point, batch_warning, row, run_of
 
 WIDTH = 110

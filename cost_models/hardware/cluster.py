@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster_file import nodes_of, read_nodes
 from autoplan.cost_models.hardware.fabric_graph import Traffic
@@ -39,7 +40,6 @@ from autoplan.cost_models.hardware.parts import (
     Level,
     Link,
     Price,
-    Range,
 )
 from autoplan.errors import PinError
 from autoplan.units import GB, GIB, MICRO, TERA

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.cost_models.hardware.parts import Range
+from autoplan.config.numbers import Range
 from autoplan.errors import PinError
 
 

@@ -19,9 +19,8 @@ from autoplan.cost_models.work import (
     OpWork,
     ParamWork,
     Workload,
-    backward_follows,
 )
-from autoplan.schedules.schedule import num_copies
+from autoplan.schedules.schedule import backward_follows, num_copies
 from autoplan.units import dtype_bytes
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
@@ -527,7 +526,7 @@ class BlockPricer:
         """True if ZeRO 3 gathers the parameters for the backward, too. By hand, all are."""
         if block.gathered is Gathered.AGAIN or self.costs.mode is Mode.FUSED:
             return True
-        return block.gathered is Gathered.LAST and not backward_follows(self.config.pp, self.config.schedule)
+        return block.gathered is Gathered.LAST and not backward_follows(self.config.schedule, self.config.pp)
 
     def _across_replicas(self, block: BlockWork) -> Quantity:
         """Summing the gradients' shards over their replicas (hybrid ZeRO), in the last backward of the step."""
