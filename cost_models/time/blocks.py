@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.config.parallel import MASTER_BYTES, Launch, Mode, ParallelConfig, Precision
@@ -29,6 +29,7 @@ REPLICAS = {False: "replicas", True: "expert_replicas"}
 # an operation from Python takes. Assumed.
 _LIST_COPY_S = 5e-6
 SELECTIVE = "selective"
+_PHASES = ("forward", "backward")
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
@@ -210,6 +211,46 @@ def _beyond(whole: Quantity, part: Quantity) -> Quantity:
     return Quantity(min(low, mid), mid, max(mid, high), whole.tag)
 
 
+@dataclass(frozen=True)
+class _ZeroTerms:
+    """What ZeRO adds to a block: in every forward and backward, in the first forward and the last backward; what moves
+    once per step, whole; and what hides behind computing the block again."""
+
+    forward: Quantity
+    backward: Quantity
+    first: Quantity
+    last: Quantity
+    gather_once: Quantity
+    reduce_once: Quantity
+    hidden_again: Quantity = ZERO
+
+
+@dataclass(frozen=True)
+class _HostSide:
+    """Seconds of the host for one block, and of the device meanwhile.
+
+    Attributes:
+        needs: of the host in every forward and backward. busy: of the device.
+        once: of the host in the first forward and the last backward of a step beyond that.
+        update: of the host in the update of the block's parameters.
+    """
+
+    launch: Launch
+    needs: Mapping[str, Quantity]
+    busy: Mapping[str, Quantity]
+    once: Mapping[str, Quantity]
+    update: Quantity
+
+    def waited(self, phase: str) -> Quantity:
+        """How long the device waits for the host."""
+        return waited_s(self.needs[phase], self.busy[phase], self.launch)
+
+    def adds(self, phase: str, host: Quantity, device: Quantity = ZERO) -> Quantity:
+        """What the host, and the device, add to a phase that do this beside the rest of it."""
+        after = device + waited_s(self.needs[phase] + host, self.busy[phase] + device, self.launch)
+        return _beyond(after, self.waited(phase))
+
+
 def _narrow(block: BlockWork) -> bool:
     """True if its products take 8 or 4 bits."""
     return any(op.matmul_dtype is not None for op in block.ops)
@@ -247,118 +288,173 @@ class BlockPricer:
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
         """Of one call."""
-        comm: dict[tuple[str, str], Quantity] = {}
-        per_step = ZERO
-        computed = {"forward": times.forward.mid, "backward": times.backward.mid}
-        comms = [c for c in block.comms if c.part is not None or self.groups[c.axis].size > 1]
-        inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in computed}
-        rings: dict[tuple[str, int], Quantity] = {}
-        shown: dict[str, Quantity] = {}
-        for c in comms:
-            size = c.num_bytes * self._sent_share(block, c)
-            seconds = self.costs.collective_s(c.kind, size, self._group(c), c.top_k)
-            if c.per == "step":
-                per_step += seconds
-            elif c.behind_attention:
-                steps = c.phase, c.behind_attention
-                waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
-                rings[steps] = rings.get(steps, ZERO) + seconds + waited
-            elif c.part is not None:
-                waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
-                shown[c.phase] = shown.get(c.phase, ZERO) + seconds + waited
-            else:
-                key = self.families.get(c.axis, "tp"), c.phase
-                waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
-                comm[key] = comm.get(key, ZERO) + seconds + waited
-        for (family, phase), seconds in comm.items():
-            if family not in self.costs.options.overlap:
-                continue
-            if family == "cp":  # every step of the ring behind attention on what the step before brought
-                ring = (self.config.cp - 1) / self.config.cp
-                comm[family, phase] = seconds.less(times.attention.get(phase, ZERO) * ring)
-            else:
-                comm[family, phase] = seconds.less(seconds * self.hidden.get(family, 0.0))
-        for (phase, ranks), seconds in rings.items():  # of c steps of attention c - 1 hide what comes next
-            hidden = times.attention.get(phase, ZERO) * ((ranks - 1) / ranks)
-            shown[phase] = shown.get(phase, ZERO) + seconds.less(hidden)
-        for phase, seconds in shown.items():
-            comm["cp", phase] = comm.get(("cp", phase), ZERO) + seconds
-        gather, reduce, sharded = self._zero(block)
-        across, stage = self._across_replicas(block), self.config.zero_stage
-        hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
-        waits = (
-            {n: self.costs.wait_s(computed["backward"] / n, n) for n in (1, 2)} if reduce.mid else {1: ZERO, 2: ZERO}
-        )
-        waited = self.costs.wait_s(computed["forward"]) if sharded else ZERO
-        hidden_gather = self._beside(gather, times.forward) + waited
-        hidden_reduce = self._beside(reduce, times.backward) + waits[1]
-        hidden_last = self._beside((reduce if stage == 1 else ZERO) + across, times.backward)
-        hidden_last += waits[1] if stage == 1 else ZERO
-        # a stream of its own: traffic hides behind all that a backward does, computing the block again included
-        behind = times.backward + total([q for (_, when), q in comm.items() if when == "backward"])
-        moved = (gather if self._gathers_again(block) else ZERO) + reduce
-        wait = waits[2 if moved.mid > reduce.mid else 1]
-        both = self._beside(moved, behind) + wait
-        beside = self._beside(moved, behind + times.forward) + wait
-        zero = {
-            "forward": (hidden_gather if stage == 3 else ZERO) + hooks["forward"],
-            "backward": (both if stage == 3 else hidden_reduce if stage == 2 else ZERO) + hooks["backward"],
-        }
+        comm, per_step = self._comm(block, times)
+        sent = {phase: total([q for (_, when), q in comm.items() if when == phase]) for phase in _PHASES}
+        zero = self._zero_terms(block, times, sent["backward"])
         accumulate, optimizer = self._accumulate(block), self._optimizer(block)
-        busy = {
-            phase: ops + total([q for (_, when), q in comm.items() if when == phase])
-            for phase, ops in (("forward", times.forward), ("backward", times.backward))
-        }
-        hosts, once, update = self._hosts(block, times)
-        if self.costs.measures_host:  # all that the device does; what is fitted was fitted without
-            busy = {"forward": busy["forward"] + zero["forward"],
-                    "backward": busy["backward"] + zero["backward"] + accumulate}  # fmt: skip
-        launch = self.costs.options.launch
-        launched = {phase: waited_s(hosts[phase], busy[phase], launch) for phase in _PHASES}
-        slack = {phase: slack_s(hosts[phase], busy[phase], launch) for phase in _PHASES}
+        host = self._host_side(block, times, sent, zero, accumulate)
+        again = times.forward + sent["forward"]
 
-        def more(phase: str, host: Quantity, device: Quantity = ZERO) -> Quantity:
-            """What the host, and the device, add to a phase that do this beside the rest of it."""
-            after = device + waited_s(hosts[phase] + host, busy[phase] + device, launch)
-            return _beyond(after, launched[phase])
+        def repeated(name: str, seconds: Quantity) -> Quantity:
+            """What operations that run again add to a backward, which is there beside them."""
+            return host.adds("backward", times.host_again[name], seconds) if times.host_again else seconds
 
-        computed_again = times.forward + total([q for (_, when), q in comm.items() if when == "forward"])
-        if self.costs.measures_host:
-            again = more("backward", times.host_forward, computed_again)
-        else:
-            again = computed_again + launched["forward"]
         return BlockCost(
             forward=times.forward,
             backward=times.backward,
             weight=times.weight,
             comm=comm,
             accumulate=accumulate,
-            selective=more("backward", times.host_again[SELECTIVE], times.selective)
-            if times.host_again
-            else times.selective,
-            zero_forward=zero["forward"],
-            zero_backward=zero["backward"],
-            zero_first=hidden_gather if stage in (1, 2) else ZERO,
-            zero_last=hidden_last if stage else ZERO,
+            selective=repeated(SELECTIVE, times.selective),
+            zero_forward=zero.forward,
+            zero_backward=zero.backward,
+            zero_first=zero.first,
+            zero_last=zero.last,
             per_step=per_step,
-            optimizer=optimizer + waited_s(update, optimizer, launch),
+            optimizer=optimizer + waited_s(host.update, optimizer, host.launch),
             reduced_bytes={} if self.reduces_beside else self._reduced(block),
-            waited=launched,
-            waited_once=total([more(phase, once[phase]) for phase in _PHASES if once[phase].mid]),
-            slack={**slack, "optimizer": slack_s(update, optimizer, launch)},
-            waited_split=more("backward", self.costs.host_fixed_s("split_layer_s")),
-            again=again,
-            hidden_again=_beyond(both, beside) if stage == 3 else ZERO,
-            gather=gather if stage in (1, 2) else ZERO,
-            reduce=(reduce if stage == 1 else ZERO) + across + self._all_reduces(block),
-            groups={
-                group: more("backward", times.host_again[group], seconds) if times.host_again else seconds
-                for group, seconds in self._groups(times, comm).items()
-            },
-            modules=self._modules(block, times, busy["backward"], hosts["backward"]),
+            waited={phase: host.waited(phase) for phase in _PHASES},
+            waited_once=total([host.adds(phase, host.once[phase]) for phase in _PHASES if host.once[phase].mid]),
+            slack={phase: slack_s(host.needs[phase], host.busy[phase], host.launch) for phase in _PHASES}
+            | {"optimizer": slack_s(host.update, optimizer, host.launch)},
+            waited_split=host.adds("backward", self.costs.host_fixed_s("split_layer_s")),
+            again=host.adds("backward", times.host_forward, again)
+            if self.costs.measures_host
+            else again + host.waited("forward"),
+            hidden_again=zero.hidden_again,
+            gather=zero.gather_once,
+            reduce=zero.reduce_once + self._all_reduces(block),
+            groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},
+            modules=self._modules(block, times, host),
             offload=self._offload(block),
             moved=self._moved(block),
         )
+
+    # -- collectives inside the block --------------------------------------------------------------------------------
+
+    def _comm(self, block: BlockWork, times: OpTimes) -> tuple[dict[tuple[str, str], Quantity], Quantity]:
+        """Collectives inside the block by (family, phase), as far as nothing hides them; and those once per step."""
+        computed = {"forward": times.forward.mid, "backward": times.backward.mid}
+        comms = [c for c in block.comms if self._is_sent(c)]
+        inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in _PHASES}
+        plain: dict[tuple[str, str], Quantity] = {}
+        parts: dict[tuple[str, str], Quantity] = {}  # among some of the ranks of cp
+        rings: dict[tuple[str, int], Quantity] = {}  # by phase and steps of attention that they run beside
+        per_step = ZERO
+        for c in comms:
+            seconds = self._sent_s(block, c)
+            if c.per == "step":
+                per_step += seconds
+                continue
+            waited = self.costs.wait_s(computed[c.phase] / inside[c.phase])
+            if c.behind_attention:
+                ring = c.phase, c.behind_attention
+                rings[ring] = rings.get(ring, ZERO) + seconds + waited
+            else:
+                table, family = (plain, self.families.get(c.axis, "tp")) if c.part is None else (parts, "cp")
+                table[family, c.phase] = table.get((family, c.phase), ZERO) + seconds + waited
+        out = {key: self._exposed(*key, seconds, times) for key, seconds in plain.items()}
+        for (phase, ranks), seconds in rings.items():  # of c steps of attention c - 1 hide what comes next
+            hidden = times.attention.get(phase, ZERO) * ((ranks - 1) / ranks)
+            parts["cp", phase] = parts.get(("cp", phase), ZERO) + seconds.less(hidden)
+        for key, seconds in parts.items():
+            out[key] = out.get(key, ZERO) + seconds
+        return out, per_step
+
+    def _is_sent(self, c: CommWork) -> bool:
+        """True if there is more than one rank to send to."""
+        return c.part is not None or self.groups[c.axis].size > 1
+
+    def _sent_s(self, block: BlockWork, c: CommWork) -> Quantity:
+        """Seconds of a collective by itself."""
+        return self.costs.collective_s(c.kind, c.num_bytes * self._sent_share(block, c), self._group(c), c.top_k)
+
+    def _exposed(self, family: str, phase: str, seconds: Quantity, times: OpTimes) -> Quantity:
+        """What of a family's collectives in a phase computing does not hide."""
+        if family not in self.costs.options.overlap:
+            return seconds
+        if family == "cp":  # every step of the ring behind attention on what the step before brought
+            ring = (self.config.cp - 1) / self.config.cp
+            return seconds.less(times.attention.get(phase, ZERO) * ring)
+        return seconds.less(seconds * self.hidden.get(family, 0.0))
+
+    # -- ZeRO ---------------------------------------------------------------------------------------------------------
+
+    def _zero_terms(self, block: BlockWork, times: OpTimes, sent: Quantity) -> _ZeroTerms:
+        """What ZeRO adds to a block. `sent`: collectives of its backward, beside which ZeRO's may run too."""
+        stage = self.config.zero_stage
+        gather, reduce, sharded = self._zero(block)
+        across = self._across_replicas(block)
+        hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
+        waited = self.costs.wait_s(times.forward.mid) if sharded else ZERO
+        gathering = self._beside(gather, times.forward) + waited
+        one, two = ((self.costs.wait_s(times.backward.mid / n, n) if reduce.mid else ZERO) for n in (1, 2))
+        gather_once = gather if stage in (1, 2) else ZERO
+        reduce_once = (reduce if stage == 1 else ZERO) + across
+        last = self._beside(reduce_once, times.backward) + (one if stage == 1 else ZERO)
+        if stage < 3:
+            reducing = self._beside(reduce, times.backward) + one if stage == 2 else ZERO
+            first = gathering if stage else ZERO
+            return _ZeroTerms(
+                hooks["forward"], reducing + hooks["backward"], first, last if stage else ZERO, gather_once, reduce_once
+            )
+        # a stream of its own: traffic hides behind all that a backward does, computing the block again included
+        behind = times.backward + sent
+        moved = (gather if self._gathers_again(block) else ZERO) + reduce
+        wait = two if moved.mid > reduce.mid else one
+        both = self._beside(moved, behind) + wait
+        beside = self._beside(moved, behind + times.forward) + wait
+        hidden = _beyond(both, beside)
+        return _ZeroTerms(
+            gathering + hooks["forward"], both + hooks["backward"], ZERO, last, gather_once, reduce_once, hidden
+        )
+
+    # -- the host -----------------------------------------------------------------------------------------------------
+
+    def _host_side(
+        self,
+        block: BlockWork,
+        times: OpTimes,
+        sent: Mapping[str, Quantity],
+        zero: _ZeroTerms,
+        accumulate: Quantity,
+    ) -> _HostSide:
+        """What the host does for the block. `sent`: its collectives by phase."""
+        busy = {"forward": times.forward + sent["forward"], "backward": times.backward + sent["backward"]}
+        if self.costs.measures_host:  # all that the device does; what is fitted was fitted without
+            busy["forward"] += zero.forward
+            busy["backward"] = busy["backward"] + zero.backward + accumulate
+        needs = {"forward": times.host_forward, "backward": times.host_backward}
+        once = dict.fromkeys(_PHASES, ZERO)
+        launch = self.costs.options.launch
+        if not self.costs.measures_host or launch is Launch.FULL_GRAPHS:
+            return _HostSide(launch, needs, busy, once, ZERO)
+        for every, phase, seconds in self._host_terms(block):
+            (needs if every else once)[phase] += seconds
+        trained = (p for p in block.params if p.trainable)
+        update = [self.costs.host_fixed_s(self._tensor_name(p)) for p in trained]
+        return _HostSide(launch, needs, busy, once, total(update))
+
+    def _host_terms(self, block: BlockWork) -> Iterator[tuple[bool, str, Quantity]]:
+        """What the runtime adds to operations where a profile measured it: whether in every micro-batch (else once per
+        step), in which phase, seconds of the host."""
+        stage = self.config.zero_stage
+        for _, _, mine in self._sharded(block):
+            for phase in _PHASES:
+                yield True, phase, self.costs.host_fixed_s(f"zero_block_{phase}_s")
+            gather = self.costs.zero_host_s("gather", len(mine), self._gathered_bytes(mine))
+            yield stage == 3, "forward", gather
+            if stage == 3 and self._gathers_again(block):
+                yield True, "backward", gather
+            trained = [p for p in mine if p.trainable]
+            if trained:
+                reduce = self.costs.zero_host_s("reduce", len(trained), self._reduced_bytes(trained))
+                yield stage >= 2, "backward", reduce
+        m = self.config.num_micro_batches // num_copies(self.config.schedule)
+        for p in block.params if m > 1 else ():
+            if p.trainable:
+                work = self.costs.accumulate_work(p.num_elements, self._grad_dtype(p.dtype))
+                yield True, "backward", host_op_s(work, "forward", self.costs) * ((m - 1) / m)
 
     def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
         """What traffic beside computing costs: what the computing does not hide, and a share of what it does."""
@@ -384,58 +480,22 @@ class BlockPricer:
         gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
         return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
 
-    def _hosts(self, block: BlockWork, times: OpTimes) -> tuple[dict[str, Quantity], dict[str, Quantity], Quantity]:
-        """Seconds of the host in every forward and backward, in the first and last of a step beyond that, and in the
-        update. What the runtime adds to operations is there where a profile measured it."""
-        every = {"forward": times.host_forward, "backward": times.host_backward}
-        once = dict.fromkeys(_PHASES, ZERO)
-        stage, m = self.config.zero_stage, self.config.num_micro_batches // num_copies(self.config.schedule)
-        if not self.costs.measures_host or self.costs.options.launch is Launch.FULL_GRAPHS:
-            return every, once, ZERO
-        for expert in REPLICAS:
-            mine = [p for p in block.params if p.expert is expert]
-            if self._share(expert) == 1 or not mine:
-                continue
-            for phase in _PHASES:
-                every[phase] += self.costs.host_fixed_s(f"zero_block_{phase}_s")
-            size = float(sum(p.num_elements * dtype_bytes(p.dtype) for p in mine))
-            gather = self.costs.zero_host_s("gather", len(mine), size)
-            trained = [p for p in mine if p.trainable]
-            grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in trained)
-            reduce = self.costs.zero_host_s("reduce", len(trained), grads) if trained else ZERO
-            if stage == 3:
-                every["forward"] += gather
-                every["backward"] += gather if self._gathers_again(block) else ZERO
-            else:
-                once["forward"] += gather
-            (every if stage >= 2 else once)["backward"] += reduce
-        trained = [p for p in block.params if p.trainable]
-        for p in trained if m > 1 else ():
-            work = self.costs.accumulate_work(p.num_elements, self._grad_dtype(p.dtype))
-            every["backward"] += host_op_s(work, "forward", self.costs) * ((m - 1) / m)
-        update = [self.costs.host_fixed_s(self._tensor_name(p)) for p in trained]
-        return every, once, total(update)
-
     def _tensor_name(self, p: ParamWork) -> str:
         """The constant of a parameter in the optimizer."""
         return "zero_optimizer_tensor_s" if self._share(p.expert) > 1 else "optimizer_tensor_s"
 
-    def _modules(self, block: BlockWork, times: OpTimes, busy: Quantity, host: Quantity) -> Quantity:
+    def _modules(self, block: BlockWork, times: OpTimes, host: _HostSide) -> Quantity:
         """What they compute and send again, and what starting that adds to waiting for the host in the backward."""
         if block.modules is None:
             return ZERO
         sent = [ZERO]
         for c in block.modules.comms:
-            if c.part is not None or self.groups[c.axis].size > 1:
-                size = c.num_bytes * self._sent_share(block, c)
-                seconds = self.costs.collective_s(c.kind, size, self._group(c), c.top_k)
+            if self._is_sent(c):
+                seconds = self._sent_s(block, c)
                 family = self.families.get(c.axis, "tp")
                 hidden = self.hidden.get(family, 0.0) if family in self.costs.options.overlap else 0.0
                 sent.append(seconds.less(seconds * hidden))
-        device = times.modules + total(sent)
-        launch = self.costs.options.launch
-        waited = waited_s(host + times.host_modules, busy + device, launch)
-        return _beyond(device + waited, waited_s(host, busy, launch))
+        return host.adds("backward", times.host_modules, times.modules + total(sent))
 
     def _offload(self, block: BlockWork) -> Quantity:
         """To the host in the forward and back in the backward, at its link; nothing hides behind computing."""
@@ -484,24 +544,37 @@ class BlockPricer:
         """Ranks that ZeRO shards a parameter over; 1: it does not."""
         return self.groups[REPLICAS[expert]].size if self.config.zero_stage else 1
 
+    def _sharded(self, block: BlockWork) -> Iterator[tuple[str, int, list[ParamWork]]]:
+        """The parameters that ZeRO shards by who holds a copy: the name of that group, its ranks, the parameters."""
+        for expert, name in REPLICAS.items():
+            mine = [p for p in block.params if p.expert is expert]
+            ranks = self._share(expert)
+            if ranks > 1 and mine:
+                yield name, ranks, mine
+
+    @staticmethod
+    def _gathered_bytes(params: Sequence[ParamWork]) -> float:
+        return float(sum(p.num_elements * dtype_bytes(p.dtype) for p in params))
+
+    def _reduced_bytes(self, params: Sequence[ParamWork]) -> float:
+        """Of the gradients of trained parameters."""
+        return sum(p.num_elements * self._grad_bytes(p.dtype) for p in params)
+
     def _zero(self, block: BlockWork) -> tuple[Quantity, Quantity, bool]:
         """Gathering the block's parameters over their replicas, reducing and scattering their gradients, and whether
         there is anything to gather."""
         gather, reduce = [], []
-        for expert, name in REPLICAS.items():
-            mine = [p for p in block.params if p.expert is expert]
-            ranks = self._share(expert)
-            if ranks == 1 or not mine:
-                continue
-            size = float(sum(p.num_elements * dtype_bytes(p.dtype) for p in mine))
+        for name, ranks, mine in self._sharded(block):
+            size = self._gathered_bytes(mine)
             if self.costs.options.narrow_gather and _narrow(block):
                 size /= 2
-            grads = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine if p.trainable)
+            trained = [p for p in mine if p.trainable]
+            grads = self._reduced_bytes(trained)
             gather.append(self._moved_s("all_gather", size, mine, name))
             gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))
             if grads:
-                reduce.append(self._moved_s("reduce_scatter", grads, [p for p in mine if p.trainable], name))
-                reduce.append(self.costs.zero_copy_s("reduce", grads, sum(p.trainable for p in mine), ranks))
+                reduce.append(self._moved_s("reduce_scatter", grads, trained, name))
+                reduce.append(self.costs.zero_copy_s("reduce", grads, len(trained), ranks))
             # shards come from the host in the stream that gathers, and go there in the one that reduces
             # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
             there = [p for p in mine if self._by_policy(p)]
@@ -577,6 +650,3 @@ class BlockPricer:
             if p.trainable:
                 out.append(self.costs.fixed_s(self._tensor_name(p)))
         return total(out)
-
-
-_PHASES = ("forward", "backward")
