@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoplan.config.parallel import MASTER_BYTES, Launch, Mode, ParallelConfig, Precision
+from autoplan.config.parallel import Launch, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import groups_of, modules_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
-from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
+from autoplan.cost_models.profile import PHASES
+from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
+from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
     Again,
     BlockWork,
     CommWork,
-    Gathered,
     OpWork,
-    ParamWork,
     Workload,
 )
-from autoplan.schedules.schedule import backward_follows, num_copies
-from autoplan.units import dtype_bytes
+from autoplan.schedules.schedule import num_copies
 
-# Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
-REPLICAS = {False: "replicas", True: "expert_replicas"}
-# Seconds to start one of the copies that a collective of a list of tensors makes, one per rank, from C++: half of what
-# an operation from Python takes. Assumed.
-_LIST_COPY_S = 5e-6
 SELECTIVE = "selective"
-_PHASES = ("forward", "backward")
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
@@ -190,7 +183,7 @@ class BlockCost:
     @property
     def again_s(self) -> Quantity:
         """Its forward once more, parameters at hand, less what it hides."""
-        return _beyond(self.again, self.hidden_again)
+        return self.again.beyond(self.hidden_again)
 
     def repeated(self, how: str) -> Quantity:
         """What a choice of recompute adds to a backward."""
@@ -203,26 +196,6 @@ class BlockCost:
         if modules_of(how):
             return self.modules
         return total([self.groups[g] for g in groups_of(how) if g in self.groups])
-
-
-def _beyond(whole: Quantity, part: Quantity) -> Quantity:
-    """What is left of `whole` without `part`, each in its own scenario, never below 0."""
-    low, mid, high = (max(0.0, getattr(whole, w) - getattr(part, w)) for w in ("low", "mid", "high"))
-    return Quantity(min(low, mid), mid, max(mid, high), whole.tag)
-
-
-@dataclass(frozen=True)
-class _ZeroTerms:
-    """What ZeRO adds to a block: in every forward and backward, in the first forward and the last backward; what moves
-    once per step, whole; and what hides behind computing the block again."""
-
-    forward: Quantity
-    backward: Quantity
-    first: Quantity
-    last: Quantity
-    gather_once: Quantity
-    reduce_once: Quantity
-    hidden_again: Quantity = ZERO
 
 
 @dataclass(frozen=True)
@@ -248,12 +221,7 @@ class _HostSide:
     def adds(self, phase: str, host: Quantity, device: Quantity = ZERO) -> Quantity:
         """What the host, and the device, add to a phase that do this beside the rest of it."""
         after = device + waited_s(self.needs[phase] + host, self.busy[phase] + device, self.launch)
-        return _beyond(after, self.waited(phase))
-
-
-def _narrow(block: BlockWork) -> bool:
-    """True if its products take 8 or 4 bits."""
-    return any(op.matmul_dtype is not None for op in block.ops)
+        return after.beyond(self.waited(phase))
 
 
 class BlockPricer:
@@ -273,25 +241,15 @@ class BlockPricer:
         self.activations = activations or "offload" in how
         self.groups = mesh_groups(config, workload.axes)
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
-        given, c = costs.overlap_fraction(), costs.constants
-        self.hides = c.overlap if given is None else given
-        self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
-        if self.by_tensor:
-            self.hides = 0.0
-        self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
-        self.hidden = {"tp": c.tp_hidden, "ep": c.ep_hidden}
-        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs where there are streams.
-        # What others ran op by op is priced as reduced after the backward.
-        emitted = costs.mode is Mode.FUSED or costs.profile is not None
-        beside = emitted and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
-        self.reduces_beside = beside and config.zero_stage == 0
+        self.hidden = {"tp": costs.constants.tp_hidden, "ep": costs.constants.ep_hidden}
+        self.states = StatePricer(config, costs, precision, self.groups)
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
         """Of one call."""
         comm, per_step = self._comm(block, times)
-        sent = {phase: total([q for (_, when), q in comm.items() if when == phase]) for phase in _PHASES}
-        zero = self._zero_terms(block, times, sent["backward"])
-        accumulate, optimizer = self._accumulate(block), self._optimizer(block)
+        sent = {phase: total([q for (_, when), q in comm.items() if when == phase]) for phase in PHASES}
+        zero = self.states.terms(block, times.forward, times.backward, sent["backward"])
+        accumulate, optimizer = self.states.accumulate(block), self.states.optimizer(block)
         host = self._host_side(block, times, sent, zero, accumulate)
         again = times.forward + sent["forward"]
 
@@ -312,10 +270,10 @@ class BlockPricer:
             zero_last=zero.last,
             per_step=per_step,
             optimizer=optimizer + waited_s(host.update, optimizer, host.launch),
-            reduced_bytes={} if self.reduces_beside else self._reduced(block),
-            waited={phase: host.waited(phase) for phase in _PHASES},
-            waited_once=total([host.adds(phase, host.once[phase]) for phase in _PHASES if host.once[phase].mid]),
-            slack={phase: slack_s(host.needs[phase], host.busy[phase], host.launch) for phase in _PHASES}
+            reduced_bytes={} if self.states.reduces_beside else self.states.reduced(block),
+            waited={phase: host.waited(phase) for phase in PHASES},
+            waited_once=total([host.adds(phase, host.once[phase]) for phase in PHASES if host.once[phase].mid]),
+            slack={phase: slack_s(host.needs[phase], host.busy[phase], host.launch) for phase in PHASES}
             | {"optimizer": slack_s(host.update, optimizer, host.launch)},
             waited_split=host.adds("backward", self.costs.host_fixed_s("split_layer_s")),
             again=host.adds("backward", times.host_forward, again)
@@ -323,11 +281,11 @@ class BlockPricer:
             else again + host.waited("forward"),
             hidden_again=zero.hidden_again,
             gather=zero.gather_once,
-            reduce=zero.reduce_once + self._all_reduces(block),
+            reduce=zero.reduce_once + self.states.all_reduces(block),
             groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},
             modules=self._modules(block, times, host),
             offload=self._offload(block),
-            moved=self._moved(block),
+            moved=self.states.moved(block),
         )
 
     # -- collectives inside the block --------------------------------------------------------------------------------
@@ -336,7 +294,7 @@ class BlockPricer:
         """Collectives inside the block by (family, phase), as far as nothing hides them; and those once per step."""
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
         comms = [c for c in block.comms if self._is_sent(c)]
-        inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in _PHASES}
+        inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in PHASES}
         plain: dict[tuple[str, str], Quantity] = {}
         parts: dict[tuple[str, str], Quantity] = {}  # among some of the ranks of cp
         rings: dict[tuple[str, int], Quantity] = {}  # by phase and steps of attention that they run beside
@@ -380,43 +338,12 @@ class BlockPricer:
 
     # -- ZeRO ---------------------------------------------------------------------------------------------------------
 
-    def _zero_terms(self, block: BlockWork, times: OpTimes, sent: Quantity) -> _ZeroTerms:
-        """What ZeRO adds to a block. `sent`: collectives of its backward, beside which ZeRO's may run too."""
-        stage = self.config.zero_stage
-        gather, reduce, sharded = self._zero(block)
-        across = self._across_replicas(block)
-        hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in _PHASES}
-        waited = self.costs.wait_s(times.forward.mid) if sharded else ZERO
-        gathering = self._beside(gather, times.forward) + waited
-        one, two = ((self.costs.wait_s(times.backward.mid / n, n) if reduce.mid else ZERO) for n in (1, 2))
-        gather_once = gather if stage in (1, 2) else ZERO
-        reduce_once = (reduce if stage == 1 else ZERO) + across
-        last = self._beside(reduce_once, times.backward) + (one if stage == 1 else ZERO)
-        if stage < 3:
-            reducing = self._beside(reduce, times.backward) + one if stage == 2 else ZERO
-            first = gathering if stage else ZERO
-            return _ZeroTerms(
-                hooks["forward"], reducing + hooks["backward"], first, last if stage else ZERO, gather_once, reduce_once
-            )
-        # a stream of its own: traffic hides behind all that a backward does, computing the block again included
-        behind = times.backward + sent
-        moved = (gather if self._gathers_again(block) else ZERO) + reduce
-        wait = two if moved.mid > reduce.mid else one
-        both = self._beside(moved, behind) + wait
-        beside = self._beside(moved, behind + times.forward) + wait
-        hidden = _beyond(both, beside)
-        return _ZeroTerms(
-            gathering + hooks["forward"], both + hooks["backward"], ZERO, last, gather_once, reduce_once, hidden
-        )
-
-    # -- the host -----------------------------------------------------------------------------------------------------
-
     def _host_side(
         self,
         block: BlockWork,
         times: OpTimes,
         sent: Mapping[str, Quantity],
-        zero: _ZeroTerms,
+        zero: ZeroTerms,
         accumulate: Quantity,
     ) -> _HostSide:
         """What the host does for the block. `sent`: its collectives by phase."""
@@ -425,41 +352,36 @@ class BlockPricer:
             busy["forward"] += zero.forward
             busy["backward"] = busy["backward"] + zero.backward + accumulate
         needs = {"forward": times.host_forward, "backward": times.host_backward}
-        once = dict.fromkeys(_PHASES, ZERO)
+        once = dict.fromkeys(PHASES, ZERO)
         launch = self.costs.options.launch
         if not self.costs.measures_host or launch is Launch.FULL_GRAPHS:
             return _HostSide(launch, needs, busy, once, ZERO)
         for every, phase, seconds in self._host_terms(block):
             (needs if every else once)[phase] += seconds
         trained = (p for p in block.params if p.trainable)
-        update = [self.costs.host_fixed_s(self._tensor_name(p)) for p in trained]
+        update = [self.costs.host_fixed_s(self.states.tensor_name(p)) for p in trained]
         return _HostSide(launch, needs, busy, once, total(update))
 
     def _host_terms(self, block: BlockWork) -> Iterator[tuple[bool, str, Quantity]]:
         """What the runtime adds to operations where a profile measured it: whether in every micro-batch (else once per
         step), in which phase, seconds of the host."""
         stage = self.config.zero_stage
-        for _, _, mine in self._sharded(block):
-            for phase in _PHASES:
+        for _, _, mine in self.states.sharded(block):
+            for phase in PHASES:
                 yield True, phase, self.costs.host_fixed_s(f"zero_block_{phase}_s")
-            gather = self.costs.zero_host_s("gather", len(mine), self._gathered_bytes(mine))
+            gather = self.costs.zero_host_s("gather", len(mine), self.states.gathered_bytes(mine))
             yield stage == 3, "forward", gather
-            if stage == 3 and self._gathers_again(block):
+            if stage == 3 and self.states.gathers_again(block):
                 yield True, "backward", gather
             trained = [p for p in mine if p.trainable]
             if trained:
-                reduce = self.costs.zero_host_s("reduce", len(trained), self._reduced_bytes(trained))
+                reduce = self.costs.zero_host_s("reduce", len(trained), self.states.reduced_bytes(trained))
                 yield stage >= 2, "backward", reduce
         m = self.config.num_micro_batches // num_copies(self.config.schedule)
         for p in block.params if m > 1 else ():
             if p.trainable:
-                work = self.costs.accumulate_work(p.num_elements, self._grad_dtype(p.dtype))
+                work = self.costs.accumulate_work(p.num_elements, self.states.grad_dtype(p.dtype))
                 yield True, "backward", host_op_s(work, "forward", self.costs) * ((m - 1) / m)
-
-    def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
-        """What traffic beside computing costs: what the computing does not hide, and a share of what it does."""
-        exposed = moved.less(computed * self.hides)
-        return exposed + _beyond(moved, exposed) * self.contention
 
     def _group(self, c: CommWork) -> Group:
         """The ranks of a collective; of a message, those two neighbours of the ring that are farthest apart."""
@@ -480,10 +402,6 @@ class BlockPricer:
         gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
         return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
 
-    def _tensor_name(self, p: ParamWork) -> str:
-        """The constant of a parameter in the optimizer."""
-        return "zero_optimizer_tensor_s" if self._share(p.expert) > 1 else "optimizer_tensor_s"
-
     def _modules(self, block: BlockWork, times: OpTimes, host: _HostSide) -> Quantity:
         """What they compute and send again, and what starting that adds to waiting for the host in the backward."""
         if block.modules is None:
@@ -501,152 +419,8 @@ class BlockPricer:
         """To the host in the forward and back in the backward, at its link; nothing hides behind computing."""
         return self.costs.host_copy_s(2 * block.offloaded_bytes) if self.activations else ZERO
 
-    def _by_policy(self, p: ParamWork) -> bool:
-        """True if `fully_shard` has the parameter and its gradient on the host."""
-        return "parameters" in self.config.offload and self._share(p.expert) > 1
-
-    def _shown_bytes(self, p: ParamWork) -> float:
-        """Per element of what the optimizer is given: a float32 master, or the parameter."""
-        master = self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
-        return MASTER_BYTES if master else dtype_bytes(p.dtype)
-
-    def _moved(self, block: BlockWork) -> Quantity:
-        """Shards of gradients to the host and of parameters back, once per step, beside nothing (runtime.offload).
-
-        A master without shards is copied in 16 bits: it is rounded on the host.
-        """
-        if not self.config.offload:
-            return ZERO
-        size = 0.0
-        for p in block.params:
-            if p.trainable and not self._by_policy(p):
-                share, shown = self._share(p.expert), self._shown_bytes(p)
-                back = shown if share > 1 else dtype_bytes(p.dtype)
-                size += p.num_elements / share * (shown + back)
-        return self.costs.host_copy_s(size)
-
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""
         if comm.kind != "all_gather" or self.families.get(comm.axis) != "tp" or self.costs.mode is not Mode.FUSED:
             return 1.0
-        return 0.5 if _narrow(block) else 1.0
-
-    def _grad_bytes(self, dtype: str) -> float:
-        return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
-
-    def _grad_dtype(self, dtype: str) -> str:
-        return dtype if self._grad_bytes(dtype) == dtype_bytes(dtype) else "float32"
-
-    def _state_bytes(self, dtype: str) -> float:
-        return 2.0 * dtype_bytes(dtype) if self.precision.state_bytes is None else self.precision.state_bytes
-
-    def _share(self, expert: bool) -> int:
-        """Ranks that ZeRO shards a parameter over; 1: it does not."""
-        return self.groups[REPLICAS[expert]].size if self.config.zero_stage else 1
-
-    def _sharded(self, block: BlockWork) -> Iterator[tuple[str, int, list[ParamWork]]]:
-        """The parameters that ZeRO shards by who holds a copy: the name of that group, its ranks, the parameters."""
-        for expert, name in REPLICAS.items():
-            mine = [p for p in block.params if p.expert is expert]
-            ranks = self._share(expert)
-            if ranks > 1 and mine:
-                yield name, ranks, mine
-
-    @staticmethod
-    def _gathered_bytes(params: Sequence[ParamWork]) -> float:
-        return float(sum(p.num_elements * dtype_bytes(p.dtype) for p in params))
-
-    def _reduced_bytes(self, params: Sequence[ParamWork]) -> float:
-        """Of the gradients of trained parameters."""
-        return sum(p.num_elements * self._grad_bytes(p.dtype) for p in params)
-
-    def _zero(self, block: BlockWork) -> tuple[Quantity, Quantity, bool]:
-        """Gathering the block's parameters over their replicas, reducing and scattering their gradients, and whether
-        there is anything to gather."""
-        gather, reduce = [], []
-        for name, ranks, mine in self._sharded(block):
-            size = self._gathered_bytes(mine)
-            if self.costs.options.narrow_gather and _narrow(block):
-                size /= 2
-            trained = [p for p in mine if p.trainable]
-            grads = self._reduced_bytes(trained)
-            gather.append(self._moved_s("all_gather", size, mine, name))
-            gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))
-            if grads:
-                reduce.append(self._moved_s("reduce_scatter", grads, trained, name))
-                reduce.append(self.costs.zero_copy_s("reduce", grads, len(trained), ranks))
-            # shards come from the host in the stream that gathers, and go there in the one that reduces
-            # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
-            there = [p for p in mine if self._by_policy(p)]
-            if there:
-                shard = sum(p.num_elements * self._shown_bytes(p) for p in there) / ranks
-                gather.append(self.costs.host_copy_s(shard))
-                back = sum(p.num_elements * self._shown_bytes(p) for p in there if p.trainable) / ranks
-                reduce.append(self.costs.host_copy_s(back))
-        return total(gather), total(reduce), bool(gather)
-
-    def _moved_s(self, kind: str, size: float, params: Sequence[ParamWork], name: str) -> Quantity:
-        """One collective of `size` bytes for all of a block's parameters, or one for each, with the copies between the
-        collective's buffer and a tensor per rank."""
-        group = self.groups[name]
-        if not self.by_tensor:
-            return self.costs.collective_s(kind, size, group)
-        whole = sum(p.num_elements for p in params)
-        copies = Quantity.spread(group.size * _LIST_COPY_S, 0.5, Tag.ASSUMED)
-        return total([self.costs.collective_s(kind, size * p.num_elements / whole, group) + copies for p in params])
-
-    def _gathers_again(self, block: BlockWork) -> bool:
-        """True if ZeRO 3 gathers the parameters for the backward, too. By hand, all are."""
-        if block.gathered is Gathered.AGAIN or self.costs.mode is Mode.FUSED:
-            return True
-        return block.gathered is Gathered.LAST and not backward_follows(self.config.schedule, self.config.pp)
-
-    def _across_replicas(self, block: BlockWork) -> Quantity:
-        """Summing the gradients' shards over their replicas (hybrid ZeRO), in the last backward of the step."""
-        out = [ZERO]
-        for expert in REPLICAS:
-            mine = [p for p in block.params if p.trainable and p.expert is expert]
-            size = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine) / self._share(expert)
-            if size and self.groups["zero_replicas"].size > 1:
-                out.append(self.costs.collective_s("all_reduce", size, self.groups["zero_replicas"]))
-        return total(out)
-
-    def _reduced(self, block: BlockWork) -> dict[str, float]:
-        out = {}
-        for expert, name in REPLICAS.items():
-            if self.config.zero_stage == 0 and self.groups[name].size > 1:
-                mine = [p for p in block.params if p.trainable and p.expert is expert]
-                out[name] = sum(p.num_elements * self._grad_bytes(p.dtype) for p in mine)
-        return {name: size for name, size in out.items() if size}
-
-    def _all_reduces(self, block: BlockWork) -> Quantity:
-        """Gradients that ZeRO 0 reduces beside the backward; else it does so at the end of the step."""
-        sizes = self._reduced(block).items() if self.reduces_beside else ()
-        return total([ZERO, *(self.costs.collective_s("all_reduce", size, self.groups[name]) for name, size in sizes)])
-
-    def _accumulate(self, block: BlockWork) -> Quantity:
-        """Every micro-batch but the first adds to gradients that are there: whole ones, or shards if every backward
-        reduces (ZeRO 2 and 3)."""
-        m = self.config.num_micro_batches // num_copies(self.config.schedule)
-        if m == 1:
-            return ZERO
-        out = []
-        for p in block.params:
-            if p.trainable:
-                share = self._share(p.expert) if self.config.zero_stage >= 2 else 1
-                out.append(self.costs.accumulate_s(p.num_elements / share, self._grad_dtype(p.dtype)))
-        return total(out) * ((m - 1) / m)
-
-    def _optimizer(self, block: BlockWork) -> Quantity:
-        out = []
-        for expert in REPLICAS:
-            by_dtype: dict[str, float] = {}
-            for p in block.params:
-                if p.trainable and p.expert is expert:
-                    by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self._share(expert)
-            update = self.costs.host_optimizer_s if self.config.offload else self.costs.optimizer_s
-            out += [update(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
-        for p in block.params:
-            if p.trainable:
-                out.append(self.costs.fixed_s(self._tensor_name(p)))
-        return total(out)
+        return 0.5 if narrow(block) else 1.0
