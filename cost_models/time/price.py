@@ -209,8 +209,9 @@ class Pricer:
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
-        self.contention = prices.contention
-        self.hides_once = prices.hides if costs.options.overlap_zero else 0.0  # of computing, for what moves once
+        self.contention = prices.states.contention
+        # of computing, for what moves once
+        self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
