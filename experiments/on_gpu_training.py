@@ -228,7 +228,7 @@ def trainings(quick: bool) -> list[Training]:
 
 def profile(run: Run) -> None:
     """Measure this device: what the trainings run, collectives of one rank, fixed costs; written to the folder."""
-    from autoplan.capture.frontend.export import capture
+    from autoplan.capture.export import capture
     from autoplan.profiler.run import graph_tasks, measure
 
     tasks: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import models
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.config.offload import SEARCHED
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs

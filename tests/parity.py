@@ -25,7 +25,7 @@ from harness import pool
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.api import _aliases, _not_in
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import executed_precision

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from autoplan.config.numbers import read_list
 from autoplan.errors import PinError
 
 RECOMPUTE = ("none", "selective", "full", "offload")
@@ -74,3 +78,68 @@ def read_recompute(value: Any) -> str | dict[str, str]:
     if isinstance(value, Mapping):
         return {name: check_choice(v) for name, v in value.items()}
     return check_choice(value)
+
+
+_LAYERS = re.compile(r"(\d+)(?:-(\d+))?")  # layers in model order, from 0: `4`, or `0-3`
+
+
+def recompute_of_text(text: str, layers: Sequence[str]) -> str | tuple[int, ...] | dict[str, str]:
+    """A choice of recompute for all layers; how many layers per stage are recomputed in full (`3,0`); or one by layer.
+
+    Args:
+        text: by layer `0-3=full,4-31=attention+norms`, or with the names of blocks; what is not named keeps all.
+        layers: the names of the model's layers, in its order.
+
+    Raises: PinError for a layer that the model does not have, or that is named twice.
+    """
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return read_list(f"--recompute {text}", text)
+    if "=" not in text:
+        return check_choice(text)
+    out: dict[str, str] = {}
+    for part in text.split(","):
+        which, _, how = (piece.strip() for piece in part.partition("="))
+        numbers = _LAYERS.fullmatch(which)
+        names: Sequence[str] = [which]
+        if numbers is not None:
+            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            if not first <= last < len(layers):
+                raise PinError(
+                    f"--recompute {text}: {which} must be layers from 0 to {len(layers) - 1}; nearest legal: "
+                    f"{min(first, len(layers) - 1)}-{len(layers) - 1}={how or 'full'}"
+                )
+            names = layers[first : last + 1]
+        if not how or not which or any(name in out for name in names):
+            raise PinError(f"--recompute {text}: {part!r} is not LAYERS=CHOICE (0-3=full), each layer once")
+        out |= dict.fromkeys(names, check_choice(how))
+    return out
+
+
+def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: Sequence[str]) -> str:
+    """What `recompute_of_text` reads as `recompute`, or as what comes to the same."""
+    if isinstance(recompute, str):
+        return recompute
+    if not isinstance(recompute, Mapping):
+        return ",".join(map(str, recompute)) if any(recompute) else "none"
+    parts = [f"{name}={how}" for name, how in recompute.items() if name not in layers and how != "none"]
+    first = 0
+    for how, run in itertools.groupby(layers, key=lambda name: recompute.get(name, "none")):
+        last = first + len(list(run)) - 1
+        if how != "none":
+            parts.append(f"{first}={how}" if first == last else f"{first}-{last}={how}")
+        first = last + 1
+    return ",".join(parts) or "none"
+
+
+def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers: int) -> str:
+    """`none`, `full`, `selective`, `3/32` of the layers in full, or of a mapping `mlp 22/32, full 3/32`.
+
+    `layers`: of the model; 0: not known, and not said.
+    """
+    total = f"/{layers}" if layers else ""
+    if isinstance(recompute, str):
+        return recompute
+    if isinstance(recompute, tuple):
+        return f"{sum(recompute)}{total}" if any(recompute) else "none"
+    counts = Counter(how for how in recompute.values() if how != "none")
+    return ", ".join(f"{how} {n}{total}" for how, n in counts.items()) or "none"

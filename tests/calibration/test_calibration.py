@@ -32,11 +32,11 @@ from autoplan.calibration.steps import functions, read_steps
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, rounded, stored
 from autoplan.catalog import load_model
 from autoplan.cli import app
+from autoplan.config.choices import options_of
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, PinError, ProfileError
-from autoplan.report.arguments import read_options
 from autoplan.report.degrees import config_of
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
@@ -326,7 +326,7 @@ def test_steps_of_a_file_are_priced_as_estimate_prices_them(tmp_path: Path) -> N
         seq_len=1024,
         global_batch_size=64,
         mode=Mode.FUSED,
-        options=read_options("flash2", "graphs", "tp"),
+        options=options_of({"attention": "flash2", "launch": "graphs", "overlap": "tp"}),
         constants=START,
     )
     config = config_of(4, 64, {"tp": 2, "micro_batch_size": 8, "recompute": "full"})
@@ -441,9 +441,9 @@ def test_run_options_of_the_command_line(tmp_path: Path) -> None:
     words = " ".join(result.stdout.replace("\\", "").split())
     assert "eager, flash1 attention, blocking launch, overlap of pp and tp, constants of" in words
     assert f"--attention flash1 --launch blocking --overlap pp,tp --constants {file}" in words  # to price it again
-    options = read_options("flash1", "blocking", "tp, pp")
+    options = options_of({"attention": "flash1", "launch": "blocking", "overlap": "tp, pp"})
     assert (options.attention, options.launch) == (Attention.FLASH1, Launch.BLOCKING)
-    assert options.overlap == frozenset({"tp", "pp"}) and read_options(None, "async", None).attention is None
+    assert options.overlap == frozenset({"tp", "pp"}) and options_of({"launch": "async"}).attention is None
 
 
 # -- published steps ---------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from small_stacks import Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
 from torch import nn
 
+from autoplan.capture.export import _capture, capture
 from autoplan.capture.frontend import cache
 from autoplan.capture.frontend.cache import cached, fingerprint
-from autoplan.capture.frontend.export import _capture, capture
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.ir.symbols import Expr

@@ -13,7 +13,7 @@ from test_faithful import DIM, Model, given, mean_square, run
 from torch import nn
 
 from autoplan.api import parallelize
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.errors import CaptureError, PinError
 
 Batch = Mapping[str, torch.Tensor]

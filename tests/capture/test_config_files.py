@@ -13,12 +13,12 @@ import transformers
 from command_line import one_line_error, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import autoplan.capture.frontend.export
+import autoplan.capture.export
 from autoplan.api import _capture, plan_program
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.config_file import model_from_config
-from autoplan.capture.frontend.export import capture
 from autoplan.capture.frontend.left_out import attention_dropout_left_out
-from autoplan.capture.frontend.source import _example
+from autoplan.capture.source import _example
 from autoplan.catalog import load_model
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import CaptureError
@@ -197,7 +197,7 @@ def test_a_recurrence_is_refused_before_it_is_traced(kind: str, monkeypatch: pyt
     def traced(*_: object, **__: object) -> None:
         raise AssertionError("was traced")
 
-    monkeypatch.setattr("autoplan.capture.frontend.export._capture", traced)
+    monkeypatch.setattr("autoplan.capture.export._capture", traced)
     settings = transformers.CONFIG_MAPPING[kind]()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
@@ -214,7 +214,7 @@ def test_what_is_no_recurrence_is_traced(config: dict[str, Any], monkeypatch: py
     def traced(model: torch.nn.Module, *_: object, **__: object) -> None:
         seen.append(type(model).__name__)
 
-    monkeypatch.setattr(autoplan.capture.frontend.export, "_capture", traced)
+    monkeypatch.setattr(autoplan.capture.export, "_capture", traced)
     model = model_from_config(config, "test")
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     with FakeTensorMode(allow_non_fake_inputs=True):

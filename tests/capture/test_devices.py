@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan import devices
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.host import examples_on_host, on_host
 from autoplan.devices import Place, Sight, kind_of, pick, read, settle
 from autoplan.errors import DeviceError

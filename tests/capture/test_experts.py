@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from rule_harness import cut, join, namespace
 from torch import nn
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.experts import experts
-from autoplan.capture.frontend.export import capture
 from autoplan.catalog import active_params
 from autoplan.codegen.emit import Context, op_text
 from autoplan.errors import CaptureError

@@ -19,7 +19,7 @@ from parity import SEQ, cluster_of, fake_group, worst
 from torch import nn
 
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.capture.ops import OPS, Args, Arguments, Lowered, lower
 from autoplan.capture.passes.cast import computing_in
 from autoplan.errors import CaptureError, PinError

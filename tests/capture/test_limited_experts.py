@@ -17,7 +17,7 @@ from parity import (
     worst,
 )  # fmt: skip
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.errors import PinError
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.program.facts import Facts, ModelFacts

@@ -21,7 +21,7 @@ from parity import (
     worst,
 )
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
 from autoplan.ops.batch import batch_obstacle
 

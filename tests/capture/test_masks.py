@@ -15,9 +15,9 @@ from transformers import MegatronBertConfig, MegatronBertForCausalLM, PreTrained
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend import huggingface
 from autoplan.capture.frontend.cache import fingerprint
-from autoplan.capture.frontend.export import capture
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 

@@ -81,7 +81,7 @@ def test_a_users_frozen_layer_costs_no_gradient_no_reduction_and_no_optimizer() 
     import torch
     from torch import nn
 
-    from autoplan.capture.frontend.export import capture
+    from autoplan.capture.export import capture
 
     class Two(nn.Module):
         def __init__(self, frozen: bool) -> None:

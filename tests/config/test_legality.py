@@ -20,7 +20,7 @@ import models
 import pytest
 from command_line import run
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.choices import PINS
 from autoplan.config.parallel import Mode, ParallelConfig

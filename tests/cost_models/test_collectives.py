@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level, Link
-from autoplan.cost_models.hardware.cluster_file import cluster_of
+from autoplan.cost_models.hardware.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.network.collectives import (
     FABRICS,
     collective_s,
@@ -25,7 +25,6 @@ from autoplan.cost_models.network.collectives import (
     wire_bytes,
 )
 from autoplan.cost_models.network.collectives import KINDS as ALL_KINDS
-from autoplan.cost_models.network.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.time.price import Pricer
@@ -176,15 +175,15 @@ def test_messages_to_peers_of_other_nodes_queue_up() -> None:
 
 def test_oversubscription_divides_the_bandwidth_beyond_a_unit() -> None:
     top = {"nodes": 64, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
-    rail = cluster_of(top)
-    thin = cluster_of({**top, "levels": {"network": {"oversubscription": 3}}})
+    rail = Cluster.of_mapping(top)
+    thin = Cluster.of_mapping({**top, "levels": {"network": {"oversubscription": 3}}})
     assert thin.outer[-1].oversubscription == 3 and rail.outer[-1].oversubscription == 1
     for kind in ALL_KINDS:
         inside, across = (mid(kind, 1e12, Group(8, s), thin) / mid(kind, 1e12, Group(8, s), rail) for s in (1, 8))
         assert inside == 1 and across == pytest.approx(3, rel=0.1)
     assert thin.with_(nic=800).outer[-1].oversubscription == 3  # of the network, not of its speed
     with pytest.raises(PinError, match=r"oversubscription.*0\.5.*from 1 to 1000"):
-        cluster_of({**top, "levels": {"network": {"oversubscription": 0.5}}})
+        Cluster.of_mapping({**top, "levels": {"network": {"oversubscription": 0.5}}})
     with pytest.raises(PinError, match="level network: oversubscription=0"):
         replace(rail, outer=(replace(rail.outer[-1], oversubscription=0.0),))
 
@@ -205,9 +204,9 @@ def test_a_rail_group_has_the_speed_of_its_cards() -> None:
     """Rails of 4 nodes below a network that carries a third: within a rail group as if nothing were oversubscribed,
     beyond it what leaves the group, which is less than what leaves a node."""
     top = {"nodes": 16, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
-    plain = cluster_of(top)
-    thin = cluster_of({**top, "levels": {"network": {"oversubscription": 3}}})
-    railed = cluster_of({**top, "levels": {"rails": {"size": 32}, "network": {"oversubscription": 3}}})
+    plain = Cluster.of_mapping(top)
+    thin = Cluster.of_mapping({**top, "levels": {"network": {"oversubscription": 3}}})
+    railed = Cluster.of_mapping({**top, "levels": {"rails": {"size": 32}, "network": {"oversubscription": 3}}})
     assert [(level.name, level.size, level.oversubscription) for level in railed.levels[1:]] == [
         ("rails", 32, 1.0),
         ("network", 128, 3.0),
@@ -223,7 +222,7 @@ def test_a_rail_group_has_the_speed_of_its_cards() -> None:
     # 96 of 128 parts leave the group, 120 the node: 96 / 120 * 3
     exchange = mid("all_to_all", 1e12, Group(128), railed) / mid("all_to_all", 1e12, Group(128), plain)
     assert exchange == pytest.approx(96 / 120 * 3, rel=0.05)
-    same = cluster_of({**top, "levels": {"rails": {"size": 32}}})
+    same = Cluster.of_mapping({**top, "levels": {"rails": {"size": 32}}})
     for kind in ALL_KINDS:  # nothing is oversubscribed: as fast as one network, but that messages pass two switches
         hop = same.levels[-1].latency_s if kind == "all_to_all" else 0.0
         for size in (1e3, 1e6, 1e12):
@@ -231,33 +230,35 @@ def test_a_rail_group_has_the_speed_of_its_cards() -> None:
             assert slower == pytest.approx(hop, abs=1e-6 + 1e-12 * size), kind
     faster = railed.with_(nic=800)
     assert [level.bytes_per_s for level in faster.levels[1:]] == [100e9, 100e9]
-    slow = cluster_of({**top, "levels": {"rails": {"size": 32}, "network": {"gb_s": 25, "latency_us": 20}}})
+    slow = Cluster.of_mapping({**top, "levels": {"rails": {"size": 32}, "network": {"gb_s": 25, "latency_us": 20}}})
     assert [level.bytes_per_s for level in slow.levels[1:]] == [50e9, 25e9]  # cards, and what is beyond
     assert slow.levels[1].latency_s < slow.levels[2].latency_s == pytest.approx(20e-6)
     assert [level.bytes_per_s for level in slow.with_(nic=800).levels[1:]] == [100e9, 50e9]
-    assert [level.name for level in cluster_of({**top, "nodes": 1, "levels": {"rails": {"size": 32}}}).levels] == [
-        "scale-up"
-    ]
-    wide = cluster_of({**top, "nodes": 2, "levels": {"rails": {"size": 256}, "network": {"oversubscription": 3}}})
+    assert [
+        level.name for level in Cluster.of_mapping({**top, "nodes": 1, "levels": {"rails": {"size": 32}}}).levels
+    ] == ["scale-up"]
+    wide = Cluster.of_mapping(
+        {**top, "nodes": 2, "levels": {"rails": {"size": 256}, "network": {"oversubscription": 3}}}
+    )
     assert [(level.name, level.oversubscription) for level in wide.levels[1:]] == [("rails", 1.0)]
     assert [level.name for level in railed.with_device("h200-sxm-141gb").levels] == ["scale-up", "rails", "network"]
     with pytest.raises(PinError, match=r"rails: size=30 is no whole number of nodes of 8; nearest legal: 32"):
-        cluster_of({**top, "levels": {"rails": {"size": 30}}})
+        Cluster.of_mapping({**top, "levels": {"rails": {"size": 30}}})
     with pytest.raises(PinError, match=r"rails: size is missing"):
-        cluster_of({**top, "levels": {"rails": {"gb_s": 50}}})
+        Cluster.of_mapping({**top, "levels": {"rails": {"gb_s": 50}}})
     racks = {"nodes": 72, "devices_per_node": 4, "device": "gb200-nvl72"}
     with pytest.raises(PinError, match=r"size=100 is no whole number of scale-up domains of 72; nearest legal: 72"):
-        cluster_of({**racks, "levels": {"rails": {"size": 100}}})
+        Cluster.of_mapping({**racks, "levels": {"rails": {"size": 100}}})
     mesh = {**top, "device": "v100-sxm2-32gb"}
     with pytest.raises(PinError, match=r"p2p_gb_s says nothing of nvlink2"):
-        cluster_of({**mesh, "levels": {"scale-up": {"p2p_gb_s": 10}}})
+        Cluster.of_mapping({**mesh, "levels": {"scale-up": {"p2p_gb_s": 10}}})
 
 
 def test_messages_inside_a_rail_group_stay_there() -> None:
     """Stages and rings of sequences whose ranks are in one rail group, whatever their distance."""
     top = {"nodes": 16, "devices_per_node": 8, "device": "h100-sxm5-80gb", "nic_gbit_s": 100}
-    plain = cluster_of(top)
-    railed = cluster_of({**top, "levels": {"rails": {"size": 32}, "network": {"oversubscription": 3}}})
+    plain = Cluster.of_mapping(top)
+    railed = Cluster.of_mapping({**top, "levels": {"rails": {"size": 32}, "network": {"oversubscription": 3}}})
     ring = ParallelConfig(tp=8, cp=4, dp=4, context_method="ring", num_micro_batches=2)
     stages = ParallelConfig(tp=8, pp=4, dp=4, num_micro_batches=4)
     for config in (ring, stages):
@@ -275,7 +276,7 @@ def test_messages_inside_a_rail_group_stay_there() -> None:
 
 def test_the_level_that_two_ranks_share() -> None:
     top = {"nodes": 16, "devices_per_node": 8, "device": "h100-sxm5-80gb"}
-    railed = cluster_of({**top, "levels": {"rails": {"size": 32}}})
+    railed = Cluster.of_mapping({**top, "levels": {"rails": {"size": 32}}})
     found = {(a, b): railed.shared_level(a, b) for a, b in ((0, 7), (7, 8), (0, 24), (24, 40))}
     assert [(level.name, below) for level, below in found.values()] == [
         ("scale-up", 1),

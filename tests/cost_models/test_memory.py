@@ -14,11 +14,12 @@ from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCT
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, mesh_groups, op_times
 from autoplan.cost_models.time.price import Pricer
+from autoplan.cost_models.time.simulation import simulate
 from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TensorWork, Workload
 from autoplan.errors import PinError
 from autoplan.runtime import zero as runtime_zero
 from autoplan.schedules.orders import F
-from autoplan.schedules.schedule import Transfer, actions, held_at_backwards, simulate
+from autoplan.schedules.schedule import Transfer, actions, held_at_backwards
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS

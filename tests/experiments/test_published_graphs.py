@@ -12,8 +12,8 @@ from made_up import case_of
 from published_graphs import deepened, graph_of
 from published_rows import Adapters, Kind, Shape
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.config_file import model_from_config
-from autoplan.capture.frontend.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster

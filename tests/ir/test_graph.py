@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.errors import GraphError
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.ir.symbols import Expr, product

@@ -18,7 +18,7 @@ from models import make_llama, token_batch
 from parity import fake_group
 
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster

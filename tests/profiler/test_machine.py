@@ -14,7 +14,6 @@ import pytest
 from autoplan.config.parallel import ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.cluster_file import read_cluster
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.work import Workload
@@ -62,7 +61,7 @@ def test_topology_of_known_machines(
     assert any("Gbit/s" in line for line in found.lines())
 
     proposed = write_cluster(tmp_path / "cluster.yaml", found, num_nodes=2, processes_per_node=2)
-    assert read_cluster(tmp_path / "cluster.yaml") == proposed == Cluster.parse(str(tmp_path / "cluster.yaml"))
+    assert Cluster.read(tmp_path / "cluster.yaml") == proposed == Cluster.parse(str(tmp_path / "cluster.yaml"))
     assert proposed.num_nodes == 2 and proposed.levels[-1].name in ("network", "scale-up")
     if cluster is not None:
         assert proposed.device.name == cluster and proposed.devices_per_node == len(found.devices)

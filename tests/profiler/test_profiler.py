@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness import pool
 from models import gpt_loss, make_gpt, make_llama, token_batch
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.operations import class_of
 from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, OpRecord, Profile

@@ -28,7 +28,7 @@ from rule_harness import _named, _outputs, namespace, strategies_of, text_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.emit import Context
 from autoplan.codegen.program import compile_program
 from autoplan.errors import RuleError

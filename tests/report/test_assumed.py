@@ -12,7 +12,6 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.cluster_file import cluster_of
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.data import estimate_report
 from autoplan.report.text import estimate_text
@@ -75,5 +74,5 @@ def test_what_is_given_needs_no_source() -> None:
     ],
 )
 def test_what_a_file_gives_needs_no_source(given: dict[str, object], gone: set[str]) -> None:
-    cluster = cluster_of({"nodes": 2, "devices_per_node": 4, "device": UNCONFIRMED, **given})
+    cluster = Cluster.of_mapping({"nodes": 2, "devices_per_node": 4, "device": UNCONFIRMED, **given})
     assert set(catalog.device(UNCONFIRMED).unverified) - set(cluster.unverified) == gone

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 import autoplan
 from autoplan.catalog import load_model, names
 from autoplan.cli import app
+from autoplan.config import numbers
+from autoplan.config.choices import OPTIONS, choice_words, option_data, option_texts, options_of
 from autoplan.config.parallel import (
     OVERLAPS,
     PRECISIONS,
@@ -29,11 +31,10 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.catalog import entries
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError, PinError
-from autoplan.report import numbers
-from autoplan.report.arguments import OPTIONS, option_data, option_texts, option_words, options_of, read_pins, read_vary
+from autoplan.report.arguments import read_pins, read_vary
 from autoplan.report.commands import estimate_command
-from autoplan.report.label import plan_label
 from autoplan.search.planner import PlanRequest, estimate_config, search_plan
+from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import VARIED, points, whatif
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -218,17 +219,17 @@ EVERYTHING = RunOptions(
     True,
     True,
     True,
-    False,
-    256,
-    False,
-    True,
+    overlap_zero=False,
+    document_len=256,
+    overlap_gather=False,
+    zero_by_tensor=True,
 )  # nothing of it is a default
 
 
 def test_every_run_option_is_shown_and_comes_back() -> None:
     """What is given on the command line is in the text, in the JSON, and in the command that comes next."""
     assert all(getattr(EVERYTHING, f.name) != f.default for f in fields(RunOptions))
-    model, words = ("llama-3.2-1b", *TASK[1:]), tuple(option_words(EVERYTHING))
+    model, words = ("llama-3.2-1b", *TASK[1:]), tuple(choice_words(EVERYTHING))
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
@@ -243,7 +244,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     assert swept["vary"] == {"tp": [2]} and swept["status"] == "ok"
     plain = json.loads(run("estimate", *TASK, "--json").stdout)["request"]
     assert options_of({**{name: plain[name] for name in OPTIONS}, "attention": None}) == RunOptions()
-    assert option_words(RunOptions()) == [] and options_of(option_data(EVERYTHING)) == EVERYTHING
+    assert choice_words(RunOptions()) == [] and options_of(option_data(EVERYTHING)) == EVERYTHING
     assert option_texts(RunOptions(overlap_gather=False)) == ["gathers of ZeRO not overlapped"]
 
 
@@ -252,7 +253,7 @@ def test_options_of_a_mapping_say_what_is_wrong() -> None:
     for data, says in (
         ({"lunch": 1}, "unknown option 'lunch'; known: attention, launch, overlap, dispatcher, sequence_parallel"),
         ({"fused_experts": "yes"}, "fused_experts='yes' must be true or false"),
-        ({"overlap": 3}, "overlap=3 must be a list"),
+        ({"overlap": 3}, "overlap=3 must be a list of tp, ep, pp, cp"),
         ({"overlap": ["dp"]}, "overlap of 'dp' is not known; use tp, ep, pp, cp"),
         ({"launch": 3}, "launch 3 is not known; use async"),
         ([], "must be a mapping"),

@@ -10,13 +10,14 @@ import pytest
 from command_line import one_line_error, run
 
 from autoplan.catalog import load_model
+from autoplan.config.choices import CHOICES, PINS, config_data
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.recompute import recompute_of_text, recompute_text
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
 from autoplan.program.pins import layer_calls
 from autoplan.report import commands, data, text
-from autoplan.report.arguments import read_recompute, recompute_text
 from autoplan.search.planner import PlanRequest, estimate_config, search_plan
 
 ONE, TWO = "1x8xh100-sxm5-80gb", "2x8xh100-sxm5-80gb"
@@ -122,12 +123,13 @@ def test_a_configuration_comes_back_from_its_command(name: str) -> None:
     again = priced(*words[1:])
     assert again["estimate"] == plain(data.estimate(planned.estimate))
     same = {"recompute": None, "context_method": None}  # by name and by block they are written differently
-    assert again["plan"] | same == plain(data.plan(planned.config) | same)
+    assert again["plan"] | same == plain(config_data(planned.config) | same)
 
 
 def test_every_field_of_a_plan_has_its_words() -> None:
     """A degree that is added without words for the command would be lost in it silently."""
-    assert set(commands._DEGREES) == {f.name for f in fields(ParallelConfig)}
+    assert tuple(f.name for f in fields(ParallelConfig)) == PINS
+    assert [record.name for record in CHOICES if not record.help] == ["num_micro_batches"]  # what the batch leaves
 
 
 def test_recompute_by_layer_is_read_as_it_is_written() -> None:
@@ -140,8 +142,8 @@ def test_recompute_by_layer_is_read_as_it_is_written() -> None:
     }
     written = recompute_text(mapping, LAYERS)
     assert written == "0-1=full,5=attention+norms,15=full"
-    assert read_recompute(written, LAYERS) == {name: how for name, how in mapping.items() if how != "none"}
-    assert read_recompute("head=full,3=mlp", LAYERS) == {"head": "full", LAYERS[3]: "mlp"}
+    assert recompute_of_text(written, LAYERS) == {name: how for name, how in mapping.items() if how != "none"}
+    assert recompute_of_text("head=full,3=mlp", LAYERS) == {"head": "full", LAYERS[3]: "mlp"}
     assert recompute_text({"head": "full", LAYERS[3]: "mlp"}, LAYERS) == "head=full,3=mlp"
     assert [recompute_text(r, LAYERS) for r in ("full", (3, 0), (0, 0), {})] == ["full", "3,0", "none", "none"]
     for text_, message in (
@@ -152,7 +154,7 @@ def test_recompute_by_layer_is_read_as_it_is_written() -> None:
         ("0=most", "recompute='most' is not supported"),
     ):
         with pytest.raises(PinError, match=re.escape(message)):
-            read_recompute(text_, LAYERS)
+            recompute_of_text(text_, LAYERS)
     line = one_line_error(
         run("estimate", "gpt2", "-c", ONE, "--seq", "1k", "--gbs", "8", "--recompute", "9-12=full"), 2
     )

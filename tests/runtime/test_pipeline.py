@@ -5,6 +5,7 @@ That its gradients equal one process for every ZeRO stage is in test_zero.py.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_stages import CARRIED, Stage, batch, make_runner, stage_names, train
 
+from autoplan.codegen.schedules import schedule_spec
+from autoplan.errors import PinError
 from autoplan.runtime import stages as stages_module
 from autoplan.runtime import zero as zero_module
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
+from autoplan.runtime.spec import ScheduleSpec
 from autoplan.runtime.stages import SyncedStage
 from autoplan.runtime.zero import GradientSync, ZeroStage, apply_zero
 
@@ -171,7 +175,7 @@ def run_first_stage_as(rank: int, world: int, kind: type[Stage]) -> str:
     stage = (kind if rank == 0 else Stage)(stage_names(rank, 2))
     sync = apply_zero(stage, mesh["dp"], 0)
     part = PipelineStagePart(rank, stage, sync, CARRIED if rank else (), () if rank else CARRIED)
-    runner = PipelineRunner([part], mesh["pp"])
+    runner = PipelineRunner([part], mesh["pp"], schedule=schedule_spec("1F1B"))
     runner.run(batch(1, 2, 0)[0])
     return str(next(iter(stage.parameters())).grad is not None)
 
@@ -210,11 +214,11 @@ def views_error(rank: int, world: int, schedule: str, sendable: Callable[..., ob
     for inputs in micro_batches:
         alone[1](*alone[0](**inputs), **inputs).backward()
     carried = (((2, 3, 4), torch.float32), ((3, 2, 4), torch.float32), *[((2, 3, 4), torch.float32)] * 2)
-    sync = apply_zero(stages[rank], mesh["dp"], 0, schedule=schedule)
+    sync = apply_zero(stages[rank], mesh["dp"], 0, schedule=schedule_spec(schedule))
     part = PipelineStagePart(rank, stages[rank], sync, carried if rank else (), () if rank else carried)
     right, stages_module._sendable = stages_module._sendable, sendable or stages_module._sendable
     try:
-        PipelineRunner([part], mesh["pp"], schedule=schedule).run(micro_batches)
+        PipelineRunner([part], mesh["pp"], schedule=schedule_spec(schedule)).run(micro_batches)
     finally:
         stages_module._sendable = right
     pairs = zip(stages[rank].parameters(), alone[rank].parameters(), strict=True)
@@ -270,15 +274,17 @@ def test_no_micro_batch_is_an_error():
         runner_of(torch.zeros(())).run([])
 
 
-def runner_under(zero: ZeroStage, schedule: str) -> PipelineRunner:
+def runner_under(zero: ZeroStage, schedule: ScheduleSpec) -> PipelineRunner:
     return PipelineRunner([PipelineStagePart(0, torch.nn.Module(), GradientSync(zero))], schedule=schedule)
 
 
 def test_unknown_and_forbidden_schedules_are_refused():
-    with pytest.raises(ValueError, match="'ZBVZeroBubble' is not one of 1F1B"):
-        runner_under(ZeroStage.GRADIENTS, "ZBVZeroBubble")
+    with pytest.raises(ValueError, match=r"'ZBV': torch has no class 'ZBVZeroBubble'; it has .*ScheduleZBVZeroBubble"):
+        runner_under(ZeroStage.GRADIENTS, replace(schedule_spec("ZBV"), torch_class="ZBVZeroBubble"))
+    with pytest.raises(PinError, match="'DualPipe' is priced, but not executed; use GPipe, 1F1B"):
+        schedule_spec("DualPipe")
     with pytest.raises(ValueError, match="silently wrong gradients"):
-        runner_under(ZeroStage.PARAMETERS, "ZBV")
+        runner_under(ZeroStage.PARAMETERS, schedule_spec("ZBV"))
 
 
 @pytest.mark.parametrize(("carried_in", "carried_out"), [((), ()), (CARRIED, CARRIED), (CARRIED, ())])
@@ -289,7 +295,9 @@ def test_what_is_carried_must_fit_the_place_in_the_pipeline(carried_in, carried_
         with pytest.raises(ValueError, match=r"stage 0 of 2 declares . tensors in and . out"):
             stage = Stage(stage_names(0, 2))
             PipelineRunner(
-                [PipelineStagePart(0, stage, GradientSync(ZeroStage.NOTHING), carried_in, carried_out)], mesh
+                [PipelineStagePart(0, stage, GradientSync(ZeroStage.NOTHING), carried_in, carried_out)],
+                mesh,
+                schedule=schedule_spec("1F1B"),
             )
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from toy_stages import MLP, Stage, batch, make_runner, stage_names, train, train_made
 
+from autoplan.codegen.schedules import schedule_spec
 from autoplan.runtime.zero import ALONE_BYTES, ZeroStage, _AllReduce, apply_zero, buckets, check_schedule
+from autoplan.schedules.schedule import SCHEDULES
 
 TIGHT = 1e-12
 DP2, PP2, PP2_DP2 = (1, 2), (2, 1), (2, 2)
@@ -230,12 +232,12 @@ def test_one_rank_is_left_alone():
     assert sync.zero is ZeroStage.PARAMETERS
 
 
-@pytest.mark.parametrize("schedule", ["ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"])
+@pytest.mark.parametrize("schedule", [s.name for s in SCHEDULES.values() if s.split_backward and s.torch_class])
 def test_zero_3_with_a_split_backward_is_refused(schedule):
     with pytest.raises(ValueError, match="split backward gives silently wrong gradients"):
-        check_schedule(3, schedule)
-    check_schedule(2, schedule)
-    check_schedule(3, "1F1B")
+        check_schedule(3, schedule_spec(schedule))
+    check_schedule(2, schedule_spec(schedule))
+    check_schedule(3, schedule_spec("1F1B"))
 
 
 class WithBlocks(nn.Module):

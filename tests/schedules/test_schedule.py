@@ -12,28 +12,26 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_bounds import bound_1f1b, lower_bound_1f1b
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from typer.testing import CliRunner
 
 from autoplan import cli
+from autoplan.codegen.schedules import schedule_spec
 from autoplan.cost_models.memory.ranks import _fullest, _Held
+from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.errors import PinError
+from autoplan.runtime.pipeline import class_of
+from autoplan.schedules.dependencies import ScheduleError
+from autoplan.schedules.orders import Action, ActionKind
 from autoplan.schedules.schedule import (
     SCHEDULES,
-    Action,
-    ActionKind,
-    ChunkTimes,
-    ScheduleError,
-    Timeline,
     Transfer,
     actions,
-    bound_1f1b,
     chunks_of_ranks,
     held_at_backwards,
-    lower_bound_1f1b,
     ranks_of_chunks,
-    simulate,
 )
 
 F, B, I, W = ActionKind  # noqa: E741
@@ -98,55 +96,42 @@ def _written(row: Sequence[Action]) -> list[str]:
     return [f"{a}+" if a.joined else str(a) for a in row]
 
 
+def _by_torch(kind: type, rank: int, num_stages: int, num_micro_batches: int, virtual: int) -> list[str]:
+    if not issubclass(kind, torch_schedules.PipelineScheduleSingle):
+        return " ".join(_ordered_by_torch(kind, rank, num_stages, num_micro_batches, virtual)).split(" ")
+    if kind is torch_schedules.Schedule1F1B and num_micro_batches < num_stages:  # which it refuses
+        kind = torch_schedules.ScheduleGPipe
+    return _run_by_torch(kind, rank, num_stages, num_micro_batches)
+
+
+@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if s.torch_class is not None])
 @pytest.mark.parametrize(("p", "m"), SHAPES)
-def test_single_chunk_order_is_what_torch_runs(p: int, m: int) -> None:
-    gpipe, one_f_one_b = torch_schedules.ScheduleGPipe, torch_schedules.Schedule1F1B
-    for name, kind in (("GPipe", gpipe), ("1F1B", one_f_one_b if m >= p else gpipe)):
-        for rank, row in enumerate(actions(name, p, m)):
-            assert [str(a) for a in row] == _run_by_torch(kind, rank, p, m)
+def test_order_and_placement_of_what_is_executed_are_those_of_its_torch_class(name: str, p: int, m: int) -> None:
+    record = SCHEDULES[name]
+    kind = class_of(schedule_spec(name))
+    fewest, most = record.virtual_stages
+    for virtual in range(fewest, fewest + 3 if most is None else most + 1):
+        homes = generate_stage_to_rank_mapping(p, p * virtual, style=record.placement.value)
+        assert ranks_of_chunks(name, p, virtual) == tuple(homes[chunk] for chunk in range(p * virtual))
+        if m < record.least_rounds * p:  # so does torch
+            with pytest.raises(PinError, match=f"nearest legal: num_micro_batches={record.least_rounds * p}"):
+                actions(name, p, m, virtual)
+        elif record.rounds and m % max(1, m // p):
+            with pytest.raises(PinError, match=r"equal; nearest legal: num_micro_batches=\d+ or \d+"):
+                actions(name, p, m, virtual)
+        else:
+            table = actions(name, p, m, virtual)
+            assert len(simulate(table, [ChunkTimes(1, 2, 1)] * (p * virtual)).events) == sum(map(len, table))
+            for rank, row in enumerate(table):
+                assert _written(row) == _by_torch(kind, rank, p, m, virtual)
 
 
-@pytest.mark.parametrize(("p", "m"), SHAPES)
-def test_multi_chunk_order_is_torchs(p: int, m: int) -> None:
-    cases = (
-        ("Interleaved1F1B", torch_schedules.ScheduleInterleaved1F1B, (2, 3, 4)),
-        ("InterleavedZeroBubble", torch_schedules.ScheduleInterleavedZeroBubble, (2, 3)),
-        ("ZB-H1", torch_schedules.ScheduleInterleavedZeroBubble, (1,)),
-    )
-    for name, kind, virtual_stages in cases:
-        for virtual in virtual_stages:
-            if m % max(1, m // p):
-                with pytest.raises(PinError, match=r"equal; nearest legal: num_micro_batches=\d+ or \d+"):
-                    actions(name, p, m, virtual)
-                continue
-            for rank, row in enumerate(actions(name, p, m, virtual)):
-                assert [str(a) for a in row] == _ordered_by_torch(kind, rank, p, m, virtual)
-
-
-@pytest.mark.parametrize(("p", "m"), SHAPES)
-def test_v_shaped_order_and_placement_are_torchs(p: int, m: int) -> None:
-    zero_bubble, dual = torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV
-    for name, kind in (("ZBV", zero_bubble), ("DualPipeV", dual)):
-        homes = generate_stage_to_rank_mapping(p, 2 * p, style="v")
-        assert ranks_of_chunks(name, p, 2) == tuple(homes[chunk] for chunk in range(2 * p))
-        assert chunks_of_ranks(name, p, 2) == tuple((r, 2 * p - 1 - r) for r in range(p))
-        if name == "DualPipeV" and m < 2 * p:  # so does torch
-            with pytest.raises(PinError, match=f"nearest legal: num_micro_batches={2 * p}"):
-                actions(name, p, m, 2)
-            continue
-        table = actions(name, p, m, 2)
-        assert len(simulate(table, [ChunkTimes(1, 2, 1)] * (2 * p)).events) == sum(map(len, table))
-        for rank, row in enumerate(table):
-            assert _written(row) == " ".join(_ordered_by_torch(kind, rank, p, m, 2)).split(" ")
-
-
-def test_loops_are_placed_as_torch_does() -> None:
-    for p, v in ((1, 2), (2, 3), (4, 2)):
-        homes = generate_stage_to_rank_mapping(p, p * v)
-        assert ranks_of_chunks("Interleaved1F1B", p, v) == tuple(homes[chunk] for chunk in range(p * v))
+def test_chunks_are_placed_in_loops_in_a_v_or_in_both_directions() -> None:
+    assert chunks_of_ranks("Interleaved1F1B", 2, 3) == ((0, 2, 4), (1, 3, 5))
+    assert chunks_of_ranks("ZBV", 3, 2) == ((0, 5), (1, 4), (2, 3))
+    assert chunks_of_ranks("DualPipe", 4, 1) == ((0, 3), (1, 2), (1, 2), (0, 3))
     with pytest.raises(PinError, match="not known; use GPipe"):
         ranks_of_chunks("Dualpipe", 2, 2)
-    assert chunks_of_ranks("DualPipe", 4, 1) == ((0, 3), (1, 2), (1, 2), (0, 3))
 
 
 def _legal() -> st.SearchStrategy[tuple[str, int, int, int]]:

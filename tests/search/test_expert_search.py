@@ -14,7 +14,7 @@ import models
 import pytest
 
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.config.offload import SEARCHED
 from autoplan.config.parallel import Mode, ParallelConfig

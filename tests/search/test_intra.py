@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from models import make_llama, token_batch
 from torch import nn
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
 from autoplan.cost_models.network.collectives import collective_s, wire_bytes

@@ -13,7 +13,7 @@ import pytest
 import torch
 from enumeration import cluster, graph, least_memory, request
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster

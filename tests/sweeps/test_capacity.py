@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 import autoplan
 from autoplan.catalog import load_model
 from autoplan.cli import app
+from autoplan.config import numbers
 from autoplan.config.parallel import Dispatcher, Launch, ParallelConfig, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -33,7 +34,7 @@ from autoplan.cost_models.whole_run import (
     whole_run,
 )
 from autoplan.errors import InfeasibleError, PinError
-from autoplan.report import numbers, timeline
+from autoplan.report import timeline
 from autoplan.report.arguments import read_assumptions
 from autoplan.report.files import CsvFile, check_writable, write_text
 from autoplan.search.planner import PlanRequest, estimate_config

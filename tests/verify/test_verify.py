@@ -15,14 +15,15 @@ from harness import pool
 from torch import nn
 
 import autoplan
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.capture.passes.cast import computing_in
 from autoplan.errors import CaptureError, PinError
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.symbols import Expr
 from autoplan.verify import check, door, shallow
-from autoplan.verify.check import Outcome, Task, verify_whole
+from autoplan.verify.check import Outcome, verify_whole
 from autoplan.verify.door import check_verify, verify_capture
+from autoplan.verify.runs import Task
 from autoplan.verify.sample import draw_batch, sizes_to_try
 from autoplan.verify.shallow import verify_shallow
 from autoplan.verify.wide import wide

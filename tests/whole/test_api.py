@@ -15,7 +15,7 @@ from harness import Pool, pool
 
 import autoplan
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import CaptureError, PinError
 from autoplan.runtime.optim import check_elementwise

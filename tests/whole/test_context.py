@@ -18,7 +18,7 @@ from parity import Case, compiled, global_batch, worst
 from torch import nn
 
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.config.context_methods import read_method
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Link

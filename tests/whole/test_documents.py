@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
 from autoplan.ops.saved import OpFacts, TensorFacts, saved_rule
 from autoplan.runtime.attention import attention

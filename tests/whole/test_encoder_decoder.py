@@ -31,8 +31,8 @@ from parity import (
 )
 from typer.testing import CliRunner
 
-from autoplan.capture.frontend.export import capture
-from autoplan.capture.passes.lengths import example_lengths, length_symbols
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.lengths import example_lengths, length_symbols
 from autoplan.cli import app
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.memory.ranks import MemoryModel

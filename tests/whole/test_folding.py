@@ -17,7 +17,7 @@ import torch
 from harness import pool
 from parity import Case, Trained, compiled, trained, worst
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import ParallelConfig

@@ -26,10 +26,10 @@ from autoplan.cost_models.time.blocks import mesh_groups
 from autoplan.errors import PinError
 from autoplan.program.pins import zero_replica_counts
 from autoplan.report.commands import estimate_command
-from autoplan.report.label import plan_label
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest, space_of
 from autoplan.search.planner import search_plan
+from autoplan.sweeps.label import plan_label
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 

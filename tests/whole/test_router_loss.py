@@ -28,7 +28,7 @@ from parity import (
     worst,
 )  # fmt: skip
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import compile_program
 from autoplan.ops.batch import batch_obstacle, context_obstacle

@@ -1,33 +1,18 @@
-"""Capture: nn.Module + example inputs -> ModelGraph, by torch.export (non-strict, pre-dispatch ATen, fake tensors).
-
-The chain, in order (`capture`): wrap model and loss -> export with symbolic batch and sequence, layers marked -> inline
-no_grad regions -> translate ATen to IR ops -> cut into blocks and merge identical ones -> normalise the loss -> infer
-factors -> check.
-"""
+"""Translate the ATen graph of torch.export into a Trace of IR nodes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture.frontend import inputs
-from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts, refuse_separate_experts
-from autoplan.capture.frontend.host import examples_on_host, on_host
-from autoplan.capture.frontend.huggingface import (
-    capture_attention,
-    check_masks,
-    is_hf_model,
-    own_hooks,
-    recorded_outputs,
-)
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
     FILLED,
@@ -39,144 +24,15 @@ from autoplan.capture.frontend.inplace import (
     place,
     window,
 )
-from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments
-from autoplan.capture.frontend.masks import Ledger
-from autoplan.capture.frontend.recurrences import refuse_loops
-from autoplan.capture.layers.assemble import assemble
-from autoplan.capture.layers.blocks import LayerTracer
+from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
-from autoplan.capture.passes.sizes import bounds_of, export_symbolic
+from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError
-from autoplan.ir.graph import ModelGraph, Node, Parameter, Value
+from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
-from autoplan.ops.factors import infer_factors
 
 
-@dataclass
-class Trace:
-    """The translated flat graph, before it is cut into blocks."""
-
-    values: dict[str, Value] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
-    region: dict[str, str] = field(default_factory=dict)  # node name -> layer, "" outside
-    inputs: list[str] = field(default_factory=list)
-    params: dict[str, str] = field(default_factory=dict)  # value -> full parameter name
-    buffers: dict[str, str] = field(default_factory=dict)
-    layer_inputs: dict[str, list[str]] = field(default_factory=dict)  # layer -> values that enter it
-    layer_outputs: dict[str, list[str]] = field(default_factory=dict)
-    repeats: list[tuple[str, str, list[str], list[str]]] = field(default_factory=list)  # layer, first, in, out
-    order: list[tuple[str, int]] = field(default_factory=list)  # ("node", i) | ("repeat", i), program order
-    output: str = ""
-
-
-def capture(
-    model: nn.Module,
-    example_inputs: Mapping[str, torch.Tensor],
-    loss_fn: LossFn | None = None,
-) -> ModelGraph:
-    """Capture `model` and its loss.
-
-    Args:
-        model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta; what is on
-            an accelerator is captured as if it were on the host).
-        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's, or a
-            second sequence with a length of its own (`autoplan.capture.passes.lengths`). Only shapes and dtypes matter.
-        loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
-
-    Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input
-        `loss_denominator`.
-    Raises: CaptureError naming the op and the source line that cannot be captured.
-    """
-    check_arguments(model, example_inputs, loss_fn)
-    _refuse_autocast()
-    example_inputs = examples_on_host(example_inputs)
-    check_masks(model, example_inputs)
-    with on_host(model):
-        if is_hf_model(model):
-            refuse_separate_experts(model)
-            refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)
-        graph = _capture(model, example_inputs, loss_fn, merge=True)
-        if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
-            graph = _capture(model, example_inputs, loss_fn, merge=False)
-    if graph is None:
-        raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
-    return infer_factors(graph).in_order()
-
-
-def _capture(
-    model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None, *, merge: bool
-) -> ModelGraph | None:
-    names = tuple(example_inputs)
-    wrapper = LossModule(model, names, loss_fn)
-    ledger, failure = Ledger(), None
-    while True:
-        tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
-        try:
-            program, symbols = _exported(wrapper, example_inputs, tracer, ledger)
-        except CaptureError as exc:
-            if ledger.again():
-                continue
-            if failure is None and wrapper.gives_more():  # it may have missed an input that it looks up by name
-                failure = exc
-                continue
-            raise failure or exc from exc
-        if not ledger.again() and not wrapper.gives_more():
-            break
-    bounds = bounds_of(program, symbols, type(model).__name__)
-    if tracer.unproved and merge:
-        return None
-    trace = _Translator(program, wrapper, symbols, names).run()
-    graph = assemble(trace, type(model).__name__, *_parameters(model))
-    return graph if graph is None else replace(graph, bounds=bounds)
-
-
-def _refuse_autocast() -> None:
-    """CaptureError inside a torch.autocast region of the caller: what it casts is not in the graph."""
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            raise CaptureError(
-                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and "
-                "pass precision='bf16' or 'fp16' to autoplan.parallelize"
-            )
-
-
-def _exported(
-    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger
-) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    """One trace; `ledger` says which masks of a Hugging Face model are tensors in it."""
-    model = wrapper.model
-    with ExitStack() as stack:
-        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
-        stack.enter_context(capture_experts(model))
-        if is_hf_model(model):
-            stack.enter_context(capture_attention(model, ledger))
-            stack.enter_context(capture_hf_experts(model))
-            stack.enter_context(own_hooks(model))
-        return export_symbolic(wrapper, example_inputs, tracer)
-
-
-def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """Parameters and buffers by their first name; further names of the same tensor are aliases."""
-
-    def collect(pairs: Any) -> dict[str, Parameter]:
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, torch.Tensor] = {}
-        for name, tensor in pairs:
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-        out = {}
-        for key, mine in names.items():
-            t = tensors[key]
-            out[mine[0]] = Parameter(mine[0], tuple(t.shape), _dtype(t.dtype), bool(t.requires_grad), tuple(mine[1:]))
-        return out
-
-    return (
-        collect(model.named_parameters(remove_duplicate=False)),
-        collect(model.named_buffers(remove_duplicate=False)),
-    )
-
-
-def _dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -215,7 +71,7 @@ def _scope_of(node: fx.Node) -> str:
     return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
 
 
-class _Translator:
+class Translator:
     """ATen graph -> Trace."""
 
     def __init__(
@@ -280,13 +136,13 @@ class _Translator:
             self.env[node] = name
             value = node.meta["val"]
             grad = kind is InputKind.PARAMETER and bool(self.wrapper.get_parameter(target).requires_grad)
-            self.trace.values[name] = Value(name, self._shape(value), _dtype(value.dtype), grad)
+            self.trace.values[name] = Value(name, self._shape(value), dtype_name(value.dtype), grad)
 
     def _constant(self, target: str) -> Constant:
         value = self.program.constants.get(target)
         if not isinstance(value, torch.Tensor) or value.dim() > 0 or isinstance(value, FakeTensor):
             raise CaptureError(f"the model makes a constant tensor ({target}) in its forward; register it as a buffer")
-        return Constant(value.item(), _dtype(value.dtype))
+        return Constant(value.item(), dtype_name(value.dtype))
 
     def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> None:
         for node in graph.nodes:
@@ -415,7 +271,7 @@ class _Translator:
                 outs.append(name)
             self.env[node] = outs
             self.trace.order.append(("repeat", len(self.trace.repeats)))
-            self.trace.repeats.append((layer, first, tensors, outs))
+            self.trace.repeats.append(Repeat(layer, first, tuple(tensors), tuple(outs)))
 
     def _op(self, target: str, node: fx.Node) -> None:
         where = source_of(node)
@@ -464,7 +320,7 @@ class _Translator:
         before = self.trace.values[str(result.tensors[0])]
         value = node.meta["val"]
         if result.op == "to":
-            return before.dtype == _dtype(value.dtype)
+            return before.dtype == dtype_name(value.dtype)
         return before.shape == self._shape(value)
 
     def _emit(
@@ -474,18 +330,16 @@ class _Translator:
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         for name, meta in zip(outs, metas, strict=True):
-            dtype = _dtype(meta.dtype)
+            dtype = dtype_name(meta.dtype)
             grad = any(v.requires_grad for v in inputs) and item.op != "detach" and "float" in dtype
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if item.op in ("to", "arange", "full"):
-            attrs["dtype"] = _dtype(metas[0].dtype)
+            attrs["dtype"] = dtype_name(metas[0].dtype)
         elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
             attrs["dtype"] = None
         node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
-        self.trace.order.append(("node", len(self.trace.nodes)))
-        self.trace.nodes.append(node)
-        self.trace.region[base] = self.layer[-1] if self.layer else ""
+        self.trace.append(node, self.layer[-1] if self.layer else "")
         return outs
 
     def _fresh(self, base: str) -> str:
@@ -502,7 +356,7 @@ class _Translator:
         for key, value in node.kwargs.items():
             out[key] = self._plain(value)
         if "dtype" in out and isinstance(out["dtype"], torch.dtype):
-            out["dtype"] = _dtype(out["dtype"])
+            out["dtype"] = dtype_name(out["dtype"])
         out.read.clear()
         return out, {argument.name: argument.default_value for argument in schema}
 

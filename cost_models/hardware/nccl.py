@@ -4,7 +4,8 @@ FABRICS["nvlink4"]       Fabric, from profiles/links/nccl.json
 
 NCCL sends by three protocols: LL (8-byte words with flags: the least latency, half the bandwidth at most), LL128 (128
 bytes) and Simple (chunks with fences: all of the bandwidth), along rings, trees, or by the switch itself (NVLS), and
-chooses by message size. A `Path` is one of these on one kind of link; which of them a group takes: `collectives`.
+chooses by message size. A `Path` is one of these on one kind of link; which of them a group takes:
+`network.collectives`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,17 @@ from types import MappingProxyType
 from typing import Any
 
 DATA = "links/nccl.json"
+# ep_dispatch and ep_combine: kernels made for experts, as DeepEP's
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+    "ep_dispatch",
+    "ep_combine",
+)
 
 
 class Protocol(StrEnum):
@@ -112,3 +124,6 @@ def rows() -> dict[str, Any]:
 def read_fabrics(kinds: tuple[str, ...]) -> Mapping[str, Fabric]:
     """All fabrics by name, in the order of the data."""
     return MappingProxyType({name: fabric_of(row, kinds) for name, row in rows().items()})
+
+
+FABRICS: Mapping[str, Fabric] = read_fabrics(KINDS)

@@ -1,15 +1,44 @@
-"""Numbers as people write and read them: `8k`, `300B`, `16..128` in; seconds, GB, days and dollars out."""
+"""Numbers as people write and read them: `8k`, `300B`, `16..128`, `10,11,11` in; seconds, GB, days and dollars out."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
-from autoplan.cost_models.hardware.parts import Range
 from autoplan.errors import PinError
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BINARY = {suffix: 1024**power for power, suffix in enumerate(_DECIMAL)}
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a figure may be: a finite number from `least` to `most`, in `unit`; whole numbers only if `whole`.
+
+    The bounds are far beyond any hardware: they catch slips of units, and what would overflow.
+    """
+
+    least: float
+    most: float
+    unit: str = ""
+    whole: bool = False
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        ends = (f"{end:,}" if self.whole else f"{end:g}" for end in (self.least, self.most))
+        return f"{kind} from {' to '.join(ends)}{' ' * bool(self.unit)}{self.unit}"
+
+    def nearest(self, value: float) -> float:
+        """The value in the range that is nearest to `value`."""
+        return min(max(value, self.least), self.most)
+
+    def check(self, value: object, what: str) -> float:
+        """`value` as a number. PinError: `what`=value and the range."""
+        known = int if self.whole else int | float
+        if isinstance(value, bool) or not isinstance(value, known) or not self.least <= value <= self.most:
+            raise PinError(f"{what}={value!r} must be {self}")
+        return value
 
 
 def read_number(text: str, what: str, *, binary: bool = False) -> float:
@@ -69,6 +98,21 @@ def read_series(text: str, what: str, *, whole: bool, binary: bool, within: Rang
     return list(dict.fromkeys(out))
 
 
+def read_list(what: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of `10,11,11`. PinError names `what`."""
+    if re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")) is None:
+        raise PinError(f"{what}: must be whole numbers with commas, for example 10,11,11")
+    return tuple(int(part) for part in text.split(","))
+
+
+def scaled(value: float) -> str:
+    """`8.03 B`, `131 k`: three digits and a suffix."""
+    for suffix in ("T", "B", "M", "k"):
+        if value >= 0.9995 * _DECIMAL[suffix]:
+            return f"{value / _DECIMAL[suffix]:.3g} {suffix}"
+    return f"{value:.3g}"
+
+
 def digits(value: float) -> str:
     """Three digits: `1.70`, `63.5`, `1,234`, `0.0123`."""
     if value == 0 or not math.isfinite(value):
@@ -80,14 +124,6 @@ def digits(value: float) -> str:
 def gigabytes(num_bytes: float) -> str:
     """`63.5 GB`; GB is 1e9 bytes."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def scaled(value: float) -> str:
-    """`8.03 B`, `131 k`: three digits and a suffix."""
-    for suffix in ("T", "B", "M", "k"):
-        if value >= 0.9995 * _DECIMAL[suffix]:
-            return f"{value / _DECIMAL[suffix]:.3g} {suffix}"
-    return f"{value:.3g}"
 
 
 def percent(share: float) -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.cache import cached
 from autoplan.capture.frontend.config_file import label_dims, model_from_config
-from autoplan.capture.frontend.export import capture
 from autoplan.capture.frontend.huggingface import default_example, is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.left_out import attention_dropout_left_out

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
-from autoplan.capture.layers.blocks import LayerTracer
-from autoplan.capture.passes.lengths import length_symbols, target_inputs
+from autoplan.capture.frontend.layer_tracer import LayerTracer
+from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.errors import CaptureError
 
 if TYPE_CHECKING:
