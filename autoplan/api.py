@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan import devices
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.cache import cached
-from autoplan.capture.frontend.export import capture
 from autoplan.capture.frontend.huggingface import default_example, is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
+from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.capture.passes.cast import computing_in
-from autoplan.capture.passes.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import Mode, executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -39,8 +39,8 @@ from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.whole import broadcast
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.space import check_pins, space
-from autoplan.verify.check import Task
 from autoplan.verify.door import check_verify, verify_capture
+from autoplan.verify.runs import Task
 
 if TYPE_CHECKING:
     from autoplan.profiler.ops import Task as ProfilerTask

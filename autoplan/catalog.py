@@ -8,7 +8,7 @@
     python -m autoplan.catalog gpt2 qwen3-8b # only these
 
 A shipped graph is `profiles/models/NAME.json.gz`: the graph's text, the hash of that text, and where the published
-dimensions stand. tests/test_catalog.py proves that capture still gives the same.
+dimensions stand. tests/capture/test_catalog.py proves that capture still gives the same.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def load_model(text: str) -> ModelGraph:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise CaptureError(f"model {text!r}: there is no file {path}")
-        from autoplan.capture.frontend.source import load_config
+        from autoplan.capture.source import load_config
 
         return load_config(path)
     if ":" in text:
-        from autoplan.capture.frontend.source import load_factory
+        from autoplan.capture.source import load_factory
 
         return load_factory(text)
     raise _unknown(text)
@@ -180,7 +180,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 def captured(name: str) -> ModelGraph:
     """The graph of a catalog model, captured now from its config. AutoplanError for an unknown name."""
-    from autoplan.capture.frontend.source import graph_of_config
+    from autoplan.capture.source import graph_of_config
 
     known = configs()
     if name not in known:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from autoplan.config.choices import OPTIONS, PINS
 from autoplan.report.flags import (
-    RUN_OPTIONS,
+    CHOSEN,
     AsJson,
     Assumed,
     BatchSize,
@@ -30,11 +31,10 @@ from autoplan.report.flags import (
     ProfileName,
     Runnable,
     SeqLen,
-    StateSlack,
     TargetLen,
     TimeLimit,
     Tokens,
-    with_run_options,
+    with_choices,
 )
 from autoplan.report.output import say_error, written_output
 from autoplan.report.waiting import waiting
@@ -111,7 +111,7 @@ def _options(
 
 
 def _read_tokens(text: str | None) -> float | None:
-    from autoplan.report.numbers import read_number
+    from autoplan.config.numbers import read_number
 
     return None if text is None else read_number(text, "--tokens")
 
@@ -135,7 +135,7 @@ def _print_json(data: dict[str, Any]) -> None:
 
 
 @app.command()
-@with_run_options
+@with_choices
 def plan(
     model: Model,
     cluster: ClusterText,
@@ -145,7 +145,7 @@ def plan(
     top: Annotated[int, typer.Option(help="How many plans to show, best first.", min=1, max=100)] = 3,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
-    options: Mapping[str, Any] = RUN_OPTIONS,
+    options: Mapping[str, Any] = CHOSEN,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     target_len: TargetLen = None,
@@ -198,55 +198,19 @@ def plan(
 
 
 @app.command()
-@with_run_options
+@with_choices
 def estimate(
     model: Model,
     cluster: ClusterText,
     seq_len: SeqLen,
     global_batch_size: BatchSize,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel degree; left out: all remaining devices.")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context-parallel degree.")] = 1,
-    context_method: Annotated[
-        str | None,
-        typer.Option(
-            help="How attention sees cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,..."
-        ),
-    ] = None,
-    ep: Annotated[int, typer.Option(help="Expert-parallel degree, folded into dp x cp x tp.")] = 1,
-    etp: Annotated[int | None, typer.Option(help="Tensor-parallel degree inside experts; left out: as tp.")] = None,
-    zero: Annotated[int, typer.Option("--zero", "--zero-stage", help="ZeRO stage, 0 to 3.")] = 1,
-    zero_replicas: Annotated[int, typer.Option(help="Hybrid ZeRO: copies of what ZeRO shards.")] = 1,
-    offload: Annotated[
-        str, typer.Option(help="What is on the host: some of activations, optimizer, parameters joined by +.")
-    ] = "none",
-    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", "--mbs", help="Sequences at a time.")] = 1,
-    recompute: Annotated[
-        str | None,
-        typer.Option(
-            help="none (the default), selective, full, offload, groups of regions (attention+norms), layers per stage "
-            "(3,0,0,0), or by layer from 0: 0-3=full,4-31=mlp."
-        ),
-    ] = None,
-    virtual_stages: Annotated[
-        int | None, typer.Option(help="Chunks of layers per pipeline stage; left out: as few as the schedule takes.")
-    ] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            help="Pipeline schedule: 1F1B, GPipe, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBV, DualPipeV, "
-            "DualPipe."
-        ),
-    ] = None,
-    stages: Annotated[str | None, typer.Option(help="Layers per stage: 10,11,11; left out: balanced.")] = None,
-    state_slack: StateSlack = 1.02,
+    degrees: Mapping[str, Any] = CHOSEN,
     timeline: Annotated[
         Path | None, typer.Option(help="Write the step to this file, as a Chrome trace (ui.perfetto.dev).")
     ] = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
-    options: Mapping[str, Any] = RUN_OPTIONS,
+    options: Mapping[str, Any] = CHOSEN,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     target_len: TargetLen = None,
@@ -257,7 +221,7 @@ def estimate(
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
     from autoplan.program.pins import layer_calls
-    from autoplan.report.arguments import read_list, read_methods, read_recompute
+    from autoplan.report.arguments import read_degrees
     from autoplan.report.degrees import checked_config
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request
@@ -280,13 +244,7 @@ def estimate(
         runnable=runnable,
         target_len=target_len,
     )
-    given: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "zero_stage": zero}
-    given |= {"micro_batch_size": micro_batch_size, "virtual_stages": virtual_stages, "schedule": schedule}
-    given |= {"zero_replicas": zero_replicas, "offload": offload}
-    given |= {"recompute": None if recompute is None else read_recompute(recompute, layer_calls(request.graph))}
-    given |= {"state_slack": state_slack, "context_method": read_methods(context_method)}
-    given |= {"stages": None if stages is None else read_list(f"--stages {stages}", stages)}
-    config = checked_config(request, given)
+    config = checked_config(request, read_degrees(degrees, layer_calls(request.graph)))
     _estimate(model, cluster, request, config, total, assumed, as_json, estimate_config, timeline)
 
 
@@ -334,8 +292,14 @@ def _estimate(
         )
 
 
-@app.command()
-@with_run_options
+@app.command(
+    help=f"""The best plan at every point of a sweep over hardware and task.
+
+    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, memory_gb_s,
+    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins:
+    {", ".join(PINS)}. Values with commas of their own have / between them: stages=8,8/10,6."""
+)
+@with_choices
 def whatif(
     model: Model,
     cluster: ClusterText,
@@ -348,7 +312,7 @@ def whatif(
     pin: PinTexts = None,
     precision: PrecisionName = "bf16",
     mode: ModeName = "eager",
-    options: Mapping[str, Any] = RUN_OPTIONS,
+    options: Mapping[str, Any] = CHOSEN,
     profile: ProfileName = None,
     constants: ConstantsFile = None,
     target_len: TargetLen = None,
@@ -358,14 +322,7 @@ def whatif(
     csv: CsvPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan at every point of a sweep over hardware and task.
-
-    Names: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb, memory_gb_s,
-    host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode, and the pins: pp,
-    dp, tp, ep, etp, cp, zero_stage, micro_batch_size, num_micro_batches, stages, recompute, schedule, virtual_stages,
-    state_slack, context_method, zero_replicas, offload. Values with commas of their own have / between them:
-    stages=8,8/10,6.
-    """
+    """Plan every point of a sweep."""
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable, csv_rows
     from autoplan.report.request import read_request
@@ -438,19 +395,19 @@ def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
         raise _stop(f"no point is legal: {found[0].reason}", EXIT_BAD_INPUT)
 
 
-@app.command()
+@app.command(
+    help=f"""Many models on many clusters: plan, days, money, energy and goodput, a row each.
+
+    The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
+    precision, mode, pins, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...) and
+    time_limit_s."""
+)
 def capacity(
     file: Annotated[Path, typer.Argument(help="YAML: models, clusters, tokens, seq_len, global_batch_size, ...")],
     csv: CsvPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Many models on many clusters: plan, days, money, energy and goodput, a row each.
-
-    The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and if wanted
-    precision, mode, pins, attention, launch, overlap, dispatcher, sequence_parallel, fused_experts, narrow_gather,
-    fused_loss, overlap_zero, overlap_gather, zero_by_tensor, document_len, profile, constants, assumptions
-    (mtbf_device_days, pue, ...) and time_limit_s.
-    """
+    """Plan every row of a capacity file."""
     from autoplan.report.files import check_writable, csv_rows
     from autoplan.report.request import import_from_here
     from autoplan.sweeps.capacity import Cell, cell_columns, cell_row, cells, read_task

@@ -1,6 +1,6 @@
 """The versions of what autoplan runs on that were tried (docs/versions.md), and a line about those that were not.
 
-pyproject.toml allows the same ranges (tests/test_packaging.py); this is for whoever installed something else past it.
+pyproject.toml allows the same ranges (tests/house); this is for whoever installed something else past it.
 """
 
 import logging

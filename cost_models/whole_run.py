@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.parts import Range
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.units import GB

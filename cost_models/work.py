@@ -123,13 +123,8 @@ class Gathered(Enum):
     """What becomes of the parameters that ZeRO 3 gathers for a forward."""
 
     AGAIN = "again"  # dropped, and gathered again for the backward
-    LAST = "last"  # of the last block of the model: kept where its backward follows at once (`backward_follows`)
+    LAST = "last"  # of the last block of the model: kept where its backward follows at once
     DROP = "drop"  # the backward needs none
-
-
-def backward_follows(num_stages: int, schedule: str) -> bool:
-    """True if the backward of the model's last block directly follows its forward."""
-    return num_stages == 1 or schedule == "1F1B"
 
 
 @dataclass(frozen=True)

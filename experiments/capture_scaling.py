@@ -84,7 +84,7 @@ def _capture(shape: Published, depth: int, merge: bool) -> tuple[Any, tuple[floa
 
     Not `capture` itself: only the part inside lets layers be traced one by one.
     """
-    from autoplan.capture.frontend import export
+    from autoplan.capture import export
     from autoplan.ops.factors import infer_factors
 
     model, batch = make_model(shape, depth)

@@ -24,8 +24,8 @@ from collective_rows import Sample, read_samples
 from rich.console import Console
 from rich.table import Table
 
+from autoplan.cost_models.hardware.nccl import DATA, Fabric, fabric_of, rows
 from autoplan.cost_models.network.collectives import FABRICS, KINDS, curve
-from autoplan.cost_models.network.nccl import DATA, Fabric, fabric_of, rows
 from autoplan.cost_models.quantity import Tag
 
 _LEAST_ROWS = 8  # of a collective on a fabric, to call its constants fitted

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from collective_rows import Sample
 
+from autoplan.cost_models.hardware.nccl import Fabric, fabric_of
 from autoplan.cost_models.network.collectives import KINDS, Curve, curve
-from autoplan.cost_models.network.nccl import Fabric, fabric_of
 
 _OUTLIER = 0.15  # errors beyond this count less than their square (soft L1)
 _SHARES = ("free_share", "efficiency")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.cache import cached
-from autoplan.capture.frontend.export import capture
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile, user_folder
@@ -21,9 +21,9 @@ from autoplan.cost_models.time.price import Estimate
 from autoplan.plan import Plan, estimate_json
 from autoplan.profiler.run import cached_profile, machine_key, resolve
 from autoplan.report.files import write_text
-from autoplan.report.label import plan_label
 from autoplan.report.timeline import trace
 from autoplan.search.planner import Planned, PlanRequest, search_plan
+from autoplan.sweeps.label import plan_label
 
 TOP = 6
 

@@ -13,7 +13,7 @@ from demo_worker import CHECKED_STEPS, CHOSEN
 from rich.console import Console
 from rich.table import Table
 
-from autoplan.report import numbers
+from autoplan.config import numbers
 from autoplan.report.text import plain_table, proof_text
 
 WIDTH = 110

@@ -42,7 +42,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from autoplan.api import plan_program
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
 from autoplan.errors import AutoplanError
 from autoplan.runtime.model import ParallelModel

@@ -120,7 +120,7 @@ def run_case(family: str, size: Any, recompute: str) -> dict[str, Any]:
     """Predict and measure one model at one micro-batch size."""
     from models import gpt_loss, make_gpt, make_llama, token_batch
 
-    from autoplan.capture.frontend.export import capture
+    from autoplan.capture.export import capture
     from autoplan.codegen.program import compile_program
     from autoplan.cost_models.hardware.cluster import Cluster
     from autoplan.plan import make_plan

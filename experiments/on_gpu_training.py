@@ -155,7 +155,7 @@ def _syncs(step: Callable[[], object]) -> list[str]:
 def sync(run: Run) -> None:
     """Host syncs of a step with 2 and with 4 layers: none may come with a layer."""
     if not run.cuda:
-        run.write("host syncs", note="counted on a GPU only; tests/test_device_budgets.py counts what would wait")
+        run.write("host syncs", note="counted on a GPU only; test_device_budgets.py counts what would wait")
         return
     with one_rank(run):
         for family in ("llama", "mixtral"):
@@ -228,7 +228,7 @@ def trainings(quick: bool) -> list[Training]:
 
 def profile(run: Run) -> None:
     """Measure this device: what the trainings run, collectives of one rank, fixed costs; written to the folder."""
-    from autoplan.capture.frontend.export import capture
+    from autoplan.capture.export import capture
     from autoplan.profiler.run import graph_tasks, measure
 
     tasks: dict[str, Any] = {}

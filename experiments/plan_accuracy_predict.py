@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from models import Size, make_llama, token_batch
 from plan_accuracy_worker import Trial
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster

@@ -26,7 +26,7 @@ from measure import describe, environment, limit_time, make_console, run_command
 from models import Size, make_llama, token_batch
 from rich.table import Table
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.codegen.program import compile_program
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from autoplan.config.parallel import MODULES, Mode
+from autoplan.config.parallel import Mode
+from autoplan.config.recompute import MODULES
 
 Found = TypeVar("Found")
 

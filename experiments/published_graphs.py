@@ -31,9 +31,9 @@ def _captured(shape: Shape) -> ModelGraph:
     """From the user's cache if it is there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from autoplan.capture.export import capture
     from autoplan.capture.frontend.cache import cached
     from autoplan.capture.frontend.config_file import model_from_config
-    from autoplan.capture.frontend.export import capture
     from autoplan.capture.frontend.huggingface import default_example
 
     config = shape.config()

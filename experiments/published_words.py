@@ -14,7 +14,7 @@ import published_defaults as tables
 from published_defaults import find
 from published_table import Row
 
-from autoplan.config.parallel import modules_choice
+from autoplan.config.recompute import modules_choice
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.schedules.schedule import SCHEDULES
 

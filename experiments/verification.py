@@ -25,11 +25,12 @@ from measure import describe, environment, make_console, run_command, write_json
 from rich.table import Table
 from torch import nn
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
 from autoplan.verify import check
-from autoplan.verify.check import LIMIT_S, Task, choose_sizes, copies_of, run_graph, run_module, verify_whole
+from autoplan.verify.check import LIMIT_S, choose_sizes, verify_whole
 from autoplan.verify.one_device import compile_one_device, load_stage
+from autoplan.verify.runs import Task, copies_of, run_graph, run_module
 from autoplan.verify.sample import draw_batch
 from autoplan.verify.shallow import verify_shallow
 

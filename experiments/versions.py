@@ -96,7 +96,7 @@ def run_tests(python: Path, names: Sequence[str], workers: int) -> dict[str, int
     """Counts of outcomes; an interrupted run counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        files = [f"tests/test_{name}.py" for name in names]
+        files = [str(path) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
         parallel = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else ["-n", "0"]
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, f"--junitxml={report}"]
         command += [f"--timeout={PATIENCE * 300}", *files]

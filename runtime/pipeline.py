@@ -5,32 +5,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from autoplan.runtime.spec import ScheduleSpec
 from autoplan.runtime.stages import Carried, SyncedStage, run_schedule, stage_class
-from autoplan.runtime.zero import SPLIT_BACKWARD_SCHEDULES, GradientSync, check_schedule
+from autoplan.runtime.zero import GradientSync, check_schedule
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-
-# By the names of autoplan.schedules.schedule, whose orders are those of torch (tests/test_schedule.py).
-SCHEDULES: Mapping[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
-    "1F1B": Schedule1F1B,
-    "GPipe": ScheduleGPipe,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "ZB-H1": ScheduleInterleavedZeroBubble,  # with one stage per rank
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBV": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
 
 
 @dataclass(frozen=True)
@@ -68,15 +51,15 @@ class PipelineRunner:
 
     Args:
         stages: of this rank, in model order. Which ones, the schedule's placement says
-            (autoplan.schedules.schedule.ranks_of_chunks).
+            (`ProgramSpec.stage_ranks`).
         pp_mesh: the pipeline's ranks, one axis; None or size 1 for a model in one stage.
         num_stages: of the whole pipeline. Default: one per rank.
         device: where the stages run. Default: the device of the first parameter, else the CPU.
-        schedule: a name of SCHEDULES.
+        schedule: of a pipeline of several ranks; None for a model in one stage.
 
     Raises:
-        ValueError: an unknown schedule or one that a ZeRO stage forbids, a mesh of several axes, or carried
-            tensors that do not fit a stage's place in the pipeline.
+        ValueError: no schedule, one that torch does not have or that a ZeRO stage forbids, a mesh of several axes, or
+            carried tensors that do not fit a stage's place in the pipeline.
     """
 
     def __init__(
@@ -86,20 +69,20 @@ class PipelineRunner:
         *,
         num_stages: int | None = None,
         device: torch.device | None = None,
-        schedule: str = "1F1B",
+        schedule: ScheduleSpec | None = None,
     ) -> None:
+        self._parts = tuple(stages)
         for part in stages:
             check_schedule(part.sync.zero, schedule)
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r} is not one of {', '.join(sorted(SCHEDULES))}")
-        self._parts = tuple(stages)
-        self._kind = SCHEDULES[schedule]
+        self._kind = None if schedule is None else class_of(schedule)
         self._stages: list[SyncedStage] = []
         self._schedule: Schedule | None = None
         self._num_micro_batches = 0
         if pp_mesh is not None and pp_mesh.size() > 1:
             if pp_mesh.ndim != 1:
                 raise ValueError(f"the pipeline needs a mesh of one axis, this one has {pp_mesh.ndim}")
+            if schedule is None:
+                raise ValueError(f"a pipeline of {pp_mesh.size()} ranks needs a schedule")
             count = num_stages or pp_mesh.size()
             parameter = next((p for part in stages for p in part.module.parameters()), None)
             default = torch.device("cpu") if parameter is None else parameter.device
@@ -115,7 +98,7 @@ class PipelineRunner:
                         part.sync,
                         part.carried_in,
                         part.carried_out,
-                        splits=schedule in SPLIT_BACKWARD_SCHEDULES,
+                        splits=schedule.splits_backward,
                     )
                 )
 
@@ -137,7 +120,7 @@ class PipelineRunner:
         """
         if not micro_batches:
             raise ValueError("a step needs at least one micro-batch")
-        if not self._stages:
+        if not self._stages or self._kind is None:
             return self._loop(micro_batches)
         if self._schedule is None or self._num_micro_batches != len(micro_batches):
             self._schedule = _make_schedule(self._stages, len(micro_batches), self._kind)
@@ -164,16 +147,24 @@ def _check_place(part: PipelineStagePart, count: int) -> None:
         )
 
 
-def _make_schedule(
-    stages: list[SyncedStage], num_micro_batches: int, kind: type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
-) -> Schedule:
+def class_of(schedule: ScheduleSpec) -> type[Schedule]:
+    """Torch's class of a schedule. ValueError if this torch has none of that name."""
+    kind = getattr(pipelining, schedule.torch_class, None)
+    if not (isinstance(kind, type) and issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti))):
+        known = ", ".join(name for name in pipelining.__all__ if name.startswith("Schedule"))
+        raise ValueError(f"schedule {schedule.name!r}: torch has no class {schedule.torch_class!r}; it has {known}")
+    return kind
+
+
+def _make_schedule(stages: list[SyncedStage], num_micro_batches: int, kind: type[Schedule]) -> Schedule:
     def loss_of(output: torch.Tensor | Sequence[torch.Tensor], _: object) -> torch.Tensor:
         return _loss_of(output)
 
     if issubclass(kind, PipelineScheduleMulti):
         return kind(list(stages), num_micro_batches, loss_fn=loss_of, scale_grads=False)
     (stage,) = stages
-    kind = kind if num_micro_batches >= stage.num_stages else ScheduleGPipe
+    if issubclass(kind, pipelining.Schedule1F1B) and num_micro_batches < stage.num_stages:
+        kind = pipelining.ScheduleGPipe
     return kind(stage, num_micro_batches, loss_fn=loss_of, scale_grads=False)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-SPEC_VERSION = 2
+SPEC_VERSION = 3
 
 Terms = tuple[tuple[int, int, tuple[str, ...]], ...]  # numerator, denominator, symbols: sum of products
 
@@ -119,6 +119,21 @@ class TiedSpec:
 
 
 @dataclass(frozen=True)
+class ScheduleSpec:
+    """The pipeline schedule of a program.
+
+    Attributes:
+        name: in messages.
+        torch_class: the class of torch.distributed.pipelining that runs it.
+        splits_backward: a backward has two parts, for the inputs of a stage and for its parameters.
+    """
+
+    name: str
+    torch_class: str
+    splits_backward: bool
+
+
+@dataclass(frozen=True)
 class ProgramSpec:
     """Everything a rank needs beside the emitted modules (mixed precision: `autoplan.runtime.precision`)."""
 
@@ -126,7 +141,7 @@ class ProgramSpec:
     axes: tuple[tuple[str, int], ...]  # sub-axes, major to minor over ranks
     groups: tuple[tuple[str, tuple[str, ...]], ...]
     zero_stage: int
-    schedule: str
+    schedule: ScheduleSpec
     inputs: tuple[str, ...]
     sizes_from: tuple[tuple[str, str, int], ...]  # symbol, input, dim
     loss_count: str
@@ -196,9 +211,10 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
             carried_out=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_out"]),
         )
 
-    plain = {k: _tuples(v) for k, v in data.items() if k not in ("stages", "tied", "ledger")}
+    plain = {k: _tuples(v) for k, v in data.items() if k not in ("schedule", "stages", "tied", "ledger")}
     return ProgramSpec(
         **plain,
+        schedule=ScheduleSpec(**data["schedule"]),
         stages=tuple(stage(s) for s in data["stages"]),
         tied=tuple(TiedSpec(**{k: _tuples(v) for k, v in t.items()}) for t in data["tied"]),
         ledger=tuple(LedgerEntry(**{k: _tuples(v) for k, v in e.items()}) for e in data["ledger"]),

@@ -35,15 +35,13 @@ from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
 from autoplan.runtime.private import end_of_backward
+from autoplan.runtime.spec import ScheduleSpec
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
 # On a CPU copying a gradient into a bucket and back costs more than a collective of its own, from about this size on;
 # a GPU copies far faster than its links send.
 ALONE_BYTES = 2 * 2**20
-
-# Their backward runs in two parts, of which FSDP's hooks see only the first.
-SPLIT_BACKWARD_SCHEDULES = frozenset({"ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV"})
 
 
 Leaf = Callable[[nn.Parameter], nn.Parameter]
@@ -64,18 +62,18 @@ def reduces_beside(device_type: str) -> bool:
     return device_type != "cpu"
 
 
-def check_schedule(zero: ZeroStage | int, schedule: str) -> None:
+def check_schedule(zero: ZeroStage | int, schedule: ScheduleSpec | None) -> None:
     """Refuse ZeRO 3 under a pipeline schedule with a split backward.
 
     torch computes a right loss and silently wrong gradients there: parameters are resharded between the backward
     of the inputs and the backward of the weights.
 
     Raises:
-        ValueError: for ZeRO 3 with one of SPLIT_BACKWARD_SCHEDULES.
+        ValueError: for ZeRO 3 with a schedule that splits the backward.
     """
-    if ZeroStage(zero) is ZeroStage.PARAMETERS and schedule in SPLIT_BACKWARD_SCHEDULES:
+    if ZeroStage(zero) is ZeroStage.PARAMETERS and schedule is not None and schedule.splits_backward:
         raise ValueError(
-            f"ZeRO 3 under {schedule}: a schedule with a split backward gives silently wrong gradients; "
+            f"ZeRO 3 under {schedule.name}: a schedule with a split backward gives silently wrong gradients; "
             "use ZeRO 0, 1 or 2, or a schedule with a full backward such as 1F1B"
         )
 
@@ -292,7 +290,7 @@ def apply_zero(
     mesh: DeviceMesh,
     zero: ZeroStage | int,
     *,
-    schedule: str = "1F1B",
+    schedule: ScheduleSpec | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     apart: Sequence[nn.Parameter] = (),
     apart_mesh: DeviceMesh | None = None,
@@ -308,7 +306,7 @@ def apply_zero(
         mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says. Two axes,
             of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over.
         zero: 0 to 3, see the table of this module.
-        schedule: name of the pipeline schedule the stage will run under.
+        schedule: the pipeline schedule that the stage will run under; None: it is the whole model.
         bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
         apart: parameters with fewer replicas (experts that tokens travel to), and ``apart_mesh``: the ranks that have
             them.
@@ -327,6 +325,7 @@ def apply_zero(
             `offload` where nothing is sharded.
     """
     zero = ZeroStage(zero)
+    splits = schedule is not None and schedule.splits_backward
     check_schedule(zero, schedule)
     hybrid = mesh.ndim == 2 and zero is not ZeroStage.NOTHING
     if mesh.ndim != 1 and not hybrid:
@@ -346,7 +345,7 @@ def apply_zero(
     if zero is ZeroStage.NOTHING:
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
         # of a split backward the parameters' part of one micro-batch may come after the inputs' part of the last
-        beside = None if schedule in SPLIT_BACKWARD_SCHEDULES else beside
+        beside = None if splits else beside
         return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression, beside)
 
     _check_shardable(blocks)
@@ -378,7 +377,7 @@ def apply_zero(
             # Without this a factor of 1 becomes PREMUL_SUM, which gloo refuses and NCCL spends a multiplication on.
             module.set_force_sum_reduction_for_comms(True)
     _prefetch_in_block_order(list(blocks.values()))
-    return (_ShardedSplit if schedule in SPLIT_BACKWARD_SCHEDULES else _Sharded)(root, zero)
+    return (_ShardedSplit if splits else _Sharded)(root, zero)
 
 
 def placement_apart(

@@ -10,6 +10,7 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
+from small_stacks import Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
 
 import autoplan
 from autoplan.errors import AutoplanError
@@ -149,8 +150,6 @@ def changing_shapes(rank: int, world: int, pins: dict[str, Any]) -> float:
 
 def odd_models(rank: int, world: int, pins: dict[str, Any]) -> float:
     """Glue between layers, layers used twice, layers that differ: worst relative gradient difference to eager."""
-    from test_capture import Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
-
     worst = 0.0
     for build, block in ((Looped, UnusedNumber), (TupleStack, Tupled), (Stack, ScaledBlock)):
         torch.manual_seed(0)

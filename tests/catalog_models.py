@@ -1,4 +1,4 @@
-"""Factories that tests/test_catalog.py names as `catalog_models:...`."""
+"""Factories that tests/capture/test_catalog.py names as `catalog_models:...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs for processes of tests/test_context.py: attention over cut sequences beside the whole of it."""
+"""Jobs for processes of tests/whole/test_context.py: attention over cut sequences beside the whole of it."""
 
 from __future__ import annotations
 

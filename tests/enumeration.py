@@ -11,7 +11,7 @@ from typing import Any
 
 import models
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.config.offload import SEARCHED
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
@@ -20,7 +20,7 @@ from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.interleaved_cuts import even_cuts
-from autoplan.search.planner import PlanRequest, estimate_config
+from autoplan.search.planner import PlanRequest, estimate_config, search_plan
 from autoplan.search.space import space
 
 SEQ = 64
@@ -131,3 +131,10 @@ def best_of(r: PlanRequest, config: ParallelConfig, activations: bool = False) -
     pricer = Pricer(one.point.workload, config, costs, precision, None, r.mode is Mode.EAGER, activations)
     memory = r.cluster.device.memory_bytes
     return brute_cut(pricer, memory)[0] if config.schedule == "1F1B" else brute_schedule(pricer, memory)
+
+
+@functools.cache
+def least_memory(devices: int) -> int:
+    """Memory at which the fastest plan no longer fits, so that the search has something to do."""
+    found = search_plan(request(devices))
+    return int(found.plans[0].estimate.peak_memory_bytes.mid)

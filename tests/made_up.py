@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
 from published_rows import Shapes, interpret
 from published_table import COLUMNS, Row

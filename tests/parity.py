@@ -25,7 +25,7 @@ from harness import pool
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.api import _aliases, _not_in
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import executed_precision
@@ -569,8 +569,8 @@ def assert_trains_as_one_device(case: Case) -> None:
 
 
 def spread_out(cases: Sequence[Any], every: int = 3) -> list[Any]:
-    """Parameters of a test: one of `every` in the default selection, all in the exhaustive one."""
-    return [pytest.param(c, marks=[] if i % every == 0 else pytest.mark.exhaustive) for i, c in enumerate(cases)]
+    """Parameters of a test: one of `every` in make test, all in make test-all."""
+    return [pytest.param(c, marks=[] if i % every == 0 else pytest.mark.slow) for i, c in enumerate(cases)]
 
 
 def state_keys(family: str) -> list[str]:

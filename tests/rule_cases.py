@@ -1,4 +1,4 @@
-"""One small node per op and form for tests/test_rules.py, each with what plain torch computes for it.
+"""One small node per op and form for tests/ops/test_rules.py, each with what plain torch computes for it.
 
 Tensors are written by their factors: `"b, s, kv group head"` is [b, s, kv*group*head], `1` a dim of size 1, `[]` a
 scalar. A word before `:` says what is in it: `const` has no gradient, `pos` is positive, `int16` holds integers below

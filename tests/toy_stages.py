@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from autoplan.codegen.schedules import schedule_spec
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.zero import apply_zero
 from autoplan.schedules.schedule import chunks_of_ranks
@@ -144,12 +145,12 @@ def make_runner(
             PipelineStagePart(
                 index,
                 stage,
-                apply_zero(stage, mesh["dp"], zero, schedule=schedule),
+                apply_zero(stage, mesh["dp"], zero, schedule=schedule_spec(schedule)),
                 CARRIED if index > 0 else (),
                 CARRIED if index < count - 1 else (),
             )
         )
-    return parts, PipelineRunner(parts, mesh["pp"], num_stages=count, schedule=schedule)
+    return parts, PipelineRunner(parts, mesh["pp"], num_stages=count, schedule=schedule_spec(schedule))
 
 
 def train(

@@ -25,6 +25,8 @@ from typing import Any
 
 from autoplan.calibration.fit import Step
 from autoplan.catalog import load_model
+from autoplan.config.choices import options_of
+from autoplan.config.numbers import read_count
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -34,9 +36,7 @@ from autoplan.cost_models.time.blocks import op_times
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import Workload
 from autoplan.errors import AutoplanError, PinError
-from autoplan.report.arguments import options_of
 from autoplan.report.degrees import checked_config
-from autoplan.report.numbers import read_count
 from autoplan.search.estimate import ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.search.layouts import PlanRequest
 from autoplan.sweeps.whatif import check_task

@@ -1,6 +1,6 @@
 """Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
 
-Each op of the IR has one line in `EMITTERS`; an unknown op is an error.
+The text of each op is in `autoplan.ops.text`; here stands what depends on mesh and methods.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.errors import LayoutError, RuleError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
+from autoplan.ops.text import EMITTERS, OpText, py, shape_text
 from autoplan.program.regions import Region, regions, variables_of
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
@@ -69,31 +69,6 @@ class Context:
         return names[0] if len(names) == 1 else self.groups[names]
 
 
-def py(size: Expr) -> str:
-    """Python text of a symbolic size; exact integer division."""
-    denominator = 1
-    for _, coefficient in size.terms:
-        denominator = max(denominator, coefficient.denominator)
-    text = str(size.scale(Fraction(denominator))).replace("*", " * ").replace("+", " + ")
-    if denominator == 1:
-        return text
-    simple = len(size.terms) == 1
-    return f"{text} // {denominator}" if simple else f"({text}) // {denominator}"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, Expr):
-        return f"({py(value)})" if value.value is None else py(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float({str(value)!r})"
-    return repr(value)
-
-
-def shape_text(sizes: Sequence[Expr]) -> str:
-    """Comma-separated local sizes."""
-    return ", ".join(py(s) for s in sizes)
-
-
 def describe(value: Value, layout: Layout, ctx: Context) -> str:
     """Comment: dtype, local shape, types. `f32[b, s // 2, 64] tp:S(s)`."""
     shape = shape_text(local_shape(value, layout, ctx.factors, ctx.axes))
@@ -106,291 +81,84 @@ def describe(value: Value, layout: Layout, ctx: Context) -> str:
     return f"{_SHORT.get(value.dtype, value.dtype)}[{shape}] {' '.join(types)}".rstrip()
 
 
-class _OpText:
-    """Text of one op; `a` are its argument texts."""
-
-    def __init__(self, op: Op, ctx: Context, site: int) -> None:
-        self.op, self.ctx, self.site = op, ctx, site
-        self.a = [x for x in op.args if x is not None]
-        self.attrs = op.node.attrs
-        self.out_layout = op.strategy.outputs[0]
-
-    @property
-    def out_shape(self) -> str:
-        return shape_text(local_shape(self.op.values[0], self.out_layout, self.ctx.factors, self.ctx.axes))
-
-    def special(self, name: str) -> str:
-        """The axes of a special form, as a Python tuple or name; empty if the op is not in that form."""
-        if self.op.strategy.special != name:
-            return ""
-        return repr(self.ctx.axis(range(len(self.ctx.axes))))
-
-    def num_partial(self) -> int:
-        """Over how many ranks the output is a pending sum because of this op."""
-        total = 1
-        for axis, kind, choice in zip(self.ctx.axes, self.out_layout, self.op.strategy.choices, strict=True):
-            if kind.kind_name == "P" and choice.factor is not None:
-                total *= axis.size
-        return total
+def _special_axes(op: Op, ctx: Context) -> str:
+    """The axes of a special form, as a Python tuple or name; empty if the op is in none."""
+    return repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
 
 
-def _unary(template: str) -> Callable[[_OpText], str]:
-    return lambda t: template.format(x=t.a[0])
+def _sharing(op: Op, ctx: Context) -> str:
+    axis = ctx.sharing(op.node.attrs["over"])
+    return repr(axis) if axis else ""
 
 
-def _infix(symbol: str) -> Callable[[_OpText], str]:
-    return lambda t: f"{t.a[0]} {symbol} {t.a[1]}"
+def _expert_axes(op: Op, ctx: Context) -> str:
+    axes = _special_axes(op, ctx)
+    here = f", axes={axes}" if axes else ""
+    if ctx.dispatch is None:
+        return here
+    if not all(kind.is_shard and kind.dim == 0 for kind in op.strategy.inputs[0]):
+        raise LayoutError(
+            f"{op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
+            "autoplan.program.token_dispatch_layouts"
+        )
+    here += f", dispatch={ctx.dispatch.name!r}"
+    return here if ctx.inner is None else f"{here}, inner={ctx.inner.name!r}"
 
 
-def _function(name: str) -> Callable[[_OpText], str]:
-    return lambda t: f"{name}({t.a[0]}, {t.a[1]})"
-
-
-def _scalar(template: str) -> Callable[[_OpText], str]:
-    def text(t: _OpText) -> str:
-        scalar = t.attrs["scalar"]
-        return template.format(x=t.a[0], c=_literal(t.ctx.whole(scalar) if isinstance(scalar, Expr) else scalar))
-
-    return text
-
-
-def _linear(t: _OpText) -> str:
-    bias = f", {t.op.bias}" if t.op.bias else ""
-    return f"F.linear({t.a[0]}, {t.a[1]}{bias})"
-
-
-def _reduce(name: str) -> Callable[[_OpText], str]:
-    def text(t: _OpText) -> str:
-        dims = t.attrs["dims"]
-        over = ["dim=None"] if not dims else [repr(dims[0] if len(dims) == 1 else tuple(dims))]
-        more = ["keepdim=True"] if t.attrs["keepdim"] else []
-        more += [f"dtype=torch.{t.attrs['dtype']}"] if t.attrs.get("dtype") else []
-        call = f"{t.a[0]}.{name}({', '.join([*over, *more] if dims or more else [])})"
-        shards = t.num_partial()
-        return f"{call} / {shards}" if name == "mean" and shards > 1 else call
-
-    return text
-
-
-def _squeeze(t: _OpText) -> str:
-    # torch leaves a dim that is not 1 as it is; its shard may be 1
-    return f"{t.a[0]}.squeeze({t.attrs['dim']})" if t.op.inputs[0].shape[t.attrs["dim"]].value == 1 else t.a[0]
-
-
-def _slice(t: _OpText) -> str:
-    value = t.op.inputs[0]
-    dim = t.attrs["dim"] % len(value.shape)
-    start, end, step = t.attrs["start"], t.attrs["end"], t.attrs["step"]
-    stop = "" if isinstance(end, int) and end >= 2**62 else _literal(end)
-    part = f"{_literal(start) if start else ''}:{stop}" + (f":{step}" if step != 1 else "")
-    if dim == len(value.shape) - 1:
-        return f"{t.a[0]}[..., {part}]"
-    return f"{t.a[0]}[{', '.join([':'] * dim + [part])}]"
-
-
-def _chunk(t: _OpText) -> str:
-    dim = t.attrs["dim"]
-    sizes = [
-        local_shape(v, layout, t.ctx.factors, t.ctx.axes)[dim]
-        for v, layout in zip(t.op.values, t.op.strategy.outputs, strict=True)
-    ]
-    if all(s == sizes[0] for s in sizes):
-        return f"{t.a[0]}.chunk({len(sizes)}, dim={dim})"
-    return f"{t.a[0]}.split([{', '.join(py(s) for s in sizes)}], dim={dim})"
-
-
-def _attention(t: _OpText) -> str:
-    mask = f", {'documents' if t.attrs.get('documents') else 'mask'}={t.a[3]}" if len(t.a) > 3 else ""
-    scale = t.attrs["scale"]
-    window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
-    return f"attention({', '.join(t.a[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{t.ctx.over()})"
-
-
-def _embedding(t: _OpText) -> str:
-    padding = t.attrs["padding_idx"]
-    pad = "" if padding is None or padding < 0 else f", padding_idx={padding}"
-    axes = t.special("vocab_embedding")
-    if axes:
-        return f"vocab_parallel_embedding({t.a[1]}, {t.a[0]}, {axes}{pad})"
-    return f"F.embedding({t.a[1]}, {t.a[0]}{pad})"
-
-
-def _cross_entropy(t: _OpText) -> str:
-    extra = f", ignore_index={t.attrs['ignore_index']}"
-    if t.attrs["label_smoothing"]:
-        extra += f", label_smoothing={t.attrs['label_smoothing']}"
-    axes = t.special("vocab_cross_entropy")
-    if axes:
-        return f"vocab_parallel_cross_entropy_sum({t.a[0]}, {t.a[1]}, {axes}{extra})"
-    return f"cross_entropy_sum({t.a[0]}, {t.a[1]}{extra})"
-
-
-def _norm(name: str) -> Callable[[_OpText], str]:
-    def text(t: _OpText) -> str:
-        rest = list(t.a[1:])
-        weight = rest.pop(0) if t.attrs.get("weight") else "None"
-        bias = rest.pop(0) if t.attrs.get("bias") else None
-        size = t.op.inputs[0].shape[-1]
-        args = [t.a[0], f"({py(size)},)", weight, *([bias] if bias else [])]
-        eps = f", eps={t.attrs['eps']!r}" if t.attrs["eps"] is not None else ""
-        return f"F.{name}({', '.join(args)}{eps})"
-
-    return text
-
-
-def _dropout(t: _OpText) -> str:
-    value, layout = t.op.values[0], t.out_layout
-    local = local_factors(value, layout, t.ctx.factors, t.ctx.axes)
+def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
+    """Number of this dropout in its block; of each factor its local and whole size, and the axes that split it."""
+    value, layout = op.values[0], op.strategy.outputs[0]
+    local = local_factors(value, layout, ctx.factors, ctx.axes)
     entries = []
     for i, dim in enumerate(value.dims or ()):
         for j, factor in enumerate(dim):
-            size = t.ctx.factors[factor]
+            size = ctx.factors[factor]
             axes = tuple(
                 a.name
-                for a, kind in zip(t.ctx.axes, layout, strict=True)
+                for a, kind in zip(ctx.axes, layout, strict=True)
                 if kind.is_shard and (kind.dim, kind.factor) == (i, j)
             )
             mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
             entries.append(f"({py(local[i][j])}, {py(size)}, {mark})")
-    return f"dropout({t.a[0]}, {t.attrs['p']}, rng, self.site + {t.site}, ({', '.join(entries)},))"
+    return f"self.site + {site}, ({', '.join(entries)},)"
 
 
-def _cat(t: _OpText) -> str:
-    return f"torch.cat([{', '.join(t.a)}], dim={t.attrs['dim']})"
+def _num_partial(op: Op, ctx: Context) -> int:
+    """Over how many ranks the output is a pending sum because of this op."""
+    kinds = zip(ctx.axes, op.strategy.outputs[0], op.strategy.choices, strict=True)
+    return math.prod(axis.size for axis, kind, c in kinds if kind.kind_name == "P" and c.factor is not None)
 
 
-def _arange(t: _OpText) -> str:
-    start = f"{_literal(t.attrs['start'])}, " if t.attrs["start"] else ""
-    return f"torch.arange({start}{_literal(t.attrs['end'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
-
-
-def _full(t: _OpText) -> str:
-    shape = t.out_shape + ("," if len(t.op.values[0].shape) == 1 else "")
-    return f"torch.full(({shape}), {_literal(t.attrs['scalar'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
-
-
-def _gelu(t: _OpText) -> str:
-    how = t.attrs["approximate"]
-    return f"F.gelu({t.a[0]}" + (f", approximate={how!r})" if how != "none" else ")")
-
-
-def _softmax(name: str) -> Callable[[_OpText], str]:
-    def text(t: _OpText) -> str:
-        dtype = f", dtype=torch.{t.attrs['dtype']}" if t.attrs.get("dtype") else ""
-        return f"torch.{name}({t.a[0]}, dim={t.attrs['dim']}{dtype})"
-
-    return text
-
-
-def _topk(t: _OpText) -> str:
-    return f"torch.topk({t.a[0]}, {_literal(t.attrs['k'])}, dim={t.attrs['dim']}, sorted={t.attrs['sorted']})"
-
-
-def _histc(t: _OpText) -> str:
-    return f"torch.histc({t.a[0]}.float(), bins={t.attrs['bins']}, min={t.attrs['min']}, max={t.attrs['max']})"
-
-
-def _weighted_count(t: _OpText) -> str:
-    index, weights = t.a
-    return f"{weights}.new_zeros({_literal(t.attrs['num'])}).scatter_add(0, {index}.flatten(), {weights}.flatten())"
-
-
-def _batch_sum(t: _OpText) -> str:
-    axis = t.ctx.sharing(t.attrs["over"])
-    return f"all_reduce({t.a[0]}, {axis!r}, dst=R)" if axis else t.a[0]
-
-
-def _batch_part(t: _OpText) -> str:
-    axis = t.ctx.sharing(t.attrs["over"])
-    return f"to_partial({t.a[0]}, {axis!r}, src=R)" if axis else t.a[0]
-
-
-def _experts(t: _OpText) -> str:
-    axes = t.special("expert_parallel")
-    here = f", axes={axes}" if axes else ""
-    if t.ctx.dispatch is not None:
-        if not all(kind.is_shard and kind.dim == 0 for kind in t.op.strategy.inputs[0]):
-            raise LayoutError(
-                f"{t.op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
-                "autoplan.program.token_dispatch_layouts"
-            )
-        here += f", dispatch={t.ctx.dispatch.name!r}"
-        if t.ctx.inner is not None:
-            here += f", inner={t.ctx.inner.name!r}"
-    return f"experts({', '.join(t.a)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{here})"
-
-
-_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "bitwise_and": "&", "bitwise_or": "|"}
-_SYMBOLS = {**_ARITHMETIC, "eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}
-
-EMITTERS: dict[str, Callable[[_OpText], str]] = {
-    **{
-        op: _unary(f"torch.{op}({{x}})")
-        for op in "tanh sigmoid exp log cos sin rsqrt sqrt abs erf square logical_not".split()
-    },
-    **{op: _unary(f"F.{op}({{x}})") for op in "silu relu softplus".split()},
-    **{op: _unary(f"{{x}}.{op}()") for op in ("detach", "clone")},
-    "neg": _unary("-{x}"),
-    "bitwise_not": _unary("~{x}"),
-    "gelu": _gelu,
-    **{op: _infix(symbol) for op, symbol in _SYMBOLS.items()},
-    **{op: _function(f"torch.{op}") for op in "pow maximum minimum logical_and logical_or matmul".split()},
-    **{f"{op}_scalar": _scalar(f"{{x}} {_SYMBOLS[op]} {{c}}") for op in "add mul div eq ne lt gt le ge".split()},
-    "pow_scalar": _scalar("{x}.pow({c})"),
-    "rsub_scalar": _scalar("{c} - {x}"),
-    "topk": _topk,
-    "argmax": lambda t: f"torch.argmax({t.a[0]}, dim={t.attrs['dim']}, keepdim={t.attrs['keepdim']})",
-    "max": lambda t: f"torch.max({t.a[0]}, dim={t.attrs['dim']}, keepdim={t.attrs['keepdim']})",
-    "gather": lambda t: f"{t.a[0]}.gather({t.attrs['dim']}, {t.a[1]})",
-    "scatter": lambda t: f"{t.a[0]}.scatter({t.attrs['dim']}, {t.a[1]}, {_literal(t.attrs['scalar'])})",
-    "one_hot": lambda t: f"F.one_hot({t.a[0]}, {_literal(t.attrs['num_classes'])})",
-    "histc": _histc,
-    "weighted_count": _weighted_count,
-    "repeat_interleave": lambda t: f"{t.a[0]}.repeat_interleave({t.attrs['repeats']}, dim={t.attrs['dim'] or 0})",
-    "batch_sum": _batch_sum,
-    "batch_part": _batch_part,
-    "experts": _experts,
-    "linear": _linear,
-    "attention": _attention,
-    "embedding": _embedding,
-    "cross_entropy_sum": _cross_entropy,
-    "layer_norm": _norm("layer_norm"),
-    "rms_norm": _norm("rms_norm"),
-    "dropout": _dropout,
-    "softmax": _softmax("softmax"),
-    "log_softmax": _softmax("log_softmax"),
-    "sum": _reduce("sum"),
-    "mean": _reduce("mean"),
-    "reshape": lambda t: f"{t.a[0]}.reshape({t.out_shape})",
-    "expand": lambda t: f"{t.a[0]}.expand({t.out_shape})",
-    "transpose": lambda t: f"{t.a[0]}.transpose({t.attrs['dim0']}, {t.attrs['dim1']})",
-    "permute": lambda t: f"{t.a[0]}.permute({', '.join(map(str, t.attrs['dims']))})",
-    "unsqueeze": lambda t: f"{t.a[0]}.unsqueeze({t.attrs['dim']})",
-    "squeeze": _squeeze,
-    "slice": _slice,
-    "select": lambda t: f"{t.a[0]}.select({t.attrs['dim']}, {_literal(t.attrs['index'])})",
-    "chunk": _chunk,
-    "cat": _cat,
-    "pad": lambda t: f"F.pad({t.a[0]}, {tuple(t.attrs['pad'])!r}, value={t.attrs['value']!r})",
-    "where": lambda t: f"torch.where({', '.join(t.a)})",
-    "masked_fill": lambda t: f"{t.a[0]}.masked_fill({t.a[1]}, {_literal(t.attrs['scalar'])})",
-    "clamp": lambda t: f"{t.a[0]}.clamp({t.attrs['min']!r}, {t.attrs['max']!r})",
-    "tril": lambda t: f"{t.a[0]}.tril({t.attrs['diagonal']})",
-    "triu": lambda t: f"{t.a[0]}.triu({t.attrs['diagonal']})",
-    "cumsum": lambda t: f"{t.a[0]}.cumsum({t.attrs['dim']})",
-    "to": lambda t: f"{t.a[0]}.to(torch.{t.attrs['dtype']})",
-    "arange": _arange,
-    "full": _full,
+# what depends on mesh and methods in the text of an op; of every other op the axes of a special form
+_OVER: dict[str, Callable[[Op, Context], str]] = {
+    "attention": lambda op, ctx: ctx.over(),
+    "experts": _expert_axes,
+    "batch_sum": _sharing,
+    "batch_part": _sharing,
 }
 
 
 def op_text(op: Op, ctx: Context, site: int) -> str:
     """Right-hand side of an op. RuleError for an op without an emitter."""
-    if op.node.op not in EMITTERS:
-        raise RuleError(
-            f"op {op.node.op!r} ({op.node.source}) has no emitter; add one line to autoplan.codegen.emit.EMITTERS"
+    name = op.node.op
+    if name not in EMITTERS:
+        raise RuleError(f"op {name!r} ({op.node.source}) has no emitter; add one line to autoplan.ops.text.EMITTERS")
+    over = _dropout_parts(op, ctx, site) if name == "dropout" else _OVER.get(name, _special_axes)(op, ctx)
+    text = EMITTERS[name](
+        OpText(
+            args=tuple(x for x in op.args if x is not None),
+            attrs=op.node.attrs,
+            inputs=tuple(v.shape for v in op.inputs),
+            outputs=tuple(
+                tuple(local_shape(v, layout, ctx.factors, ctx.axes))
+                for v, layout in zip(op.values, op.strategy.outputs, strict=True)
+            ),
+            whole=ctx.whole,
+            over=over,
+            bias=op.bias or "",
+            num_partial=_num_partial(op, ctx),
         )
-    text = EMITTERS[op.node.op](_OpText(op, ctx, site))
+    )
     new = [
         axis.name
         for axis, kind, choice in zip(ctx.axes, op.strategy.outputs[0], op.strategy.choices, strict=True)

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autoplan.codegen.emit import Context, block_source, py
+from autoplan.codegen.emit import Context, block_source
+from autoplan.codegen.schedules import schedule_spec
 from autoplan.config.context_methods import ContextMethod
-from autoplan.config.parallel import executed_precision, groups_of
-from autoplan.cost_models.work import backward_follows
+from autoplan.config.parallel import executed_precision
+from autoplan.config.recompute import groups_of
 from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
 from autoplan.ops.saved import backward_reads_params
+from autoplan.ops.text import py
 from autoplan.program.expert_mesh import canonical
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten
@@ -31,7 +33,7 @@ from autoplan.runtime.spec import (
     Terms,
     TiedSpec,
 )
-from autoplan.schedules.schedule import ranks_of_chunks
+from autoplan.schedules.schedule import backward_follows, ranks_of_chunks
 from autoplan.units import DTYPE_BYTES
 
 
@@ -162,7 +164,7 @@ class _Compiler:
             axes=tuple((a.name, a.size) for a in mesh.axes),
             groups=tuple((name, tuple(members)) for name, members in mesh.groups.items()),
             zero_stage=self.layouts.zero_stage,
-            schedule=self.layouts.schedule,
+            schedule=schedule_spec(self.layouts.schedule),
             inputs=tuple(n for n in self.graph.inputs if n not in NOT_OF_THE_BATCH),
             sizes_from=self._sizes_from(),
             loss_count=self.graph.loss_count,
@@ -382,7 +384,7 @@ class _Compiler:
         if recompute in ("none", "offload") and not backward_reads_params(self.lowered[call.block].block):
             return "drop"
         last = call is self.graph.calls[-1]
-        return "keep" if last and backward_follows(len(self.layouts.stages), self.layouts.schedule) else "again"
+        return "keep" if last and backward_follows(self.layouts.schedule, len(self.layouts.stages)) else "again"
 
     def _context_cuts(
         self, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]

@@ -1,140 +1,24 @@
-"""The choices of a configuration that people make: which there are, and which values could be legal anywhere.
+"""What follows from the records of choices: reading and writing them as data, as words of a command, as a label.
 
-One record per choice. `plan --pin`, `whatif --vary`, capacity files, `estimate` and calibration files take exactly
-these. Whether a value is legal for a model, a cluster and a run is said by `autoplan.program.legality`.
+`plan --pin`, `whatif --vary`, capacity files, `estimate` and calibration files take exactly the choices of
+`ParallelConfig`, the names of pins. Whether a value is legal for a model, a cluster and a run is said by
+`autoplan.program.legality`.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
-from autoplan.config.offload import read_offload
-from autoplan.config.parallel import GROUPS, RECOMPUTE, modules_choice, modules_of
+from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.parallel import ParallelConfig, RunOptions
 from autoplan.errors import PinError
-from autoplan.schedules.schedule import SCHEDULES
 
-ZERO_STAGES = (0, 1, 2, 3)
-
-
-class Written(Enum):
-    """How a value is written in text."""
-
-    COUNT = "a whole number"
-    NUMBER = "a number"
-    WORD = "a word"
-    LIST = "whole numbers with commas"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One choice.
-
-    Attributes:
-        name: of the pin, and of the field of `ParallelConfig`.
-        obstacle: why a value is legal for no model and no cluster, or None; it begins with `name=value`.
-        written: how a value is written in text.
-    """
-
-    name: str
-    obstacle: Callable[[object], str | None]
-    written: Written = Written.COUNT
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """True for a whole number of at least `least`; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_choice(value: object) -> str:
-    """A choice of recompute for one block or all: its name, groups in their order. PinError names the legal ones."""
-    if isinstance(value, str) and value in RECOMPUTE:
-        return value
-    if named := modules_of(value):
-        return modules_choice(named)
-    parts = value.split("+") if isinstance(value, str) else value
-    if isinstance(parts, (list, tuple)) and parts and all(isinstance(p, str) for p in parts):
-        unknown = [p for p in parts if p not in GROUPS]
-        if not unknown and len(set(parts)) == len(parts):
-            return "+".join(g for g in GROUPS if g in parts)
-    raise PinError(
-        f"recompute={value!r} is not supported; use {', '.join(RECOMPUTE)}, or some of {', '.join(GROUPS)} joined by + "
-        "(attention+norms), or a mapping block -> one of these; with --mode fused also modules of Megatron's "
-        "(modules:core_attn,mlp)",
-        ("recompute",),
-    )
-
-
-def read_recompute(value: Any) -> str | dict[str, str]:
-    """The pin in one form: a choice for all layers, or one by block."""
-    if isinstance(value, Mapping):
-        return {name: check_choice(v) for name, v in value.items()}
-    return check_choice(value)
-
-
-def _count(name: str) -> Choice:
-    return Choice(name, lambda v: None if is_count(v) else f"{name}={v!r}: must be a whole number of at least 1")
-
-
-def _zero_stage(value: object) -> str | None:
-    if is_count(value, 0) and value in ZERO_STAGES:
-        return None
-    return f"zero_stage={value!r} does not exist; use 0, 1, 2 or 3"
-
-
-def _schedule(value: object) -> str | None:
-    return None if value in SCHEDULES else f"schedule={value!r} is not known; use {', '.join(SCHEDULES)}"
-
-
-def _stages(value: object) -> str | None:
-    if isinstance(value, (list, tuple)) and value and all(is_count(n, 0) for n in value):
-        return None
-    return f"stages={value!r}: must be positive numbers, the layers of every stage, e.g. [3, 5]"
-
-
-def _recompute(value: object) -> str | None:
-    if isinstance(value, tuple) and value and all(is_count(n, 0) for n in value):
-        return None  # layers per stage, see `legality`
-    try:
-        read_recompute(value)
-    except PinError as error:
-        return str(error)
-    return None
-
-
-def _offload(value: object) -> str | None:
-    try:
-        read_offload(value)
-    except PinError as error:
-        return str(error)
-    return None
-
-
-def _state_slack(value: object) -> str | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < math.inf:
-        return None
-    return f"state_slack={value!r}: must be a number of at least 1"
-
-
-CHOICES: tuple[Choice, ...] = (
-    *map(_count, ("pp", "dp", "tp", "ep", "etp", "cp")),
-    Choice("zero_stage", _zero_stage),
-    *map(_count, ("micro_batch_size", "num_micro_batches")),
-    Choice("stages", _stages, Written.LIST),
-    Choice("recompute", _recompute, Written.WORD),
-    Choice("schedule", _schedule, Written.WORD),
-    _count("virtual_stages"),
-    Choice("state_slack", _state_slack, Written.NUMBER),
-    Choice("context_method", lambda _: None, Written.WORD),  # depends on cp and on the model
-    _count("zero_replicas"),
-    Choice("offload", _offload, Written.WORD),
-)
-_MAY_BE_OPEN = ("stages", "context_method")  # None is no pin of it
-PINS: tuple[str, ...] = tuple(choice.name for choice in CHOICES)
+CHOICES: tuple[Choice, ...] = choices_of(ParallelConfig)
+PINS: tuple[str, ...] = tuple(c.name for c in CHOICES)
+OPTIONS: tuple[str, ...] = tuple(c.name for c in choices_of(RunOptions))  # keys of files
 
 
 def check_values(values: Mapping[str, Any], known: Sequence[str] = PINS, what: str = "pin") -> None:
@@ -150,9 +34,116 @@ def check_values(values: Mapping[str, Any], known: Sequence[str] = PINS, what: s
             near = [k for k in known if k.startswith(name)] or difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise PinError(f"unknown {what} {name!r}; {hint}known {what}s: {', '.join(known)}")
-    for choice in CHOICES:
-        value = values.get(choice.name)
-        left_open = choice.name not in values or (value is None and choice.name in _MAY_BE_OPEN)
-        reason = None if left_open else choice.obstacle(value)
+    for record in CHOICES:
+        value = values.get(record.name)
+        left_open = record.name not in values or (value is None and record.may_be_open)
+        reason = None if left_open else record.reason(value)
         if reason is not None:
-            raise PinError(reason, (choice.name,))
+            raise PinError(reason, (record.name,))
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Return the value of a choice as JSON has it: lists, mappings, words and numbers."""
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+
+
+def config_data(config: ParallelConfig) -> dict[str, Any]:
+    """Return a plan as plain data."""
+    out = {c.name: plain(getattr(config, c.name)) for c in CHOICES if c.reported}
+    return {**out, "etp": config.tp if config.etp is None else config.etp}
+
+
+def option_data(options: RunOptions) -> dict[str, Any]:
+    """Return all options of a run as plain data, which `options_of` reads."""
+    return {name: plain(getattr(options, name)) for name in OPTIONS}
+
+
+def options_of(data: object) -> RunOptions:
+    """Read the options of a run from a mapping by name, as a file or the command line holds it.
+
+    None, and what is left out or None in it: the defaults. PinError names the key, its value and what works.
+    """
+    if data is None or isinstance(data, RunOptions):
+        return RunOptions() if data is None else data
+    if not isinstance(data, Mapping):
+        raise PinError(f"options={data!r} must be a mapping, for example {{launch: graphs}}")
+    for key in data:
+        if key not in OPTIONS:
+            raise PinError(f"unknown option {key!r}; known: {', '.join(OPTIONS)}")
+    given = {c: data[c.name] for c in choices_of(RunOptions) if data.get(c.name) is not None}
+    return RunOptions(**{c.name: _value(c, value) for c, value in given.items()})
+
+
+def _value(record: Choice, value: Any) -> Any:
+    """Return the value of an option that a text or plain data stands for."""
+    if record.written is Written.SWITCH and not isinstance(value, bool):
+        raise PinError(f"{record.name}={value!r} must be true or false")
+    if record.written is Written.WORD:
+        if value not in tuple(record.words):
+            raise PinError(f"{record.name} {value!r} is not known; use {', '.join(record.words)}")
+        return record.words(value) if isinstance(record.words, type) else value
+    if record.written is Written.WORDS:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, Sequence | frozenset | set):
+            raise PinError(f"{record.name}={value!r} must be a list of {', '.join(record.words)}")
+        return frozenset(part.strip() for part in map(str, parts) if part.strip())
+    return record.read(value, ()) if record.read is not None and isinstance(value, str) else value
+
+
+# -- words and labels --------------------------------------------------------------------------------------------------
+
+
+def text_of(record: Choice, value: Any, layers: Sequence[str] = ()) -> str:
+    """Write a value as the command line takes it. `layers`: the names of the model's layers."""
+    if record.text is not None:
+        return record.text(value, layers)
+    if isinstance(value, tuple | frozenset):
+        return ",".join(map(str, sorted(value) if isinstance(value, frozenset) else value))
+    return str(value)
+
+
+def choice_words(chosen: ParallelConfig | RunOptions, layers: Sequence[str] = ()) -> list[str]:
+    """Return the words of the command line that name what departs from the defaults, or follows from nothing else."""
+    words: list[str] = []
+    for record in CHOICES if isinstance(chosen, ParallelConfig) else choices_of(RunOptions):
+        value = getattr(chosen, record.name)
+        default = value == record.default or (
+            value is not None and text_of(record, value, layers) == _default_text(record)
+        )
+        if not record.help or default if record.said is None else not record.said(chosen):
+            continue
+        if isinstance(value, bool):
+            words.append(record.flag if value else f"--no-{record.flag.removeprefix('--')}")
+        else:
+            words += [record.flag, text_of(record, value, layers)]
+    return words
+
+
+def _default_text(record: Choice) -> str | None:
+    return None if record.default is None else text_of(record, record.default)
+
+
+def option_texts(options: RunOptions) -> list[str]:
+    """Say in a few words each what departs from the defaults."""
+    out = []
+    for record in choices_of(RunOptions):
+        value = getattr(options, record.name)
+        if value != record.default and (not record.said_with or getattr(options, record.said_with)):
+            out.append(record.said_as.format(" and ".join(sorted(value)) if isinstance(value, frozenset) else value))
+    return out
+
+
+def config_label(config: ParallelConfig, layers: int = 0) -> str:
+    """A plan in one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`.
+
+    Degrees above 1, then what is always there; 1F1B goes without saying. `layers`: of the model; 0: not known.
+    """
+    labelled = sorted((c for c in CHOICES if c.label is not None), key=lambda c: c.label_at)
+    return " ".join(filter(None, (c.label(config, layers) for c in labelled if c.label is not None)))

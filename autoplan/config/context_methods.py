@@ -9,6 +9,7 @@ ulysses2xring4    ulysses over 2 neighbours, a ring (or gather) over the 4 group
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.errors import PinError
@@ -74,3 +75,24 @@ def read_method(name: object, cp: int) -> ContextMethod:
         if method.name == name:
             return method
     raise PinError(f"context_method={name!r} does not make cp={cp}", ("context_method", "cp"))
+
+
+def read_methods(text: str) -> str | dict[str, str]:
+    """Of context parallelism: `ring`, or by block `layer=ring,layer1=ulysses`."""
+    if "=" not in text:
+        return text
+    out: dict[str, str] = {}
+    for part in text.split(","):
+        block, equals, name = (piece.strip() for piece in part.partition("="))
+        if not equals or not block or not name or block in out:
+            raise PinError(f"--context-method {text}: {part!r} is not BLOCK=METHOD, each block once")
+        out[block] = name
+    return out
+
+
+def methods_text(given: str | Mapping[str, str]) -> str:
+    """`ring`, or by block `layer=ring,layer1=ulysses` where they differ."""
+    if isinstance(given, str):
+        return given
+    names = set(given.values())
+    return names.pop() if len(names) == 1 else ",".join(f"{block}={name}" for block, name in sorted(given.items()))

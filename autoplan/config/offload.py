@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from autoplan.config.parallel import OFFLOADS
 from autoplan.errors import PinError
 
-ACTIVATIONS, OPTIMIZER, PARAMETERS = OFFLOADS
+# What may be on the host: what autograd keeps (as recompute "offload", for all layers), the optimizer's state, or
+# parameters, gradients and that.
+OFFLOADS = ACTIVATIONS, OPTIMIZER, PARAMETERS = ("activations", "optimizer", "parameters")
 # What a search looks at beside nothing; activations as a step of recompute, of as many layers as it takes.
 SEARCHED = ((OPTIMIZER,), (PARAMETERS,), (ACTIVATIONS,), (ACTIVATIONS, OPTIMIZER), (ACTIVATIONS, PARAMETERS))
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"

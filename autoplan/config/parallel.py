@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
+from autoplan.config.choice import Written, choice, choices_of, is_count
+from autoplan.config.context_methods import methods_text, read_methods
+from autoplan.config.numbers import read_count, read_list
+from autoplan.config.offload import read_offload
+from autoplan.config.recompute import read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
+from autoplan.schedules.schedule import SCHEDULES
 from autoplan.units import DTYPE_BYTES
-
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
-RECOMPUTE = ("none", "selective", "full", "offload")
-# What may be on the host: what autograd keeps (as recompute "offload", for all layers), the optimizer's state, or
-# parameters, gradients and that.
-OFFLOADS = ("activations", "optimizer", "parameters")
-# Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
-GROUPS = ("attention", "mlp", "norms")
-
-
-# Modules that Megatron computes again (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-_MODULES_PREFIX = "modules:"
-
-
-def modules_of(how: object) -> tuple[str, ...]:
-    """The modules that a choice of recompute names, in the order of MODULES; none of any other choice.
-
-    PinError for an unknown one.
-    """
-    if not isinstance(how, str) or not how.startswith(_MODULES_PREFIX):
-        return ()
-    given = how.removeprefix(_MODULES_PREFIX).split(",")
-    for name in given:
-        if name not in MODULES:
-            near = difflib.get_close_matches(name, MODULES, 1, 0.0)[0]
-            raise PinError(
-                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; did you mean "
-                f"{near}?",
-                ("recompute",),
-            )
-    return tuple(m for m in MODULES if m in given)
-
-
-def modules_choice(modules: Iterable[str]) -> str:
-    """The choice of recompute that names these modules."""
-    named = set(modules)
-    return _MODULES_PREFIX + ",".join(m for m in MODULES if m in named)
-
-
-def groups_of(how: str) -> tuple[str, ...]:
-    """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
-    if how == "selective":
-        return ("attention",)
-    if how.startswith(_MODULES_PREFIX):
-        return ()
-    return tuple(g for g in GROUPS if g in how.split("+"))
 
 
 class Mode(StrEnum):
@@ -115,53 +74,127 @@ class Dispatcher(StrEnum):
 OVERLAPS = ("tp", "ep", "pp", "cp")
 
 
+def _overlap(name: str, value: Any) -> str | None:
+    unknown = sorted(set(value) - set(OVERLAPS))
+    return f"{name} of {unknown[0]!r} is not known; use {', '.join(OVERLAPS)}" if unknown else None
+
+
+def _document_len(name: str, value: object) -> str | None:
+    return None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 token"
+
+
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is set up beyond its mode and degrees. `attention` None: what the mode brings.
+    """How a run is set up beyond its mode and degrees: what departs from it has a price of its own.
 
-    `sequence_parallel`: tensor-parallel ranks may share norms and residuals instead of each computing all of them.
-    `narrow_gather`: ZeRO gathers weights of 8-bit products in 8 bits (torchtitan's enable_fsdp_float8_all_gather and
-    Megatron's --fp8-param-gather).
-    `fused_experts`: grouped products with the activation and casts in one kernel (Transformer Engine's fused grouped
-    MLP, Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same), else one product per expert
-    over several streams, as Transformer Engine's GroupedLinear.
-    `fused_loss`: one kernel reads the logits as the head's product left them, without a copy in 32 bits, and writes
-    their gradient in their place (flash-attention's CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
-    `overlap_zero`: what ZeRO 1 and 2 move once per step hides behind computing (Megatron's --overlap-grad-reduce and
-    --overlap-param-gather, which are off by default; fully_shard and the emitted programs always do), in fused modes
-    the gradients of ZeRO 0, too (as torch's DistributedDataParallel; emitted programs reduce them at the end).
-    `overlap_gather`: of these the gathers, too (InternEvo's overlap_sync_param is off by default, while gradients are
-    reduced beside the backward).
-    `zero_by_tensor`: ZeRO 3 gathers and reduces every parameter by itself, through lists of a tensor per rank and
-    beside nothing (DeepSpeed until the end of 2021: `_allgather_param` and `_reduce_scatter_gradient` of
-    deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default).
-    `document_len`: tokens of a document where sequences are packed of several and attention stays within each (Krell
-    et al., Efficient Sequence Packing without Cross-contamination, 2021); None: a sequence is one document.
+    An option is declared here and read where it is priced; commands, files and reports follow from its record.
     """
 
-    attention: Attention | None = None
-    launch: Launch = Launch.ASYNC
-    overlap: frozenset[str] = frozenset()
-    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
-    sequence_parallel: bool = True
-    fused_experts: bool = False
-    narrow_gather: bool = False
-    fused_loss: bool = False
-    overlap_zero: bool = True
-    document_len: int | None = None
-    overlap_gather: bool = True
-    zero_by_tensor: bool = False
+    # None: the kernel that the mode brings
+    attention: Attention | None = choice(
+        None,
+        "Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.",
+        written=Written.WORD,
+        words=Attention,
+        said_as="{} attention",
+        executed=True,
+    )
+    launch: Launch = choice(
+        Launch.ASYNC,
+        "How kernels are started: async, graphs, full_graphs or blocking.",
+        written=Written.WORD,
+        words=Launch,
+        said_as="{} launch",
+    )
+    overlap: frozenset[str] = choice(
+        frozenset(),
+        f"What runs beside computing, by comma: {', '.join(OVERLAPS)}.",
+        written=Written.WORDS,
+        words=OVERLAPS,
+        obstacle=_overlap,
+        said_as="overlap of {}",
+    )
+    dispatcher: Dispatcher = choice(
+        Dispatcher.ALL_TO_ALL,
+        "How rows travel to experts: alltoall, flex or flex_fp8.",
+        written=Written.WORD,
+        words=Dispatcher,
+        said_as="{} dispatcher",
+    )
+    sequence_parallel: bool = choice(
+        True,
+        "Tensor-parallel ranks may share norms and residuals, or each computes all of them.",
+        written=Written.SWITCH,
+        said_as="no sequence parallelism",
+        executed=True,
+    )
+    # Grouped products with the activation and casts in one kernel (Transformer Engine's fused grouped MLP,
+    # Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same), else one product per expert over
+    # several streams, as Transformer Engine's GroupedLinear.
+    fused_experts: bool = choice(
+        False,
+        "One kernel for products, activation and casts of experts.",
+        written=Written.SWITCH,
+        said_as="fused experts",
+    )
+    # torchtitan's enable_fsdp_float8_all_gather and Megatron's --fp8-param-gather
+    narrow_gather: bool = choice(
+        False,
+        "ZeRO gathers weights of 8-bit products in 8 bits.",
+        written=Written.SWITCH,
+        said_as="weights gathered in 8 bits",
+    )
+    # One kernel reads the logits as the head's product left them, without a copy in 32 bits (flash-attention's
+    # CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
+    fused_loss: bool = choice(
+        False,
+        "Cross entropy reads 16-bit logits and writes their gradient in place.",
+        written=Written.SWITCH,
+        said_as="fused loss",
+    )
+    # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard and the emitted
+    # programs always overlap. In fused modes the gradients of ZeRO 0, too (as torch's DistributedDataParallel; emitted
+    # programs reduce them at the end).
+    overlap_zero: bool = choice(
+        True,
+        "What ZeRO 1 and 2 (fused kernels: 0, too) move once per step hides behind computing, or does not.",
+        written=Written.SWITCH,
+        said_as="ZeRO not overlapped",
+    )
+    # InternEvo's overlap_sync_param is off by default, while gradients are reduced beside the backward
+    overlap_gather: bool = choice(
+        True,
+        "Of that, what ZeRO 1 and 2 gather hides behind computing, or does not.",
+        written=Written.SWITCH,
+        said_as="gathers of ZeRO not overlapped",
+        said_with="overlap_zero",
+    )
+    # Lists of a tensor per rank (DeepSpeed until the end of 2021: `_allgather_param` and `_reduce_scatter_gradient` of
+    # deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default)
+    zero_by_tensor: bool = choice(
+        False,
+        "ZeRO 3 gathers and reduces each parameter by itself, beside nothing (as DeepSpeed in 2021).",
+        written=Written.SWITCH,
+        said_as="ZeRO 3 by tensor",
+    )
+    # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document
+    document_len: int | None = choice(
+        None,
+        "Tokens of a document, read as --seq-len, where sequences are packed: attention stays within it.",
+        obstacle=_document_len,
+        read=lambda text, _: read_count(text, "document_len"),
+        said_as="documents of {} tokens",
+        executed=True,
+    )
 
     def __post_init__(self) -> None:
-        given = self.document_len
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise PinError(f"document_len={given!r} must be a whole number of at least 1 token")
-        for name in sorted(self.overlap):
-            if name not in OVERLAPS:
-                raise PinError(f"overlap of {name!r} is not known; use {', '.join(OVERLAPS)}")
+        for record in choices_of(RunOptions):
+            reason = record.obstacle and record.reason(getattr(self, record.name))
+            if reason:
+                raise PinError(reason)
 
     def attention_in(self, mode: Mode) -> Attention:
-        """The kernel of a mode: fused modes bring their own, else that of scaled_dot_product_attention."""
+        """Return the kernel of a mode: fused modes bring their own, else that of scaled_dot_product_attention."""
         if self.attention is not None:
             return self.attention
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
@@ -272,37 +305,194 @@ def precision_obstacle(name: str) -> str | None:
     return None
 
 
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+def _zero_stage(name: str, value: object) -> str | None:
+    if is_count(value, 0) and value in ZERO_STAGES:
+        return None
+    return f"{name}={value!r} does not exist; use 0, 1, 2 or 3"
+
+
+def _schedule(name: str, value: object) -> str | None:
+    return None if value in SCHEDULES else f"{name}={value!r} is not known; use {', '.join(SCHEDULES)}"
+
+
+def _stages(name: str, value: object) -> str | None:
+    if isinstance(value, (list, tuple)) and value and all(is_count(n, 0) for n in value):
+        return None
+    return f"{name}={value!r}: must be positive numbers, the layers of every stage, e.g. [3, 5]"
+
+
+def _recompute(name: str, value: object) -> str | None:
+    if isinstance(value, tuple) and value and all(is_count(n, 0) for n in value):
+        return None  # layers per stage, see `autoplan.program.legality`
+    return _unreadable(read_recompute, value)
+
+
+def _offload(name: str, value: object) -> str | None:
+    return _unreadable(read_offload, value)
+
+
+def _unreadable(read: Callable[[object], object], value: object) -> str | None:
+    try:
+        read(value)
+    except PinError as error:
+        return str(error)
+    return None
+
+
+def _state_slack(name: str, value: object) -> str | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < math.inf:
+        return None
+    return f"{name}={value!r}: must be a number of at least 1"
+
+
+def _above_one(name: str, short: str = "") -> Callable[[ParallelConfig, int], str]:
+    def label(c: ParallelConfig, layers: int) -> str:
+        value = getattr(c, name)
+        return f"{short or name}{value}" if value > 1 else ""
+
+    return label
+
+
+def _cp_label(c: ParallelConfig, layers: int) -> str:
+    method = "" if c.context_method is None else f" {methods_text(c.context_method)}"
+    return f"cp{c.cp}{method}" if c.cp > 1 else ""
+
+
+def _zero_label(c: ParallelConfig, layers: int) -> str:
+    copies = f"-replicas{c.zero_replicas}" if c.zero_replicas > 1 else ""
+    return f"zero{c.zero_stage}{copies}" if c.dp * c.cp > 1 else ""
+
+
+def _recompute_label(c: ParallelConfig, layers: int) -> str:
+    how = recompute_label(c.recompute, layers)
+    return "" if how == "none" else f"recompute {how}"
+
+
+def _always(config: ParallelConfig) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Degrees and settings of one plan.
 
-    The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. `virtual_stages`: chunks per rank, which the
-    schedule places. `stages`: number of layers per pipeline stage (per chunk with virtual stages, in model order), or
-    None for balanced arithmetic. `recompute`: one value for all layers (RECOMPUTE, GROUPS with `+`, or modules), a
-    mapping from block call to one, or how many layers of each stage (chunk) are recomputed in full (a tuple).
-    `context_method`: one name of `config.context_methods` for all blocks with attention, a mapping from block to
-    one, or None (with cp > 1: not decided). `zero_replicas`: how many copies of the sharded state there are (hybrid
-    ZeRO): ZeRO shards over dp * cp / zero_replicas neighbours. `offload`: what state is on the host, of OFFLOADS
-    without activations, which `recompute` says.
+    The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. A choice is declared here: commands, files and
+    reports follow from its record.
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None  # None: as tp
-    zero_stage: int = 1
-    micro_batch_size: int = 1
-    num_micro_batches: int = 1
-    schedule: str = "1F1B"
-    virtual_stages: int = 1
-    recompute: str | Mapping[str, str] | tuple[int, ...] = "none"
-    stages: tuple[int, ...] | None = None
-    state_slack: float = 1.02
-    context_method: str | Mapping[str, str] | None = None
-    zero_replicas: int = 1
-    offload: tuple[str, ...] = ()
+    dp: int = choice(
+        1,
+        "Data-parallel degree; left out: all remaining devices.",
+        left_out=True,
+        said=_always,
+        label=_above_one("dp"),
+        label_at=4,
+    )
+    tp: int = choice(1, "Tensor-parallel degree.", said=_always, label=_above_one("tp"), label_at=1)
+    pp: int = choice(1, "Pipeline stages.", said=_always, label=_above_one("pp"), label_at=3)
+    cp: int = choice(1, "Context-parallel degree.", label=_cp_label, label_at=2)
+    ep: int = choice(1, "Expert-parallel degree, folded into dp x cp x tp.", label=_above_one("ep"), label_at=5)
+    etp: int | None = choice(  # None: as tp
+        None,
+        "Tensor-parallel degree inside experts; left out: as tp.",
+        left_out=True,
+        said=lambda c: c.etp not in (None, c.tp),
+        label=lambda c, _: f"etp{c.etp}" if c.ep > 1 and c.etp not in (None, c.tp) else "",
+        label_at=6,
+    )
+    zero_stage: int = choice(
+        1,
+        "ZeRO stage, 0 to 3.",
+        flags=("--zero", "--zero-stage"),
+        obstacle=_zero_stage,
+        least=0,
+        most=3,
+        said=_always,
+        label=_zero_label,
+        label_at=7,
+    )
+    micro_batch_size: int = choice(
+        1,
+        "Sequences at a time.",
+        flags=("--micro-batch-size", "--mbs"),
+        said=_always,
+        label=lambda c, _: f"mbs{c.micro_batch_size}",
+        label_at=8,
+    )
+    # Not on the command line: what the batch leaves
+    num_micro_batches: int = choice(1, label=lambda c, _: f"x{c.num_micro_batches}", label_at=9)
+    schedule: str = choice(
+        "1F1B",
+        f"Pipeline schedule: {', '.join(SCHEDULES)}.",
+        written=Written.WORD,
+        left_out=True,
+        obstacle=_schedule,
+        said=lambda c: (c.schedule, c.virtual_stages) != ("1F1B", 1),
+        label=lambda c, _: "" if c.schedule == "1F1B" else c.schedule,
+        label_at=13,
+    )
+    virtual_stages: int = choice(  # chunks per rank, which the schedule places
+        1,
+        "Chunks of layers per pipeline stage; left out: as few as the schedule takes.",
+        left_out=True,
+        label=_above_one("virtual_stages", "vpp"),
+        label_at=10,
+    )
+    # For all layers one of RECOMPUTE, GROUPS with `+`, or modules; a mapping from block call to one; or how many layers
+    # of each stage (chunk) are recomputed in full
+    recompute: str | Mapping[str, str] | tuple[int, ...] = choice(
+        "none",
+        "none (the default), selective, full, offload, groups of regions (attention+norms), layers per stage "
+        "(3,0,0,0), or by layer from 0: 0-3=full,4-31=mlp.",
+        written=Written.WORD,
+        left_out=True,
+        obstacle=_recompute,
+        read=recompute_of_text,
+        text=recompute_text,
+        label=_recompute_label,
+        label_at=11,
+    )
+    stages: tuple[int, ...] | None = choice(  # per chunk with virtual stages, in model order; None: balanced
+        None,
+        "Layers per stage: 10,11,11; left out: balanced.",
+        written=Written.LIST,
+        obstacle=_stages,
+        may_be_open=True,
+        read=lambda text, _: read_list(f"--stages {text}", text),
+        said=lambda c: c.stages is not None and c.pp * c.virtual_stages > 1,
+    )
+    state_slack: float = choice(
+        1.02,
+        "Layouts may store this many times the least state, where that makes them faster.",
+        written=Written.NUMBER,
+        obstacle=_state_slack,
+        reported=False,
+    )
+    # One name of `config.context_methods` for all blocks with attention, a mapping from block to one, or None (with
+    # cp > 1: not decided). Which exist depends on cp and on the model.
+    context_method: str | Mapping[str, str] | None = choice(
+        None,
+        "How attention sees cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
+        written=Written.WORD,
+        obstacle=lambda name, value: None,
+        may_be_open=True,
+        read=lambda text, _: read_methods(text),
+        text=lambda value, _: methods_text(value),
+    )
+    # How many copies of the sharded state there are: ZeRO shards over dp * cp / zero_replicas neighbours
+    zero_replicas: int = choice(1, "Hybrid ZeRO: copies of what ZeRO shards.")
+    offload: tuple[str, ...] = choice(  # of OFFLOADS without activations, which `recompute` says
+        (),
+        "What is on the host: some of activations, optimizer, parameters joined by +.",
+        written=Written.WORD,
+        obstacle=_offload,
+        text=lambda value, _: "+".join(value) or "none",
+        label=lambda c, _: f"offload {'+'.join(c.offload)}" if c.offload else "",
+        label_at=12,
+    )
 
     @property
     def num_devices(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.cluster_file import cluster_of
 from autoplan.cost_models.network.collectives import wire_bytes
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
@@ -146,14 +145,14 @@ def write_cluster(
     profile: Profile | None = None,
     processes_per_node: int = 1,
 ) -> Cluster:
-    """Write the proposal as YAML that `read_cluster` reads; the cluster it stands for.
+    """Write the proposal as YAML that `Cluster.read` reads; the cluster it stands for.
 
     Raises: PinError for devices as `cluster_data` does, and for a file that cannot be written.
     """
     import yaml
 
     data, checks = cluster_data(topology, num_nodes, profile, processes_per_node)
-    cluster = cluster_of(data)
+    cluster = Cluster.of_mapping(data)
     lines = [
         "# proposed by autoplan profile from what the machine says of itself; check it",
         *(f"# {c}" for c in checks),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoplan.codegen.schedules import schedule_spec
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.profiler.lattice import attention_task
 from autoplan.profiler.ops import Task
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
+from autoplan.schedules.schedule import PLAIN
 
 WIDTH = 16  # elements that a tiny layer computes with
 _TINY = '''"""A pipeline stage of next to no work."""
@@ -96,7 +98,18 @@ def _program(
             "result": "h" if index < pp - 1 else "h.sum() / loss_denominator",
         }
     spec = ProgramSpec(
-        "next to nothing", axes, (), zero_stage, "1F1B", ("x",), (("b", "x", 0),), "tokens", tuple(stages), (), (), ()
+        "next to nothing",
+        axes,
+        (),
+        zero_stage,
+        schedule_spec(PLAIN),
+        ("x",),
+        (("b", "x", 0),),
+        "tokens",
+        tuple(stages),
+        (),
+        (),
+        (),
     )
     return spec, sources
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from autoplan.config.parallel import modules_choice
+from autoplan.config.recompute import modules_choice
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout

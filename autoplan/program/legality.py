@@ -18,18 +18,17 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
-from autoplan.config.choices import check_choice, is_count
+from autoplan.config.choice import is_count
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
-from autoplan.config.parallel import Attention, Degrees, Mode, ParallelConfig, RunOptions, groups_of, modules_of
+from autoplan.config.parallel import Attention, Degrees, Mode, ParallelConfig, RunOptions
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
+from autoplan.config.recompute import check_choice, groups_of, modules_of
 from autoplan.errors import PinError
 from autoplan.program.context_pins import method_obstacle, product_degree
 from autoplan.program.expert_mesh import folds, inner_degree, spreads
 from autoplan.program.facts import Facts, divisors
 from autoplan.schedules.schedule import SCHEDULES, obstacle
 
-# Schedules that the runtime executes; the others are priced.
-EXECUTED_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBV", "DualPipeV")
 _REPLICAS = "ZeRO cannot have as many replicas"
 _MAX_LISTED = 8  # names in a message
 
@@ -427,7 +426,7 @@ def _takes(c: Degrees, f: Facts) -> str | None:
 
 
 def _unknown_order(c: Degrees, f: Facts) -> str | None:
-    if c.schedule in EXECUTED_SCHEDULES:
+    if SCHEDULES[c.schedule].torch_class is not None:
         return None
     return f"schedule {c.schedule!r} is priced (autoplan estimate), but not searched and not executed"
 

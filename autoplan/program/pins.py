@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoplan.config.choices import check_values, read_recompute
+from autoplan.config.choices import check_values
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import read_recompute
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis, Mesh

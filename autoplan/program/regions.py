@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from autoplan.config.parallel import GROUPS
+from autoplan.config.recompute import GROUPS
 from autoplan.ir.layout import ConversionKind
 from autoplan.program.megatron_kernels import LOSSES
 from autoplan.program.statements import Convert, Op

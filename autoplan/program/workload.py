@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from autoplan.config.parallel import MODULES, modules_choice
+from autoplan.config.recompute import MODULES, modules_choice
 from autoplan.cost_models.work import (
     Again,
     BlockWork,

@@ -8,13 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from autoplan.config import numbers
+from autoplan.config.choices import option_data, option_texts
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import Assumptions, Run
-from autoplan.report import data, numbers
-from autoplan.report.arguments import option_data, option_texts
-from autoplan.report.label import plan_label
+from autoplan.report import data
 from autoplan.report.text import left_out_notes, paragraph, plain_table, prices, run_cells
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
+from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import notes, run_of
 
 _LISTS = {

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autoplan import catalog as models
+from autoplan.config import numbers
 from autoplan.cost_models.hardware import catalog as hardware
-from autoplan.report import numbers
 from autoplan.report.text import plain_table
 from autoplan.units import GB, TERA
 

@@ -7,14 +7,11 @@ Schema 1:
      "model": {"name", "num_params", "num_layers", "left_out": [str]},  # left_out: what no price has
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
-     "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode", "attention", "launch",
-                 "overlap": [str], "dispatcher", "sequence_parallel", "fused_experts", "narrow_gather", "fused_loss",
-                 "overlap_zero", "overlap_gather", "zero_by_tensor", "document_len": null | tokens, "profile",
-                 "constants": null | file,
+     "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode",
+                 option of RunOptions: value, ..., "profile", "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "priced_not_executed": [str],      # of the plan: what has a price, but autoplan's own runtime does not execute
-     "plan": {"pp", "dp", "cp", "tp", "ep", "etp", "zero_stage", "zero_replicas", "offload": [str],
-              "micro_batch_size", "num_micro_batches", "schedule", "virtual_stages",
+     "plan": {field of ParallelConfig: value, ..., "offload": [str],
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
               "context_method": null | str | {block: str}},
               # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
@@ -43,9 +40,9 @@ Schema 1:
      "model", "cluster", "request": as of plan, before anything is varied,
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.whatif.whatif
 
-    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "options": {"attention", ...},
-     "profile", "constants": null | file, "assumptions": as of run, "left_out": {model: [str]},
-     "rows": [...]}  # columns: autoplan.capacity.capacity
+    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
+     "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
+     "left_out": {model: [str]}, "rows": [...]}  # columns: autoplan.capacity.capacity
 """
 
 from __future__ import annotations
@@ -55,14 +52,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.choices import config_data, option_data
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.price import Estimate
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.program.legality import not_executed
 from autoplan.program.pins import layer_calls
-from autoplan.report.arguments import imbalance_of, option_data
+from autoplan.report.arguments import imbalance_of
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.sweeps.whatif import critical_batch, run_of
 
@@ -99,33 +96,6 @@ def cluster(c: Cluster) -> dict[str, Any]:
             "source": c.price.source,
             "as_of": c.price.as_of,
         },
-    }
-
-
-def plan(c: ParallelConfig) -> dict[str, Any]:
-    """A plan."""
-    recompute: Any = c.recompute
-    if isinstance(recompute, tuple):
-        recompute = list(recompute)
-    elif not isinstance(recompute, str):
-        recompute = dict(recompute)
-    return {
-        "pp": c.pp,
-        "dp": c.dp,
-        "cp": c.cp,
-        "tp": c.tp,
-        "ep": c.ep,
-        "etp": c.tp if c.etp is None else c.etp,
-        "zero_stage": c.zero_stage,
-        "zero_replicas": c.zero_replicas,
-        "offload": list(c.offload),
-        "micro_batch_size": c.micro_batch_size,
-        "num_micro_batches": c.num_micro_batches,
-        "schedule": c.schedule,
-        "virtual_stages": c.virtual_stages,
-        "recompute": recompute,
-        "stages": None if c.stages is None else list(c.stages),
-        "context_method": dict(c.context_method) if isinstance(c.context_method, Mapping) else c.context_method,
     }
 
 
@@ -264,7 +234,7 @@ def _planned(p: Planned, request: PlanRequest, tokens: float | None, assumed: As
     whole = run_of(p.estimate, request, tokens, assumed)
     return {
         "priced_not_executed": list(not_executed(p.config, request.facts)),
-        "plan": plan(p.config),
+        "plan": config_data(p.config),
         "estimate": estimate(p.estimate, None if whole is None else run(whole, request, assumed)),
     }
 

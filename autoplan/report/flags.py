@@ -10,6 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.choices import plain, text_of
+from autoplan.config.parallel import ParallelConfig, RunOptions
+
 Model = Annotated[
     str, typer.Argument(help="Catalog name (autoplan models), a Hugging Face config.json, or package.module:factory.")
 ]
@@ -49,59 +53,6 @@ PrecisionName = Annotated[
     ),
 ]
 ModeName = Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")]
-AttentionName = Annotated[
-    str | None, typer.Option(help="Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.")
-]
-LaunchName = Annotated[str, typer.Option(help="How kernels are started: async, graphs, full_graphs or blocking.")]
-Overlaps = Annotated[
-    str | None, typer.Option("--overlap", help="What runs beside computing, by comma: tp, ep, pp, cp.")
-]
-DispatcherName = Annotated[
-    str, typer.Option("--dispatcher", help="How rows travel to experts: alltoall, flex or flex_fp8.")
-]
-FusedExperts = Annotated[
-    bool, typer.Option("--fused-experts", help="One kernel for products, activation and casts of experts.")
-]
-NarrowGather = Annotated[
-    bool, typer.Option("--narrow-gather", help="ZeRO gathers weights of 8-bit products in 8 bits.")
-]
-FusedLoss = Annotated[
-    bool, typer.Option("--fused-loss", help="Cross entropy reads 16-bit logits and writes their gradient in place.")
-]
-OverlapZero = Annotated[
-    bool,
-    typer.Option(
-        "--overlap-zero/--no-overlap-zero",
-        help="What ZeRO 1 and 2 (fused kernels: 0, too) move once per step hides behind computing, or does not.",
-    ),
-]
-OverlapGather = Annotated[
-    bool,
-    typer.Option(
-        "--overlap-gather/--no-overlap-gather",
-        help="Of that, what ZeRO 1 and 2 gather hides behind computing, or does not.",
-    ),
-]
-ZeroByTensor = Annotated[
-    bool,
-    typer.Option(
-        "--zero-by-tensor",
-        help="ZeRO 3 gathers and reduces each parameter by itself, beside nothing (as DeepSpeed in 2021).",
-    ),
-]
-DocumentLen = Annotated[
-    str | None,
-    typer.Option(
-        help="Tokens of a document, read as --seq-len, where sequences are packed: attention stays within it."
-    ),
-]
-SequenceParallel = Annotated[
-    bool,
-    typer.Option(
-        "--sequence-parallel/--no-sequence-parallel",
-        help="Tensor-parallel ranks may share norms and residuals, or each computes all of them.",
-    ),
-]
 ConstantsFile = Annotated[
     Path | None, typer.Option("--constants", help="Constants of the cost model: a file of autoplan calibrate.")
 ]
@@ -118,44 +69,50 @@ Assumed = Annotated[
 ]
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file too, each when it is there.")]
 Runnable = Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime runs today.")]
-StateSlack = Annotated[
-    float, typer.Option(help="Layouts may store this many times the least state, where that makes them faster.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
 
-_RUN_OPTIONS: Mapping[str, tuple[object, Any]] = {  # how a run is set up: types and defaults, by fields of RunOptions
-    "attention": (AttentionName, None),
-    "launch": (LaunchName, "async"),
-    "overlap": (Overlaps, None),
-    "dispatcher": (DispatcherName, "alltoall"),
-    "sequence_parallel": (SequenceParallel, True),
-    "fused_experts": (FusedExperts, False),
-    "narrow_gather": (NarrowGather, False),
-    "fused_loss": (FusedLoss, False),
-    "overlap_zero": (OverlapZero, True),
-    "overlap_gather": (OverlapGather, True),
-    "zero_by_tensor": (ZeroByTensor, False),
-    "document_len": (DocumentLen, None),
-}
-RUN_OPTIONS: Mapping[str, Any] = {name: default for name, (_, default) in _RUN_OPTIONS.items()}
+
+# By the parameter of a command that takes them as one mapping: the choices that the command line has for it
+_GROUPS: Mapping[str, type] = {"degrees": ParallelConfig, "options": RunOptions}
+CHOSEN: Mapping[str, Any] = {}  # the default of such a parameter
 
 
-def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """On the command line every one of `RUN_OPTIONS`, for the parameter `options` of a command: a mapping of them, as
-    `read_options` takes it."""
+def _annotation(record: Choice) -> tuple[Any, object]:
+    """Return the type with the option, and the default, of a choice on the command line."""
+    default = None if record.left_out or record.default is None else plain(record.default)
+    if record.written is Written.SWITCH:
+        flags = (record.flag, *([f"--no-{record.flag.removeprefix('--')}"] if default else []))
+        return Annotated[bool, typer.Option("/".join(flags), help=record.help)], default
+    numbers = {Written.COUNT: int, Written.NUMBER: float}
+    kind: Any = str if record.read is not None else numbers.get(record.written, str)
+    if kind is str and default is not None:
+        default = text_of(record, record.default) or None
+    option = typer.Option(*(record.flags or (record.flag,)), help=record.help)
+    return Annotated[kind if default is not None else kind | None, option], default
+
+
+def with_choices(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every choice, in place of its parameters `degrees` and `options`.
+
+    Each of these is called with the values by the choices' names.
+    """
     signature = inspect.signature(command, eval_str=True)
-    given = []
+    given, groups = [], {}
     for parameter in signature.parameters.values():
-        if parameter.name != "options":
+        if parameter.name not in _GROUPS:
             given.append(parameter)
             continue
-        for name, (kind, default) in _RUN_OPTIONS.items():
-            given.append(inspect.Parameter(name, parameter.kind, default=default, annotation=kind))
+        records = [record for record in choices_of(_GROUPS[parameter.name]) if record.help]
+        groups[parameter.name] = [record.name for record in records]
+        for record in records:
+            kind, default = _annotation(record)
+            given.append(inspect.Parameter(record.name, parameter.kind, default=default, annotation=kind))
 
     @functools.wraps(command)
     def called(**values: Any) -> None:
-        command(options={name: values.pop(name) for name in _RUN_OPTIONS}, **values)
+        chosen = {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
+        command(**chosen, **values)
 
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in given}

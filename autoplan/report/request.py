@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.catalog import load_model
+from autoplan.config.choices import options_of
+from autoplan.config.numbers import read_count
 from autoplan.config.parallel import Mode, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
-from autoplan.report.arguments import read_options, read_pins
-from autoplan.report.numbers import read_count
+from autoplan.report.arguments import read_pins
 from autoplan.search.planner import PlanRequest
 from autoplan.sweeps.whatif import check_task, read_constants
 
@@ -45,7 +46,7 @@ def read_request(
 ) -> PlanRequest:
     """Everything is read and checked before the model is loaded, which may take long.
 
-    `options`: as `read_options` takes them.
+    `options`: as `options_of` takes them.
     """
     if not math.isfinite(time_limit):
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
@@ -56,7 +57,7 @@ def read_request(
     tokens = read_count(seq_len, "--seq-len")
     batch = read_count(global_batch_size, "--global-batch-size")
     check_task(tokens, batch)
-    fixed, run_options = read_pins(pins or ()), read_options(**options)
+    fixed, run_options = read_pins(pins or ()), options_of(options)
     known, file = read_constants(constants)
     measured = Profile.load(profile) if profile is not None else None
     if measured is not None and measured.device_type != where.device_type:

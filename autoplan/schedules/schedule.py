@@ -1,16 +1,16 @@
-"""Pipeline schedules as data: the actions of every rank in order, what they hold in memory, their event simulation.
+"""Pipeline schedules: one record each, the actions of every rank in order, and what they hold in memory.
 
     table = actions("1F1B", num_stages=4, num_micro_batches=8)      # per rank: Action(FORWARD, chunk, micro-batch), ...
     [num_held(row) for row in table]                                 # [4, 3, 2, 1] micro-batches
-    timeline = simulate(table, [ChunkTimes(1e-3, 2e-3)] * 4)        # seconds
-    lower_bound_1f1b([3e-3] * 4, 8) <= timeline.end_s
+
+A schedule is a record of SCHEDULES, with its order of actions in `autoplan.schedules.orders`; everything else that
+depends on the schedule reads the record. How long a step takes: `autoplan.cost_models.time.simulation`.
 
 A chunk is a run of layers on one rank; chunks are counted in model order over the whole pipeline (torch: stage index).
-With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`). The orders
-themselves: `autoplan.schedules.orders`.
+With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`).
 
-What the papers say of p equal stages and m micro-batches, and the simulation gives (tests/test_schedule.py). F, B and
-W: seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
+What the papers say of p equal stages and m micro-batches, and the simulation gives (test_schedule.py). F, B and W:
+seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
 chunks per rank: of a rank); held: the most micro-batches' worth of a stage's activations on any rank.
 
 | schedule | bubble of a rank | held | source |
@@ -30,24 +30,20 @@ fewer micro-batches than stages are the same.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
-from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autoplan.errors import AutoplanError, PinError
+from autoplan.errors import PinError
 from autoplan.schedules import orders
-from autoplan.schedules.orders import Action, ActionKind, B, F, I, W
+from autoplan.schedules.dependencies import VisitOrder, visit_order
+from autoplan.schedules.orders import Action, B, F, I, W
 
-
-class ScheduleError(AutoplanError):
-    """Action lists that can never finish, or durations that do not fit them."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Transfer(Enum):
@@ -79,23 +75,36 @@ class Placement(Enum):
 
 
 @dataclass(frozen=True)
-class ScheduleRule:
-    """One schedule.
+class Schedule:
+    """One schedule: everything that is known of it.
 
     Attributes:
+        name: in pins, reports and programs.
         order: the actions of a rank; arguments: rank, num_stages, num_micro_batches, the chunks of the rank.
-        placement: which chunks those are.
+        torch_class: the class of torch.distributed.pipelining that runs this order; None: priced, but not executed.
+        placement: which chunks a rank holds.
         virtual_stages: the fewest and the most chunks per rank, copies not counted; None: any number.
         split_backward: weight gradients are (partly) computed apart from input gradients.
+        backward_at_once: with one chunk per rank, the backward of the model's last block follows its forward at once.
+        windows: with one chunk per rank, every rank runs some forwards and then a backward and a forward in turn: what
+            the bounds of `autoplan.search.cuts` rest on. Of other schedules a few even cuts are simulated.
+        searched: stages per rank with which a search looks at the schedule beside 1F1B; none: only if it is pinned.
+        family: its kind, in the words of a search that says what it looked at.
         rounds: micro-batches run in equal rounds of about num_stages.
         least_rounds: the fewest micro-batches are this times num_stages.
         transfer: who pays for what is sent between ranks; in stock torch the receiver.
     """
 
+    name: str
     order: Callable[[int, int, int, tuple[int, ...]], list[Action]]
+    torch_class: str | None
     placement: Placement = Placement.LOOP
     virtual_stages: tuple[int, int | None] = (1, 1)
     split_backward: bool = False
+    backward_at_once: bool = False
+    windows: bool = False
+    searched: tuple[int, ...] = ()
+    family: str = ""
     rounds: bool = False
     least_rounds: int = 0
     transfer: Transfer = Transfer.RECEIVER
@@ -111,24 +120,87 @@ class ScheduleRule:
         return 2 if self.placement is Placement.BOTH else 1
 
 
-SCHEDULES: Mapping[str, ScheduleRule] = {
-    "GPipe": ScheduleRule(orders.gpipe),
-    "1F1B": ScheduleRule(orders.one_f_one_b),
-    "Interleaved1F1B": ScheduleRule(orders.interleaved, virtual_stages=(2, None), rounds=True),
-    "ZB-H1": ScheduleRule(orders.zero_bubble, split_backward=True, rounds=True),
-    "InterleavedZeroBubble": ScheduleRule(
-        orders.zero_bubble, virtual_stages=(2, None), split_backward=True, rounds=True
+_RECORDS = (
+    # Looked at only if pinned: never shorter than 1F1B.
+    Schedule("GPipe", orders.gpipe, "ScheduleGPipe", windows=True),
+    Schedule("1F1B", orders.one_f_one_b, "Schedule1F1B", windows=True, backward_at_once=True),
+    Schedule(
+        "Interleaved1F1B",
+        orders.interleaved,
+        "ScheduleInterleaved1F1B",
+        virtual_stages=(2, None),
+        searched=(2, 4, 8),
+        family="interleaved",
+        rounds=True,
     ),
-    "ZBV": ScheduleRule(orders.zero_bubble_v, Placement.V, (2, 2), split_backward=True),
+    Schedule(
+        "ZB-H1",
+        orders.zero_bubble,
+        "ScheduleInterleavedZeroBubble",  # with one stage per rank
+        split_backward=True,
+        searched=(1,),
+        family="zero-bubble",
+        rounds=True,
+    ),
+    Schedule(
+        "InterleavedZeroBubble",
+        orders.zero_bubble,
+        "ScheduleInterleavedZeroBubble",
+        virtual_stages=(2, None),
+        split_backward=True,
+        searched=(2,),
+        family="zero-bubble",
+        rounds=True,
+    ),
+    Schedule(
+        "ZBV",
+        orders.zero_bubble_v,
+        "ScheduleZBVZeroBubble",
+        Placement.V,
+        (2, 2),
+        split_backward=True,
+        searched=(2,),
+        family="zero-bubble",
+    ),
     # A forward and a backward that overlap hide each other's communication: DeepSeek-V3 Technical Report, 2024,
     # section 3.2.1. Here only the transfers between ranks are hidden, not the collectives inside layers.
-    "DualPipeV": ScheduleRule(
-        orders.dual_pipe_v, Placement.V, (2, 2), split_backward=True, least_rounds=2, transfer=Transfer.OVERLAPPED
+    Schedule(
+        "DualPipeV",
+        orders.dual_pipe_v,
+        "ScheduleDualPipeV",
+        Placement.V,
+        (2, 2),
+        split_backward=True,
+        searched=(2,),
+        family="DualPipeV",
+        least_rounds=2,
+        transfer=Transfer.OVERLAPPED,
     ),
-    "DualPipe": ScheduleRule(
-        orders.dual_pipe, Placement.BOTH, split_backward=True, least_rounds=2, transfer=Transfer.OVERLAPPED
+    Schedule(
+        "DualPipe",
+        orders.dual_pipe,
+        None,
+        Placement.BOTH,
+        split_backward=True,
+        least_rounds=2,
+        transfer=Transfer.OVERLAPPED,
     ),
-}
+)
+SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _RECORDS}
+PLAIN = "1F1B"  # what runs where nothing else is asked for, and what a search compares the others with
+SEARCHED = tuple((s.name, count) for s in _RECORDS for count in s.searched)  # beside PLAIN: (name, stages per rank)
+
+
+def searched_words() -> str:
+    """What a search looks at beside 1F1B, in words."""
+    *families, last = dict.fromkeys(s.family for s in _RECORDS if s.searched)
+    *counts, most = sorted({count for _, count in SEARCHED})
+    return f"{', '.join(families)} and {last} with {', '.join(map(str, counts))} or {most} stages per rank"
+
+
+def backward_follows(schedule: str, num_stages: int) -> bool:
+    """True if the backward of the model's last block directly follows its forward."""
+    return num_stages == 1 or SCHEDULES[schedule].backward_at_once
 
 
 def ranks_of_chunks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[int, ...]:
@@ -153,7 +225,7 @@ def num_copies(schedule: str) -> int:
     return _rule(schedule).num_copies
 
 
-def _rule(schedule: str) -> ScheduleRule:
+def _rule(schedule: str) -> Schedule:
     if schedule not in SCHEDULES:
         raise PinError(f"schedule {schedule!r} is not known; use {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule]
@@ -171,9 +243,9 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
     """Per rank its actions: a plain tuple that remembers what was found out about them."""
 
     @cached_property
-    def program(self) -> _Program:
-        """The order in which a simulation visits them, see `_Program`; it does not depend on durations."""
-        return _compile(self)
+    def visits(self) -> VisitOrder:
+        """An order in which each comes after what it waits for; it does not depend on durations."""
+        return visit_order(self)
 
     @cached_property
     def flights(self) -> tuple[tuple[int, int], ...]:
@@ -183,6 +255,8 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
     @cached_property
     def held(self) -> tuple[HeldRow, ...]:
         """Per rank what its actions do to the number of micro-batches it holds."""
+        import numpy as np  # the command line names schedules without it
+
         return tuple(
             HeldRow(
                 np.array([a.chunk for a in row]),
@@ -295,268 +369,3 @@ def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
 def num_held(row: Sequence[Action]) -> int:
     """The most micro-batches a rank holds at one time, over all its chunks."""
     return max(held_at_backwards(row))
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTimes:
-    """Seconds of one micro-batch on one chunk.
-
-    `backward_s` is the whole backward; where the schedule splits it, `weight_s` of it is the weight gradient, which
-    then takes `split_extra_s` more. The other extras are added to the chunk's first forward (e.g. gathering parameters)
-    and last backward (reducing gradients).
-    """
-
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-    first_forward_extra_s: float = 0.0
-    last_backward_extra_s: float = 0.0
-    split_extra_s: float = 0.0
-
-
-class Event(NamedTuple):
-    """One action in time; transfers are not part of it."""
-
-    rank: int
-    chunk: int
-    micro_batch: int
-    kind: ActionKind
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One step. `rank_end_s`: when each rank finishes; `busy_s`: how long each computes."""
-
-    end_s: float
-    rank_end_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    events: tuple[Event, ...] = ()
-
-    @property
-    def bubble_s(self) -> tuple[float, ...]:
-        """Per rank: how long it waits."""
-        return tuple(self.end_s - busy for busy in self.busy_s)
-
-
-# Durations differ by chunk and by these: kind, and whether it is the chunk's first forward or last backward.
-_SLOTS = {(F, False): 0, (F, True): 1, (B, False): 2, (B, True): 3, (I, False): 4, (W, False): 5, (W, True): 6}
-_NUM_SLOTS = len(_SLOTS)
-# A lag is what a value takes from the chunk where it was made: forward to the next, backward to the previous one.
-_NO_LAG = 0
-
-
-class _Step(NamedTuple):
-    rank: int
-    dependency: int  # position of the step that must have ended, or -1
-    lag: int  # 0: none; 1 + c: chunk c to c + 1; 1 + num_chunks + c: chunk c + 1 back to c
-    slot: int  # chunk * _NUM_SLOTS + kind
-
-
-@dataclass(frozen=True)
-class _Program:
-    """The actions of all ranks in one order in which every action comes after what it waits for."""
-
-    steps: tuple[_Step, ...]
-    what: tuple[Action, ...]
-    num_ranks: int
-    num_chunks: int
-    slots: tuple[tuple[tuple[int, int], ...], ...]  # per rank: (slot, how often)
-
-
-def _compile(table: Sequence[Sequence[Action]]) -> _Program:
-    """Put all actions into an order that respects what they wait for. ScheduleError if there is none."""
-    # by micro-batch too: in both directions, a chunk is on the rank that its direction visits
-    home = {(a.chunk, a.micro_batch): rank for rank, row in enumerate(table) for a in row}
-    known = sorted({chunk for chunk, _ in home})
-    num_chunks = len(known)
-    if known != list(range(num_chunks)):
-        raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {known}")
-    # gradients of a chunk are complete after its last weight gradient, wherever that was computed
-    last = {(rank, a.chunk): i for rank, row in enumerate(table) for i, a in enumerate(row) if a.kind in (B, W)}
-    first = {(r, a.chunk): i for r, row in enumerate(table) for i, a in reversed(list(enumerate(row))) if a.kind is F}
-    places: dict[tuple[bool, int, int], int] = {}  # (forward, chunk, micro-batch) -> position of the step
-    steps: list[_Step] = []
-    what: list[Action] = []
-    position = [0] * len(table)
-    waiting: dict[tuple[bool, int, int], int] = {}
-    given: list[list[tuple[bool, int, int]]] = [[] for _ in table]  # by actions whose end is that of the next one
-    ready = deque(range(len(table)))
-    while ready:
-        rank = ready.popleft()
-        row = table[rank]
-        while position[rank] < len(row):
-            action = row[position[rank]]
-            kind, chunk, micro_batch, joined = action
-            needs, lag = None, _NO_LAG
-            if kind is F and chunk > 0:
-                needs = (True, chunk - 1, micro_batch)
-                lag = chunk if home.get((chunk - 1, micro_batch)) != rank else _NO_LAG
-            elif kind in (B, I) and chunk == num_chunks - 1:
-                needs = (True, chunk, micro_batch)
-            elif kind in (B, I):
-                needs = (False, chunk + 1, micro_batch)
-                lag = 1 + num_chunks + chunk if home.get((chunk + 1, micro_batch)) != rank else _NO_LAG
-            elif kind is W:
-                needs = (False, chunk, micro_batch)
-            if needs is not None and needs not in places:
-                waiting[needs] = rank
-                break
-            edge = position[rank] == (first if kind is F else last).get((rank, chunk))
-            slot = chunk * _NUM_SLOTS + _SLOTS[kind, edge and kind is not I]
-            if kind is not W:
-                given[rank].append((kind is F, chunk, micro_batch))
-            while given[rank] and not joined:
-                key = given[rank].pop()
-                places[key] = len(steps)
-                if key in waiting:
-                    ready.append(waiting.pop(key))
-            steps.append(_Step(rank, places[needs] if needs is not None else -1, lag, slot))
-            what.append(action)
-            position[rank] += 1
-    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(table) if position[r] < len(row)]
-    if stuck:
-        needed = ", ".join(f"{c}{'F' if forward else 'B'}{m}" for forward, c, m in waiting)
-        raise ScheduleError(f"the schedule never finishes: waiting are {', '.join(stuck)}, for {needed}")
-    counts: list[Counter[int]] = [Counter() for _ in table]
-    for step in steps:
-        counts[step.rank][step.slot] += 1
-    return _Program(tuple(steps), tuple(what), len(table), num_chunks, tuple(tuple(sorted(c.items())) for c in counts))
-
-
-def simulate(
-    table: Sequence[Sequence[Action]],
-    chunks: Sequence[ChunkTimes],
-    send_forward_s: Sequence[float] = (),
-    send_backward_s: Sequence[float] = (),
-    *,
-    transfer: Transfer = Transfer.OVERLAPPED,
-    events: bool = True,
-) -> Timeline:
-    """Run the actions as soon as their rank is free and what they need has arrived.
-
-    Args:
-        table: what `actions` returns (then the order of visits is found once), or any lists of actions per rank.
-        chunks: durations of every chunk, in model order.
-        send_forward_s: seconds from chunk i to i + 1, one per boundary; none: 0. Nothing is sent within a rank.
-        send_backward_s: likewise from chunk i + 1 back to i.
-        events: False: do not record them (a search does not look at them).
-
-    Raises: ScheduleError: a table that never finishes (says who waits for what), or durations that do not fit it.
-    """
-    program = (table if isinstance(table, ActionLists) else ActionLists(tuple(row) for row in table)).program
-    durations = _durations(program, chunks)
-    lags = _lags(program, send_forward_s, send_backward_s)
-    compute = durations
-    steps: Iterable[tuple[int, int, int, int]] = program.steps
-    if transfer is not Transfer.OVERLAPPED and any(lags):
-        # The lag becomes part of the action that pays for it.
-        steps, durations = _paid(program, durations, lags, transfer)
-        lags = [0.0] * len(lags)
-    clock = [0.0] * program.num_ranks
-    ends: list[float] = []
-    for rank, dependency, lag, slot in steps:
-        start = clock[rank]
-        if dependency >= 0:
-            arrival = ends[dependency] + lags[lag]
-            if arrival > start:
-                start = arrival
-        clock[rank] = end = start + durations[slot]
-        ends.append(end)
-    busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
-    recorded: list[Event] = []
-    if events:
-        for (rank, _, _, slot), (_, _, _, paid), action, end in zip(
-            program.steps, steps, program.what, ends, strict=True
-        ):
-            if transfer is Transfer.SENDER:
-                end -= durations[paid] - compute[slot]
-            recorded.append(Event(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end))
-    return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
-
-
-def _durations(program: _Program, chunks: Sequence[ChunkTimes]) -> list[float]:
-    if len(chunks) != program.num_chunks:
-        raise ScheduleError(f"the schedule has {program.num_chunks} chunks, durations are given for {len(chunks)}")
-    out: list[float] = []
-    for index, c in enumerate(chunks):
-        first, last, split = c.first_forward_extra_s, c.last_backward_extra_s, c.backward_s - c.weight_s
-        if not min(c.forward_s, split, c.weight_s, first, last, c.split_extra_s) >= 0:
-            raise ScheduleError(f"chunk {index}: negative time, or weight gradient longer than its backward: {c}")
-        out += [c.forward_s, c.forward_s + first, c.backward_s, c.backward_s + last, split]
-        weight = c.weight_s + c.split_extra_s
-        out += [weight, weight + last]
-    return out
-
-
-def _lags(program: _Program, send_forward_s: Sequence[float], send_backward_s: Sequence[float]) -> list[float]:
-    boundaries = program.num_chunks - 1
-    for name, values in (("send_forward_s", send_forward_s), ("send_backward_s", send_backward_s)):
-        if (values and len(values) != boundaries) or min(values, default=0.0) < 0:
-            raise ScheduleError(
-                f"{name} must be {boundaries} times of at least 0 (one per boundary), not {list(values)}"
-            )
-    nothing = [0.0] * boundaries
-    return [0.0, *(send_forward_s or nothing), 0.0, *(send_backward_s or nothing)]
-
-
-def _paid(
-    program: _Program, durations: list[float], lags: list[float], transfer: Transfer
-) -> tuple[list[tuple[int, int, int, int]], list[float]]:
-    """Steps whose durations contain the transfers that they pay for: each gets a slot of its own."""
-    extra = [0.0] * len(program.steps)
-    for index, step in enumerate(program.steps):
-        if transfer is Transfer.RECEIVER:
-            extra[index] += lags[step.lag]
-        elif step.dependency >= 0:
-            extra[step.dependency] += lags[step.lag]
-    steps = [(step.rank, step.dependency, _NO_LAG, index) for index, step in enumerate(program.steps)]
-    return steps, [durations[step.slot] + more for step, more in zip(program.steps, extra, strict=True)]
-
-
-def lower_bound_1f1b(chunk_s: Sequence[float], num_micro_batches: int, send_s: Sequence[float] = ()) -> float:
-    """`max_s (m T_s + sum_{i<s} T_i)`: no step of GPipe or 1F1B, with one chunk per stage, is shorter.
-
-    Args:
-        chunk_s: T_s, forward plus backward of one micro-batch on each stage.
-        send_s: per boundary, forward plus backward; none: 0.
-
-    Proof: stage s starts after the forwards of the first micro-batch on the stages before it, computes m T_s, and after
-    its last backward those of the same micro-batch follow on the stages before it.
-    """
-    sends = send_s or [0.0] * (len(chunk_s) - 1)
-    before = accumulate((t + send for t, send in zip(chunk_s, sends, strict=False)), initial=0.0)
-    return max(num_micro_batches * t + b for t, b in zip(chunk_s, before, strict=True))
-
-
-def bound_1f1b(
-    forward_s: Sequence[float], backward_s: Sequence[float], num_micro_batches: int, send_s: Sequence[float] = ()
-) -> float:
-    """A lower bound of the 1F1B step that knows forwards from backwards; never below `lower_bound_1f1b`.
-
-    With w_s = min(m, p - s) forwards before the first backward of stage s (m: fewer micro-batches than stages), and
-
-        E_s = (w_s - 1) (max_{t<=s} f_t - f_s + max_{t<=s} b_t - b_s)    slower stages before s, filling and draining
-        A_s = m T_s + sum_{i<s} T_i + E_s                                 stage s is never idle in between
-        D_s = sum_i T_i + (m - 1) T_s - (w_s - 1) (f_s + b_s - max_{t<=s} b_t)    it waits for its first backward
-
-    the bound is max_s max(A_s, D_s), sums over stages with the sends between them. Both are lengths of paths through
-    the actions. A_s: the forwards 0 .. w_s - 1 on stage t, the last of them on to s, everything else on s up to
-    backward m - w_s, that one back to t', where the rest of the backwards follow. D_s: forward 0 through all stages
-    and back to s, from there as before. A_s needs the stages up to s only, D_s those and the sum over all, so both
-    serve a dynamic programme from left to right.
-    """
-    num_stages = len(forward_s)
-    sends = [*send_s, 0.0] if send_s else [0.0] * num_stages
-    total = sum(forward_s) + sum(backward_s) + sum(sends)
-    best = before = most_f = most_b = 0.0
-    for s, (f, b, send) in enumerate(zip(forward_s, backward_s, sends, strict=True)):
-        warm = num_micro_batches if num_micro_batches < num_stages else num_stages - s
-        most_f, most_b = max(most_f, f), max(most_b, b)
-        drain = (warm - 1) * (most_b - b)
-        alone = num_micro_batches * (f + b) + before + (warm - 1) * (most_f - f) + drain
-        waits = total + (num_micro_batches - 1) * (f + b) - (warm - 1) * f + drain
-        best = max(best, alone, waits)
-        before += f + b + send
-    return best

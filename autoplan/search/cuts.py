@@ -7,7 +7,7 @@ recompute that fits. Cuts are searched depth first, from the first stage to the 
 
 (m micro-batches; T_s forward, backward, the least recompute that can fit, and what the stage waits for its receives;
 E_s what happens once per step on that stage): a lower bound of the event simulation, see
-`autoplan.schedules.schedule.lower_bound_1f1b`. From right to left it is V_s = max(m T_s + E_s, T_s + V_{s+1}), so a
+`lower_bound_1f1b` (tests/schedule_bounds.py). From right to left it is V_s = max(m T_s + E_s, T_s + V_{s+1}), so a
 dynamic programme gives its minimum over all ways to cut the rest. A second bound, stronger with few micro-batches, is
 
     max over stages s of   sum of all T_i + (m - 1) T_s - (w_s - 1) f_s
@@ -241,9 +241,7 @@ class Cutter:
 
     def _waiting(self, stage: int) -> Array:
         """D[i, j] of stage `stage`, see the module."""
-        warm = min(self.m, self.pp - stage)
-        if self.m < self.pp or self.pricer.config.schedule == "GPipe":
-            warm = self.m
+        warm = self.pricer.memory.flights[stage][0]
         i, j = self._i, self._j
         received = self._received(stage)[i]
         action = self.stage_s  # forward's share of it at most

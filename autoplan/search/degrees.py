@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from autoplan.config.choices import ZERO_STAGES, read_recompute
 from autoplan.config.offload import state_offload
+from autoplan.config.parallel import ZERO_STAGES
+from autoplan.config.recompute import read_recompute
 from autoplan.errors import PinError
 from autoplan.program.expert_mesh import folds
 from autoplan.program.facts import Facts, divisors

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autoplan.config.choices import check_choice
-from autoplan.config.parallel import ParallelConfig, modules_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import check_choice, modules_of
 from autoplan.cost_models.time.price import Estimate, Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoplan.config.choices import is_count, read_recompute
+from autoplan.config.choice import is_count
 from autoplan.config.context_methods import ContextMethod, read_method
 from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, modules_of, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.recompute import modules_of, read_recompute
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -45,7 +46,7 @@ from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.program.without_sequence_parallel import with_whole_tokens
 from autoplan.program.workload import Lowered, lower_all, workload
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.schedules.schedule import PLAIN, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import IntraSolution, StoppedError, solve
@@ -364,8 +365,8 @@ class LayoutCache:
         pins = self.request.pins
         stages, recompute = pins.get("stages"), self._recompute()
         stages = tuple(stages) if stages is not None else None
-        if candidate.virtual_stages > 1 or SCHEDULES[candidate.schedule].split_backward:
-            plain = self._plain(replace(candidate, schedule="1F1B", virtual_stages=1), limit_s)
+        if not SCHEDULES[candidate.schedule].windows:
+            plain = self._plain(replace(candidate, schedule=PLAIN, virtual_stages=1), limit_s)
             if plain is None:
                 return None
             return ChunkCutter(

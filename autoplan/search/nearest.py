@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from autoplan.config.choices import PINS, ZERO_STAGES, check_values, is_count
+from autoplan.config.choice import is_count
+from autoplan.config.choices import PINS, check_values
 from autoplan.config.context_methods import methods
 from autoplan.config.offload import state_offload
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import Scope, broken

@@ -36,6 +36,7 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.memory.recompute_frontier import as_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.schedules.schedule import searched_words
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.estimate import Planned, estimate_config
@@ -96,9 +97,8 @@ _EXPERTS = (
     "whole (etp = 1), or split over all of tp where there are too few"
 )
 _SCHEDULES = (
-    "schedules: 1F1B with every cut; interleaved, zero-bubble and DualPipeV with 1, 2, 4 or 8 stages per rank, up to "
-    f"{MAX_ACTIONS:,} actions, of a few even cuts the fastest, and layers computed again taken in turn from a rank's "
-    "stages"
+    f"schedules: 1F1B with every cut; {searched_words()}, up to {MAX_ACTIONS:,} actions, of a few even cuts the "
+    "fastest, and layers computed again taken in turn from a rank's stages"
 )
 
 

@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autoplan.config.choice import is_count
 from autoplan.config.choices import PINS as KNOWN_PINS
-from autoplan.config.choices import is_count
 from autoplan.config.offload import with_offload
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, ModelFacts, divisors
 from autoplan.program.legality import Scope
+from autoplan.schedules.schedule import SEARCHED
 from autoplan.search.degrees import Candidate, Limits, Space, candidates
 from autoplan.search.refusals import check_pins, refusal
 
 __all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "limits_of", "space"]
 
-# Looked at beside 1F1B: GPipe is never shorter than that, and ZBV holds what DualPipeV holds twice.
-SCHEDULES = (
-    *(("Interleaved1F1B", v) for v in (2, 4, 8)),
-    ("ZB-H1", 1),
-    ("InterleavedZeroBubble", 2),
-    ("ZBV", 2),
-    ("DualPipeV", 2),
-)
 LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
 
@@ -66,7 +59,7 @@ def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:
         scope,
         max(_LEAST_DOMAIN, cluster.domain_size),
         (1,) if facts.model is None else _contexts(facts.model, cluster, facts.seq_len or 0),
-        SCHEDULES,
+        SEARCHED,
         tuple(level.size for level in cluster.levels[:-1]),
     )
 

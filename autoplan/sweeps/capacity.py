@@ -12,9 +12,9 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
     precision: bf16
     mode: eager
     pins: {tp: 8}                               # of all rows
-    launch: graphs                              # how runs are set up: the names of RunOptions; also attention,
-    overlap: [tp, pp]                           # dispatcher, sequence_parallel, fused_experts, narrow_gather,
-    fused_loss: true                            # overlap_zero, overlap_gather, zero_by_tensor, document_len
+    launch: graphs                              # how runs are set up: the names of RunOptions
+    overlap: [tp, pp]
+    fused_loss: true
     profile: NAME                               # measured times
     constants: FILE                             # of the cost model, written by `autoplan calibrate`
     assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.whole_run.FIGURES
@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import load_model
+from autoplan.config.choices import OPTIONS, PINS, option_data, options_of
+from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -40,10 +42,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.report.arguments import OPTIONS, option_data, options_of
-from autoplan.report.numbers import read_count, read_number
 from autoplan.search.planner import PlanRequest, search_plan
-from autoplan.search.space import KNOWN_PINS
 from autoplan.sweeps.whatif import (
     Point,
     check_points,
@@ -137,8 +136,8 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
     if not isinstance(pins, Mapping):
         raise PinError(f"{where}: pins={pins!r} must be a mapping, for example {{tp: 8}}")
     for name in pins:
-        if name not in KNOWN_PINS:
-            raise PinError(f"{where}: unknown pin {name!r}; known: {', '.join(KNOWN_PINS)}")
+        if name not in PINS:
+            raise PinError(f"{where}: unknown pin {name!r}; known: {', '.join(PINS)}")
     assumptions = given.get("assumptions", {})
     if not isinstance(assumptions, Mapping):
         raise PinError(f"{where}: assumptions={assumptions!r} must be a mapping, for example {{pue: 1.1}}")

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import active_params
-from autoplan.config.choices import CHOICES, PINS, Written
+from autoplan.config.choice import Written
+from autoplan.config.choices import CHOICES, PINS, options_of
+from autoplan.config.numbers import Range, scaled
 from autoplan.config.parallel import PRECISIONS, Mode, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDE_RANGES, OVERRIDES, Cluster
-from autoplan.cost_models.hardware.parts import Range
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.price import Estimate
@@ -28,9 +29,8 @@ from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, Assumptions, R
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.legality import not_executed
-from autoplan.report.label import evidence_label, plan_label
-from autoplan.report.numbers import scaled
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
+from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.units import dtype_bytes
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ WHOLE = (
 )
 # What the numbers may be, by name; a pin is checked further where its search begins.
 RANGES: dict[str, Range] = {
-    **{c.name: Range(1, 10**9, whole=True) for c in CHOICES if c.written is Written.COUNT},
-    "zero_stage": Range(0, 3, whole=True),
+    **{c.name: Range(c.least, c.most, whole=True) for c in CHOICES if c.written is Written.COUNT},
     **OVERRIDE_RANGES,
     **_TASK_RANGES,
 }
@@ -425,7 +424,6 @@ def whatif(
     import pandas as pd
 
     from autoplan.catalog import load_model
-    from autoplan.report.arguments import options_of
 
     check_tokens(tokens)
     assumed = Assumptions.of(assumptions)

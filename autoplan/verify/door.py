@@ -9,8 +9,9 @@ from pathlib import Path
 
 from autoplan.capture.frontend.cache import cache_folder, code_hash, fingerprint, store
 from autoplan.errors import CaptureError, PinError
-from autoplan.verify.check import Outcome, Task, verify_whole
+from autoplan.verify.check import Outcome, verify_whole
 from autoplan.verify.cost import LIMIT_S
+from autoplan.verify.runs import Task
 from autoplan.verify.shallow import verify_shallow
 
 CHOICES = (True, False, "required")

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoplan.ir.graph import Call, Node
 from autoplan.program.lower import identifier
 from autoplan.program.statements import Op
-from autoplan.verify.check import ADVICE, Task, Tensors, Wrong, run_graph, run_module
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
+from autoplan.verify.runs import ADVICE, Task, Tensors, Wrong, run_graph, run_module
 
 _HIDDEN = 1e29
 _CLOSE = 1e-10  # of fingerprints, relative: both sides are float64

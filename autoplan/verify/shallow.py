@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.frontend.export import capture
+from autoplan.capture.export import capture
 from autoplan.capture.frontend.huggingface import is_hf_model
-from autoplan.capture.layers.blocks import layer_modules
+from autoplan.capture.frontend.layer_tracer import layer_modules
 from autoplan.capture.passes.cast import computing_in, main_dtype
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import Block, ModelGraph
-from autoplan.verify.check import Outcome, Task, choose_sizes, compare_or_say
+from autoplan.verify.check import Outcome, choose_sizes, compare_or_say
 from autoplan.verify.cost import cost_of_parameters
+from autoplan.verify.runs import Task
 
 # names of config entries; others are left as they are
 _DEPTHS = (

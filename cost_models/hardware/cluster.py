@@ -4,6 +4,7 @@ Cluster.parse("16x8xh100-sxm5-80gb")            16 nodes of 8; network, price an
 Cluster.parse("16xp5.48xlarge")                 16 cloud instances: their own network and price
 Cluster.parse("4x8xmi355x-288gb@nic=400")       what the catalog does not know, or shall be otherwise
 Cluster.parse("cluster.yaml")                   see autoplan.cost_models.hardware.cluster_file
+cluster.on_fabric(FabricGraph(...))             links as a graph, see autoplan.cost_models.hardware.fabric_graph
 Cluster.parse("local:4")                        processes of this machine
 cluster.with_(nodes=32, nic=800)                what if
 
@@ -15,17 +16,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 
+from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
+from autoplan.cost_models.hardware.cluster_file import nodes_of, read_nodes
+from autoplan.cost_models.hardware.fabric_graph import Traffic
+from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import (
     COUNT,
     GB_S,
     GBIT_S,
     MEMORY_GB,
-    OVERSUBSCRIPTION,
+    NETWORK,
+    NETWORKS,
     USD,
     WATTS,
     Device,
@@ -33,7 +40,6 @@ from autoplan.cost_models.hardware.parts import (
     Level,
     Link,
     Price,
-    Range,
 )
 from autoplan.errors import PinError
 from autoplan.units import GB, GIB, MICRO, TERA
@@ -46,8 +52,6 @@ _LOCAL_LAUNCH_S = 5e-6
 # (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies reach about 80 %.
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
-# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
-NETWORKS = RAILS, NETWORK = "rails", "network"
 # Columns of the catalog that an override takes the place of.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "nic": ("scaleout_gbit_s_per_device",),
@@ -81,47 +85,19 @@ OVERRIDE_RANGES: dict[str, Range] = {
 }
 
 
+# override -> (field of Device, factor, type)
+_DEVICE_FIELDS: Mapping[str, tuple[str, float, type]] = {
+    "memory_gb": ("memory_bytes", GB, int),
+    "memory_gb_s": ("memory_bytes_per_s", GB, float),
+    "host_memory_gb": ("host_memory_bytes", GB, int),
+    "power": ("power_w", 1, float),
+}
+_LINKS = ("nic", "scaleup")  # overrides of links
+
+
 @dataclass(frozen=True)
-class Cluster:
-    """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`.
-
-    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer). `given`: which
-    figures are not the catalog's but the user's, by the names of OVERRIDES; they stay when the device is another.
-    """
-
-    num_nodes: int
-    devices_per_node: int
-    device: Device
-    link: Link
-    device_type: str
-    outer: tuple[Level, ...] = ()
-    price: Price | None = None
-    given: tuple[tuple[str, float], ...] = field(default=(), compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for what, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
-            COUNT.check(count, what)
-        if self.device_type not in ("cpu", "cuda"):
-            raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
-        if self.outer and not isinstance(self.link, Level):
-            raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
-        for level in (self.link, *self.outer):
-            if isinstance(level, Level):
-                OVERSUBSCRIPTION.check(level.oversubscription, f"level {level.name}: oversubscription")
-            peer = level.p2p_bytes_per_s if isinstance(level, Level) else None
-            speeds = (level.bytes_per_s, level.bytes_per_s if peer is None else peer)
-            if not (all(0 < s < math.inf for s in speeds) and 0 <= level.latency_s < math.inf):
-                raise PinError(
-                    f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
-                    f"latency of at least 0, got {min(speeds)} bytes/s and {level.latency_s} s"
-                )
-
-    @property
-    def num_devices(self) -> int:
-        """World size."""
-        return self.num_nodes * self.devices_per_node
+class Cluster(Nodes):
+    """Nodes, with what is computed from their figures: levels, memory of the host, what-ifs."""
 
     @property
     def host_memory_bytes(self) -> float:
@@ -174,6 +150,10 @@ class Cluster:
             )
         return tuple(out)
 
+    def levels_of(self, group: Group, traffic: Traffic) -> tuple[Level, ...]:
+        """The levels as a group of this shape meets them: on a fabric with what all such groups get at once."""
+        return self.levels if self.fabric is None else self.fabric.levels_of(group, traffic, self.levels)
+
     @property
     def domain_size(self) -> int:
         """Devices that reach each other without a network between nodes; 1 where every node has one device."""
@@ -210,47 +190,27 @@ class Cluster:
         figures |= {"host_memory_gb": host_memory_gb, "memory_gb_s": memory_gb_s}
         given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
-            known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not known or value < 0 or (value == 0 and name != "price"):
-                least = "at least" if name == "price" else "above"
-                raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
-            OVERRIDE_RANGES[name].check(value, name)
-        device, link, outer = self.device, self.link, self.outer
-        if memory_gb is not None:
-            device = replace(device, memory_bytes=int(memory_gb * GB))
-        if memory_gb_s is not None:
-            device = replace(device, memory_bytes_per_s=memory_gb_s * GB)
-        if host_memory_gb is not None:
-            device = replace(device, host_memory_bytes=int(host_memory_gb * GB))
-        if power is not None:
-            device = replace(device, power_w=float(power))
+            _check_override(name, value)
+        num_nodes = self.num_nodes if nodes is None else nodes
+        per_node = self.devices_per_node if devices_per_node is None else devices_per_node
+        if self.fabric is not None:
+            same = (num_nodes, per_node) == (self.num_nodes, self.devices_per_node)
+            _check_fabric_stays([*(n for n in _LINKS if n in given), *([] if same else ["the number of devices"])])
+        device = {at: kind(given[n] * factor) for n, (at, factor, kind) in _DEVICE_FIELDS.items() if n in given}
+        link, outer = self.link, self.outer
         if scaleup is not None:
-            speed = scaleup * GB
-            if isinstance(link, Level) and link.p2p_bytes_per_s is not None:
-                peer = link.p2p_bytes_per_s * speed / link.bytes_per_s  # the links of a mesh get faster together
-                link = replace(link, bytes_per_s=speed, p2p_bytes_per_s=peer, source="given")
-            else:
-                link = replace(link, bytes_per_s=speed, source="given")
+            link = _faster(link, scaleup * GB)
         if nic is not None:
-            networks = tuple(level for level in outer if level.name in NETWORKS)
-            if not networks:
-                networks = (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
-            if not isinstance(link, Level):
-                link = _within_node(link)
-            rest = tuple(level for level in outer if level.name not in NETWORKS)
-            cards = networks[0].bytes_per_s  # what is beyond a rail group keeps its share of that
-            speeds = [nic * GB / 8 * (level.bytes_per_s / cards) for level in networks]
-            pairs = zip(networks, speeds, strict=True)
-            outer = (*rest, *(replace(level, bytes_per_s=speed, source="given") for level, speed in pairs))
-        return Cluster(
-            self.num_nodes if nodes is None else nodes,
-            self.devices_per_node if devices_per_node is None else devices_per_node,
-            device,
-            link,
-            self.device_type,
-            outer,
-            self.price if price is None else Price(float(price), "given", "given"),
-            tuple(sorted({**dict(self.given), **given}.items())),
+            link, outer = _networked(link, outer, nic * GB / 8)
+        return replace(
+            self,
+            num_nodes=num_nodes,
+            devices_per_node=per_node,
+            device=replace(self.device, **device),
+            link=link,
+            outer=outer,
+            price=self.price if price is None else Price(float(price), "given", "given"),
+            given=tuple(sorted({**dict(self.given), **given}.items())),
         )
 
     @property
@@ -269,6 +229,8 @@ class Cluster:
         given = dict(self.given)
         new = Cluster.of_catalog(self.num_nodes, self.devices_per_node, device_id)
         new = new.with_(**given)  # type: ignore[arg-type]
+        if self.fabric is not None:
+            return replace(new, link=self.link, outer=self.outer, fabric=self.fabric)
         if "nic" not in given:
             return new
         outer = tuple(level for level in new.outer if level.name not in NETWORKS)
@@ -297,43 +259,20 @@ class Cluster:
             raise PinError(f"device type {device_type!r} is not supported; use 'cpu' or 'cuda'")
         return Cluster(1, num_processes, device, link, device_type)
 
-    @staticmethod
-    def of_catalog(
-        num_nodes: int,
-        devices_per_node: int,
-        device_id: str,
-        nic_gbit_s: float | None = None,
-        price: Price | None = None,
-    ) -> Cluster:
-        """Nodes of catalog devices. `nic_gbit_s` per device and `price`: None takes those of the catalog row.
+    @classmethod
+    def of_nodes(cls, nodes: Nodes) -> Cluster:
+        """The cluster of these nodes."""
+        return cls(**{f.name: getattr(nodes, f.name) for f in fields(nodes)})
 
-        The catalog's network is the usual one for the device; it belongs to the machine, so check it.
-        """
-        entry = catalog.entry(device_id)
-        outer: list[Level] = [entry.host] if entry.host is not None else []
-        nic = nic_gbit_s if nic_gbit_s is not None else entry.nic_gbit_s
-        if nic is not None:
-            source = "given" if nic_gbit_s is not None else entry.device.source
-            network = Level(catalog.NETWORK_LATENCY_S, nic * GB / 8, source, name=NETWORK, fabric="network")
-            outer.append(network)
-        return Cluster(
-            num_nodes,
-            devices_per_node,
-            entry.device,
-            entry.scaleup,
-            "cuda",
-            tuple(outer),
-            price if price is not None else entry.price,
-        )
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+        return cls.of_nodes(read_nodes(path))
 
-    @staticmethod
-    def of_instances(num_nodes: int, name: str, nic_gbit_s: float | None = None, price: Price | None = None) -> Cluster:
-        """Nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
-        machine = catalog.instance(name)
-        if nic_gbit_s is None and machine.nic_gbit_s_per_node is not None:
-            nic_gbit_s = machine.nic_gbit_s_per_node / machine.num_devices
-        price = machine.price if price is None else price
-        return Cluster.of_catalog(num_nodes, machine.num_devices, machine.device_id, nic_gbit_s, price)
+    @classmethod
+    def of_mapping(cls, data: object, where: str = "cluster") -> Cluster:
+        """The cluster of a mapping with the keys of a YAML file; errors call it `where`."""
+        return cls.of_nodes(nodes_of(data, where))
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
@@ -349,17 +288,50 @@ class Cluster:
         return cluster
 
 
-def _within_node(link: Link) -> Level:
-    return Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+def _check_override(name: str, value: object) -> None:
+    """PinError for a value that the override cannot have."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not known or value < 0 or (value == 0 and name != "price"):  # type: ignore[operator]
+        least = "at least" if name == "price" else "above"
+        raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
+    OVERRIDE_RANGES[name].check(value, name)
+
+
+def _check_fabric_stays(changed: Sequence[str]) -> None:
+    """PinError for overrides of what a fabric says."""
+    if changed:
+        raise PinError(
+            f"{changed[0]} cannot be overridden: the fabric of this cluster says it; change its links (what can be "
+            f"overridden: {', '.join((*_DEVICE_FIELDS, 'price'))})"
+        )
+
+
+def _faster(link: Link, bytes_per_s: float) -> Link:
+    """The scale-up level at another speed; the links of a mesh get faster together."""
+    if not isinstance(link, Level) or link.p2p_bytes_per_s is None:
+        return replace(link, bytes_per_s=bytes_per_s, source="given")
+    peer = link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
+    return replace(link, bytes_per_s=bytes_per_s, p2p_bytes_per_s=peer, source="given")
+
+
+def _networked(link: Link, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:
+    """The levels with cards of another speed; what is beyond a rail group keeps its share of that."""
+    networks = tuple(level for level in outer if level.name in NETWORKS)
+    networks = networks or (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
+    if not isinstance(link, Level):
+        link = Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+    cards = networks[0].bytes_per_s
+    speeds = [bytes_per_s * (level.bytes_per_s / cards) for level in networks]
+    rest = tuple(level for level in outer if level.name not in NETWORKS)
+    pairs = zip(networks, speeds, strict=True)
+    return link, (*rest, *(replace(level, bytes_per_s=speed, source="given") for level, speed in pairs))
 
 
 def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
     if (match := re.fullmatch(r"local(?::(\d+))?", text)) is not None:
         return Cluster.local(int(match.group(1)) if match.group(1) else world_size, device_type)
     if text.endswith((".yaml", ".yml")):
-        from autoplan.cost_models.hardware.cluster_file import read_cluster
-
-        return read_cluster(text)
+        return Cluster.read(text)
     if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z].*)", text)) is not None:
         return Cluster.of_catalog(int(match.group(1)), int(match.group(2)), match.group(3))
     if (match := re.fullmatch(r"(\d+)x\s*(\S.*)", text)) is not None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoplan.config.numbers import Range
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 
@@ -19,34 +20,8 @@ _ASSUMED_ACHIEVABLE = Quantity(0.5, 0.7, 0.88, Tag.ASSUMED)
 _ACHIEVABLE_SPREAD = 0.05  # of a published MAMF figure: other shapes, clocks and software
 
 
-@dataclass(frozen=True)
-class Range:
-    """What a figure may be: a finite number from `least` to `most`, in `unit`; whole numbers only if `whole`.
-
-    The bounds are far beyond any hardware: they catch slips of units, and what would overflow.
-    """
-
-    least: float
-    most: float
-    unit: str = ""
-    whole: bool = False
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        ends = (f"{end:,}" if self.whole else f"{end:g}" for end in (self.least, self.most))
-        return f"{kind} from {' to '.join(ends)}{' ' * bool(self.unit)}{self.unit}"
-
-    def nearest(self, value: float) -> float:
-        """The value in the range that is nearest to `value`."""
-        return min(max(value, self.least), self.most)
-
-    def check(self, value: object, what: str) -> float:
-        """`value` as a number. PinError: `what`=value and the range."""
-        known = int if self.whole else int | float
-        if isinstance(value, bool) or not isinstance(value, known) or not self.least <= value <= self.most:
-            raise PinError(f"{what}={value!r} must be {self}")
-        return value
-
+# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
+NETWORKS = RAILS, NETWORK = "rails", "network"
 
 _LEAST = 1e-9  # of what must be above 0
 COUNT = Range(1, 10**6, whole=True)  # of nodes, or of devices in one

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoplan.config.parallel import Mode, ParallelConfig, Precision, groups_of, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
+from autoplan.config.recompute import groups_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
@@ -27,20 +28,10 @@ from autoplan.cost_models.memory.ranks import BUCKET_BYTES, NOT_ALLOCATED, Memor
 from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
+from autoplan.cost_models.time.simulation import ChunkTimes, Event, Timeline, simulate
 from autoplan.cost_models.work import Workload
 from autoplan.schedules.orders import ActionKind
-from autoplan.schedules.schedule import (
-    SCHEDULES,
-    ChunkTimes,
-    Event,
-    Timeline,
-    Transfer,
-    actions,
-    chunks_of_ranks,
-    num_copies,
-    ranks_of_chunks,
-    simulate,
-)
+from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 
 # What the parts do not explain of a step, either way. Priced from a profile: with it 37 to 40 of 40 measured plans lie
 # within their interval (experiments/plan_accuracy.py). Priced from the catalog for a device that is in no
@@ -218,8 +209,9 @@ class Pricer:
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
-        self.contention = prices.contention
-        self.hides_once = prices.hides if costs.options.overlap_zero else 0.0  # of computing, for what moves once
+        self.contention = prices.states.contention
+        # of computing, for what moves once
+        self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer

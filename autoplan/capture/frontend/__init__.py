@@ -1,1 +1,1 @@
-"""From a module to ATen: export, inputs, sources."""
+"""Everything around the trace: inputs, sizes as symbols, layers marked, Hugging Face classes, files and the cache."""

@@ -1,1 +1,1 @@
-"""From a flat trace to blocks and calls."""
+"""Cut a trace into blocks and calls."""

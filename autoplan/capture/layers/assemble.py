@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from autoplan.capture.passes.batch_size import averages_of_micro_batches, insert_after, wide_means
+from autoplan.capture.passes.batch_size import averages_of_micro_batches, wide_means
 from autoplan.capture.passes.coupled import router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
+from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import LOSS_DENOMINATOR, Block, Call, ModelGraph, Node, Parameter, Value
 from autoplan.ir.symbols import Expr
-
-if TYPE_CHECKING:
-    from autoplan.capture.frontend.export import Trace
-
 
 _NEVER_PURE = frozenset(("dropout", "batch_sum"))
 
@@ -79,8 +75,8 @@ def _normalise_loss(trace: Trace) -> _Loss:
         return _Loss("none", target, ignore, out)
     trace.values[total] = replace(trace.values[out], name=total)
     trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
-    insert_after(
-        trace, entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
+    trace.insert_after(
+        entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
     )
     return _Loss("tokens", target, ignore, out)
 
@@ -98,9 +94,9 @@ def _normalise_mean(trace: Trace) -> _Loss:
         for fresh in (total, part):
             trace.values[fresh] = replace(trace.values[out], name=fresh)
         trace.nodes[i] = replace(node, op="sum", outputs=(total,))
-        insert_after(trace, i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
+        trace.insert_after(i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
         at = next(k for k, n in enumerate(trace.nodes) if n.name == part)
-        insert_after(trace, at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
+        trace.insert_after(at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
         return _Loss("samples", None, -100, out)
     return _Loss("none", None, -100)
 
@@ -110,7 +106,7 @@ def _drop_dead(trace: Trace) -> None:
     needed, keep = {trace.output}, []
     for kind, index in reversed(trace.order):
         if kind == "repeat":
-            if needed & set(trace.repeats[index][3]):
+            if needed & set(trace.repeats[index].outputs):
                 needed |= _used_by_repeat(trace, index)
                 keep.append((kind, index))
         else:
@@ -128,10 +124,11 @@ def _gets_gradient(block: Block, param: str) -> bool:
 
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
     """The tensors a merged layer really uses: those at the places that its first one uses or hands through."""
-    _, first, ins, _ = trace.repeats[index]
+    repeat = trace.repeats[index]
+    first = repeat.first
     used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs}
     used |= set(trace.layer_outputs[first])
-    return {mine for mine, theirs in zip(ins, trace.layer_inputs[first], strict=True) if theirs in used}
+    return {mine for mine, theirs in zip(repeat.inputs, trace.layer_inputs[first], strict=True) if theirs in used}
 
 
 def _pure_values(trace: Trace) -> set[str]:
@@ -155,7 +152,7 @@ def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
     out: list[_Segment] = []
     for kind, index in trace.order:
         if kind == "repeat":
-            out.append(_Segment(trace.repeats[index][0], "repeat", repeat=index))
+            out.append(_Segment(trace.repeats[index].layer, "repeat", repeat=index))
             continue
         node = trace.nodes[index]
         if node.name in in_tables:
@@ -262,7 +259,7 @@ class _Builder:
         outs = [x for x in dict.fromkeys(x for n in nodes for x in n.outputs) if x in needed]
         if layer:
             entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
-            if set(ins) - set(entering) and any(r[1] == layer for r in self.trace.repeats):
+            if set(ins) - set(entering) and any(r.first == layer for r in self.trace.repeats):
                 self.ok = False  # the layer uses a tensor it was not given
                 return
             ins = [x for x in entering if x in ins] + [x for x in ins if x not in entering]
@@ -352,8 +349,9 @@ class _Builder:
         )
 
     def _repeat(self, segment: _Segment) -> None:
-        layer, first, ins, outs = self.trace.repeats[segment.repeat]
-        ins = [self.rename.get(x, x) for x in ins]
+        repeat = self.trace.repeats[segment.repeat]
+        layer, first, outs = repeat.layer, repeat.first, repeat.outputs
+        ins = [self.rename.get(x, x) for x in repeat.inputs]
         block, first_ins, first_outs = self.by_layer[first]
         given = [self.rename.get(x, x) for x in self.trace.layer_inputs[first]]
         leaving = [self.rename.get(x, x) for x in self.trace.layer_outputs[first]]

@@ -1,1 +1,1 @@
-"""What is rewritten between."""
+"""Rewrite the trace before it is cut: means over the batch, losses of routers, casts."""

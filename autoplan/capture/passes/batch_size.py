@@ -9,14 +9,11 @@ size of the batch is in anything but such a mean the batch cannot be split: `aut
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import LOSS_DENOMINATOR, LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value
 from autoplan.ir.symbols import Expr
-
-if TYPE_CHECKING:
-    from autoplan.capture.frontend.export import Trace
 
 
 def wide_means(trace: Trace) -> None:
@@ -33,7 +30,7 @@ def wide_means(trace: Trace) -> None:
         trace.values[wide] = replace(out, name=wide, dtype="float32")
         trace.nodes[index] = replace(node, outputs=(wide,), attrs={**node.attrs, "dtype": "float32"})
         cast = Node(f"{node.name}.narrow", "to", (wide,), (name,), {"dtype": out.dtype}, "", node.source)
-        insert_after(trace, index, cast)
+        trace.insert_after(index, cast)
 
 
 def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
@@ -95,14 +92,7 @@ def mean_as_sum(trace: Trace, index: int, number: Expr) -> None:
     trace.values[total] = replace(trace.values[node.outputs[0]], name=total)
     trace.nodes[index] = replace(node, op="sum", outputs=(total,))
     by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
-    insert_after(trace, index, by)
-
-
-def insert_after(trace: Trace, index: int, node: Node) -> None:
-    """Adds a node to the trace, directly after another one and in its layer."""
-    trace.region[node.name] = trace.region[trace.nodes[index].name]
-    trace.order.insert(trace.order.index(("node", index)) + 1, ("node", len(trace.nodes)))
-    trace.nodes.append(node)
+    trace.insert_after(index, by)
 
 
 def _ancestors(maker: dict[str, Node], value: str) -> set[str]:
@@ -131,4 +121,4 @@ def _share(trace: Trace, index: int) -> None:
     part = f"{out}.of_micro_batch"
     trace.values[part] = replace(trace.values[out], name=part)
     trace.nodes[index] = replace(node, outputs=(part,))
-    insert_after(trace, index, Node(f"{node.name}.share", "mul", (part, LOSS_SHARE), (out,), {}, "", node.source))
+    trace.insert_after(index, Node(f"{node.name}.share", "mul", (part, LOSS_SHARE), (out,), {}, "", node.source))

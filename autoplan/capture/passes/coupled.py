@@ -11,14 +11,12 @@ their number), as by accumulating the gradients of `loss / number`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.capture.passes.batch_size import ask_for_share, mean_as_sum
+from autoplan.capture.trace import Trace
 from autoplan.ir.graph import LOSS_SHARE, Node
 from autoplan.ops.table import PASSES_PARTIAL
-
-if TYPE_CHECKING:
-    from autoplan.capture.frontend.export import Trace
 
 SYMBOLS = ("b", "s")  # what is cut over data- and context-parallel ranks
 _CHOOSES = frozenset(("topk", "histc", "weighted_count", "one_hot"))
@@ -171,12 +169,7 @@ class _Term:
             self.trace.nodes[index] = replace(self.trace.nodes[index], inputs=inputs)
         for index, nodes in self.before.items():
             for node in nodes:
-                self._insert(node, self.trace.order.index(("node", index)))
-
-    def _insert(self, node: Node, place: int) -> None:
-        self.trace.region[node.name] = ""
-        self.trace.order.insert(place, ("node", len(self.trace.nodes)))
-        self.trace.nodes.append(node)
+                self.trace.insert(self.trace.order.index(("node", index)), node)
 
     def _share(self) -> None:
         """The term, divided by the number of micro-batches and counted by one rank if all have it."""
@@ -192,7 +185,7 @@ class _Term:
         last = term
         for op, name, more, attrs in steps:
             self.trace.values[name] = replace(self.trace.values[term], name=name)
-            self._insert(Node(name, op, (last, *more), (name,), attrs, "", source), place)
+            self.trace.insert(place, Node(name, op, (last, *more), (name,), attrs, "", source))
             last, place = name, place + 1
         for i in users:
             node = self.trace.nodes[i]

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from autoplan.capture.trace import Trace
 from autoplan.ir.graph import Node
-
-if TYPE_CHECKING:
-    from autoplan.capture.frontend.export import Trace
 
 _VIEWS = frozenset(("reshape", "squeeze", "unsqueeze"))
 
@@ -61,7 +58,7 @@ def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
 def _rename(trace: Trace, same: Mapping[str, str]) -> None:
     """The nodes themselves have their new names already."""
     trace.output = same.get(trace.output, trace.output)
-    trace.repeats = [(layer, first, [same.get(x, x) for x in ins], outs) for layer, first, ins, outs in trace.repeats]
+    trace.repeats = [replace(r, inputs=tuple(same.get(x, x) for x in r.inputs)) for r in trace.repeats]
     for of in (trace.layer_inputs, trace.layer_outputs):
         for layer, values in of.items():
             of[layer] = [same.get(x, x) for x in values]
@@ -80,13 +77,13 @@ def hoist(trace: Trace, pure: set[str]) -> None:
     ends: list[int] = []  # of the glue behind each layer, in the order of the trace
     seen: dict[str, int] = {}
     for place, (kind, index) in enumerate(trace.order):
-        layer = trace.repeats[index][0] if kind == "repeat" else trace.region[trace.nodes[index].name]
+        layer = trace.repeats[index].layer if kind == "repeat" else trace.region[trace.nodes[index].name]
         if layer and layer not in seen:
             seen[layer] = len(seen)
             ends.append(place + 1)
         ends[-1:] = [place + 1] if ends else []
         if kind == "repeat":
-            depth |= dict.fromkeys(trace.repeats[index][3], seen[layer])
+            depth |= dict.fromkeys(trace.repeats[index].outputs, seen[layer])
             continue
         node = trace.nodes[index]
         deep = seen[layer] if layer else max((depth.get(x, -1) for x in node.tensor_inputs), default=-1)

@@ -1,0 +1,141 @@
+"""Graphs of models that are named, not held: a Hugging Face config, or a factory function.
+
+Both are built on fake tensors where possible (405B parameters then need no memory), and captured as usual.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.cache import cached
+from autoplan.capture.frontend.config_file import label_dims, model_from_config
+from autoplan.capture.frontend.huggingface import default_example, is_hf_model
+from autoplan.capture.frontend.inputs import LossFn, check_arguments
+from autoplan.capture.frontend.left_out import attention_dropout_left_out
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
+
+_log = logging.getLogger(__name__)
+
+
+def graph_of_config(config: Mapping[str, Any], where: str) -> ModelGraph:
+    """Capture the model of a config, anew."""
+    model = model_from_config(config, where)
+    return capture(model, _example(model))
+
+
+def _example(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Fake tensors of the shapes that a language model is captured with, and labels as its class takes them."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        example = default_example(model)
+        if label_dims(model) == 1:
+            example["labels"] = example["labels"][:, 0].clone()
+    return example
+
+
+def load_config(path: Path) -> ModelGraph:
+    """The graph of the model that a config.json describes, from the cache if it is there.
+
+    Raises: CaptureError for a file that is missing, is no JSON object, or describes no causal language model.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except OSError as exc:
+        raise CaptureError(f"{path}: cannot be read ({exc.strerror})") from exc
+    except ValueError as exc:
+        raise CaptureError(f"{path}: not JSON ({exc})") from exc
+    if not isinstance(config, dict):
+        raise CaptureError(
+            f"{path}: holds a value of type {type(config).__name__}, not the fields of a Hugging Face config"
+        )
+    model = model_from_config(config, str(path))
+    return _priced(model, _example(model))
+
+
+def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
+    """The graph of a model that is priced and not executed: what such a graph may leave out, it says."""
+
+    def make() -> ModelGraph:
+        with attention_dropout_left_out() as found:
+            graph = capture(model, example, loss_fn)
+        said = ", ".join(f"p={p:g}" for p in sorted(found))
+        return replace(graph, left_out=(f"dropout {said} inside attention",)) if found else graph
+
+    return make() if loss_fn is not None else cached(model, example, make, how="priced")
+
+
+def load_factory(text: str) -> ModelGraph:
+    """The graph of what `package.module:factory` returns.
+
+    The factory takes no arguments and returns a module, `(module, example_inputs)` or `(module, example_inputs,
+    loss_fn)`. It is called under fake tensors first, and on the CPU if it does not work there.
+
+    Raises: CaptureError naming what is missing or is not of that form.
+    """
+    module_name, _, name = text.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as exc:
+        raise CaptureError(f"{text}: cannot import {module_name!r}: {exc}") from exc
+    if not hasattr(module, name):
+        raise CaptureError(f"{text}: module {module_name!r} has no {name!r}")
+    factory = getattr(module, name)
+    if not callable(factory):
+        raise CaptureError(f"{text}: {name!r} is of type {type(factory).__name__}, not a function that returns a model")
+    model, example, loss_fn = _build(text, factory)
+    if example is None:
+        if not is_hf_model(model):
+            raise CaptureError(
+                f"{text}: return (model, example_inputs) or (model, example_inputs, loss_fn); only a Hugging Face "
+                "language model needs no example"
+            )
+        example = _example(model)
+    return _priced(model, example, loss_fn)
+
+
+Built = tuple[nn.Module, Mapping[str, torch.Tensor] | None, LossFn | None]
+
+
+def _build(text: str, factory: Callable[[], Any]) -> Built:
+    """What the factory returns, on fake tensors if it can be built so."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            made = _read(text, factory())
+        if all(isinstance(p, FakeTensor) for p in (*made[0].parameters(), *made[0].buffers())):
+            return made
+    except CaptureError:
+        raise
+    except Exception as exc:  # it needs values, e.g. loads a checkpoint: build it for real, errors included
+        _log.debug("%s cannot be built on fake tensors: %s", text, exc)
+    try:
+        return _read(text, factory())
+    except CaptureError:
+        raise
+    except Exception as exc:
+        raise CaptureError(f"{text}: the factory failed with {type(exc).__name__}: {exc}") from exc
+
+
+def _read(text: str, made: Any) -> Built:
+    parts = made if isinstance(made, tuple) else (made,)
+    model, example, loss_fn = (*parts, None, None)[:3]
+    if not isinstance(model, nn.Module) or len(parts) > 3:
+        raise CaptureError(
+            f"{text}: returned something of type {type(made).__name__}; return a module or (module, example_inputs[, "
+            "loss_fn])"
+        )
+    try:
+        check_arguments(model, {"any": torch.empty(0)} if example is None else example, loss_fn)
+    except CaptureError as exc:
+        raise CaptureError(f"{text}: {exc}") from exc
+    return model, example, loss_fn

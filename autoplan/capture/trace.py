@@ -1,0 +1,55 @@
+"""Trace: the flat graph of a model as IR nodes, between the translation of ATen and its cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoplan.ir.graph import Node, Value
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A layer that is identical to an earlier one, `first`, with the values that enter and leave it."""
+
+    layer: str
+    first: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass
+class Trace:
+    """The translated flat graph, before it is cut into blocks.
+
+    Attributes:
+        region: node name -> layer, "" outside layers.
+        params, buffers: value -> full name in the model.
+        layer_inputs, layer_outputs: layer -> values that enter and leave it.
+        order: program order: ("node", index into `nodes`) or ("repeat", index into `repeats`).
+    """
+
+    values: dict[str, Value] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    region: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    params: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    layer_inputs: dict[str, list[str]] = field(default_factory=dict)
+    layer_outputs: dict[str, list[str]] = field(default_factory=dict)
+    repeats: list[Repeat] = field(default_factory=list)
+    order: list[tuple[str, int]] = field(default_factory=list)
+    output: str = ""
+
+    def append(self, node: Node, layer: str) -> None:
+        """Add a node at the end, in a layer ("": outside)."""
+        self.insert(len(self.order), node, layer)
+
+    def insert(self, place: int, node: Node, layer: str = "") -> None:
+        """Add a node before the entry `place` of the program order, in a layer ("": outside)."""
+        self.region[node.name] = layer
+        self.order.insert(place, ("node", len(self.nodes)))
+        self.nodes.append(node)
+
+    def insert_after(self, index: int, node: Node) -> None:
+        """Add a node directly after node number `index`, in the layer of that one."""
+        self.insert(self.order.index(("node", index)) + 1, node, self.region[self.nodes[index].name])

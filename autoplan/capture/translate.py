@@ -1,0 +1,430 @@
+"""Translate the ATen graph of torch.export into a Trace of IR nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoplan.capture.frontend import inputs
+from autoplan.capture.frontend.inplace import (
+    ALLOCATIONS,
+    FILLED,
+    Assembly,
+    Constant,
+    Window,
+    fill,
+    out_of_place,
+    place,
+    window,
+)
+from autoplan.capture.frontend.inputs import LossModule
+from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
+from autoplan.capture.trace import Repeat, Trace
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import Node, Value
+from autoplan.ir.symbols import Expr
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def source_of(node: fx.Node) -> str:
+    """'file:line' of the user's code that made the node (base name only)."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if found and found[-1][0] == inputs.__file__:
+        return "the loss function"  # torch records no frame inside it, only our call of it
+    return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+def _restore_users(module: fx.GraphModule) -> None:
+    """Copy the graph where torch.export left a node out of the users of its arguments (Phi-4 multimodal, torch 2.13):
+    erasing such a node fails."""
+    if all(node in argument.users for node in module.graph.nodes for argument in node.all_input_nodes):
+        return
+    whole = fx.Graph()
+    whole.output(whole.graph_copy(module.graph, {}))
+    module.graph = whole
+
+
+def _source_within(module: fx.GraphModule, region: Any) -> str:
+    """'file:line' of the first line of the user's code that a region runs."""
+    sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
+    for node in sub.graph.nodes:
+        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in frames if "/torch/" not in file]
+        if own:
+            return own[-1]
+    return ""
+
+
+def _scope_of(node: fx.Node) -> str:
+    """Path of the module whose forward made the node, relative to the user's model."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
+
+
+class Translator:
+    """ATen graph -> Trace."""
+
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        wrapper: LossModule,
+        symbols: dict[str, str],
+        names: tuple[str, ...],
+    ) -> None:
+        self.program, self.wrapper, self.symbols, self.names = program, wrapper, symbols, names
+        self.trace = Trace()
+        self.env: dict[fx.Node, Any] = {}
+        self.layer: list[str] = []
+        self.counter: dict[str, int] = {}
+
+    def run(self) -> Trace:
+        """Translate the whole graph."""
+        module = self.program.graph_module
+        _restore_users(module)
+        module.graph.eliminate_dead_code()  # first: what the loss does not need also need not be supported
+        self._placeholders()
+        self._graph(module, module.graph)
+        out = next(n for n in module.graph.nodes if n.op == "output").args[0]
+        outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
+        if self.program.graph_signature.buffers_to_mutate:
+            raise CaptureError(self._mutated(min(self.program.graph_signature.buffers_to_mutate.values())))
+        self.trace.output = self._name_of(outputs[-1])
+        return self.trace
+
+    @staticmethod
+    def _mutated(name: str) -> str:
+        return (
+            f"buffer {name!r} is changed in the forward (BatchNorm statistics?); its value would depend on the split: "
+            "use LayerNorm, GroupNorm or eval() mode for that module"
+        )
+
+    def _placeholders(self) -> None:
+        from torch.export.graph_signature import InputKind
+
+        targets = {s.arg.name: (s.kind, s.target) for s in self.program.graph_signature.input_specs}
+        params = {id(p): n for n, p in reversed(list(self.wrapper.model.named_parameters(remove_duplicate=False)))}
+        buffers = {id(p): n for n, p in reversed(list(self.wrapper.model.named_buffers(remove_duplicate=False)))}
+        users = iter(self.names)
+        for node in self.program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            kind, target = targets[node.name]
+            if kind is InputKind.USER_INPUT:
+                name = next(users)
+                self.trace.inputs.append(name)
+            elif kind is InputKind.PARAMETER:
+                full = params[id(self.wrapper.get_parameter(target))]
+                name = f"param:{full}"
+                self.trace.params[name] = full
+            elif kind is InputKind.BUFFER:
+                full = buffers[id(self.wrapper.get_buffer(target))]
+                name = f"buffer:{full}"
+                self.trace.buffers[name] = full
+            else:
+                self.env[node] = self._constant(str(target))
+                continue
+            self.env[node] = name
+            value = node.meta["val"]
+            grad = kind is InputKind.PARAMETER and bool(self.wrapper.get_parameter(target).requires_grad)
+            self.trace.values[name] = Value(name, self._shape(value), dtype_name(value.dtype), grad)
+
+    def _constant(self, target: str) -> Constant:
+        value = self.program.constants.get(target)
+        if not isinstance(value, torch.Tensor) or value.dim() > 0 or isinstance(value, FakeTensor):
+            raise CaptureError(f"the model makes a constant tensor ({target}) in its forward; register it as a buffer")
+        return Constant(value.item(), dtype_name(value.dtype))
+
+    def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._node(module, node)
+
+    def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
+        target = str(node.target)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, region, *inputs = cast(tuple[Any, ...], node.args)
+            self._inline(module, node, region, inputs, without_gradients=not enabled)
+        elif node.target is torch.ops.higher_order.wrap_with_autocast:
+            self._autocast(module, node)
+        elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
+            self._marker(target, node)
+        elif getattr(node.target, "__name__", "") == "getitem":
+            source, index = cast(tuple[fx.Node, int], node.args)
+            self.env[node] = self.env[source][index]
+        elif target in SKIP or not self._has_tensor(node):
+            return
+        elif target in ALLOCATIONS:
+            self.env[node] = Assembly(node)
+        elif target == "aten.slice.Tensor" and self._unfinished(node) is not None:
+            self.env[node] = window(self.env[self._first(node)], node, source_of(node))
+        elif target == "aten.select.int" and self._unfinished(node) is not None:
+            self.env[node] = place(self.env[self._first(node)], node, source_of(node))
+        elif target == "aten.lift_fresh_copy.default" and isinstance(self.env.get(self._first(node)), Constant):
+            self.env[node] = self.env[self._first(node)]
+        elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), Window):
+            self._fill(node)
+        elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
+            value = self._name_of(cast(fx.Node, node.args[1]))
+            target_place = self.env[self._first(node)]
+            if target_place.one or self.trace.values[value].shape != self._shape(node.meta["val"]):
+                raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
+            fill(target_place, value, source_of(node))
+            self.env[node] = target_place
+        else:
+            self._op(target, node)
+
+    def _fill(self, node: fx.Node) -> None:
+        """A number written into a slice."""
+        written, value = self.env[self._first(node)], cast(tuple[Any, ...], node.args)[1]
+        number = self.env.get(value) if isinstance(value, fx.Node) else value
+        scalar = number.value if isinstance(number, Constant) else number
+        if not isinstance(scalar, (bool, int, float)):
+            raise CaptureError(f"{source_of(node)}: a slice can be filled with a fixed number only")
+        like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
+        item = Lowered("full", (), {"scalar": scalar})
+        fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
+        self.env[node] = written
+
+    @staticmethod
+    def _first(node: fx.Node) -> fx.Node:
+        return cast(fx.Node, node.args[0])
+
+    def _unfinished(self, node: fx.Node) -> Assembly | Window | None:
+        """The tensor that is being filled of which this node takes a slice, if it does."""
+        found = self.env.get(self._first(node))
+        return found if isinstance(found, Window) or (isinstance(found, Assembly) and not found.complete) else None
+
+    @staticmethod
+    def _has_tensor(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            return any(isinstance(v, torch.Tensor) for v in value)
+        return isinstance(value, torch.Tensor)
+
+    def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
+        """A torch.autocast region: one that is off changes nothing, as nothing else casts (`_refuse_autocast`)."""
+        kind, dtype, enabled, _, region, *inputs = node.args
+        if enabled:
+            where = _source_within(module, region) or node.name
+            raise CaptureError(
+                f"{where}: the model computes in a region of torch.autocast({kind!r}, {dtype}), which casts by the op; "
+                "cast there by .to(dtype), or leave it to precision='bf16' or 'fp16' of autoplan.parallelize"
+            )
+        self._inline(module, node, region, inputs)
+
+    def _inline(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        region: Any,
+        inputs: Sequence[Any],
+        without_gradients: bool = False,
+    ) -> None:
+        """The nodes of a region, in place; those of a torch.no_grad region compute with detached inputs."""
+        sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
+        inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
+        for placeholder, actual in zip(inner, inputs, strict=True):
+            found = self.env.get(actual)
+            if without_gradients and isinstance(found, str) and self.trace.values[found].requires_grad:
+                item = Lowered("detach", (found,), {})
+                found = self._emit(item, (found,), [actual.meta["val"]], source_of(node), _scope_of(node))[0]
+            self.env[placeholder] = found
+            placeholder.meta.setdefault("val", actual.meta.get("val"))
+        self._graph(sub, sub.graph)
+        out: Any = next(n for n in sub.graph.nodes if n.op == "output").args[0]
+        given = {id(p): self.env.get(actual) for p, actual in zip(inner, inputs, strict=True)}
+
+        def value(o: fx.Node) -> Any:
+            return given.get(id(o), self.env[o])  # what is handed through keeps its gradient
+
+        self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
+
+    def _marker(self, target: str, node: fx.Node) -> None:
+        args: tuple[Any, ...] = node.args
+        tensors = [self._name_of(a) for a in args[0]]
+        if "begin" in target:
+            layer = args[1]
+            self.layer.append(layer)
+            self.trace.layer_inputs[layer] = tensors
+            self.env[node] = tensors
+        elif "end" in target:
+            layer = self.layer.pop()
+            self.trace.layer_outputs[layer] = tensors
+            self.env[node] = tensors
+        else:
+            _, like, layer, first = args
+            outs = []
+            for i, theirs in enumerate(like):
+                old = self.trace.values[self._name_of(theirs)]
+                name = self._fresh(f"{layer}.out{i}" if len(like) > 1 else f"{layer}.out")
+                self.trace.values[name] = replace(old, name=name)
+                outs.append(name)
+            self.env[node] = outs
+            self.trace.order.append(("repeat", len(self.trace.repeats)))
+            self.trace.repeats.append(Repeat(layer, first, tuple(tensors), tuple(outs)))
+
+    def _op(self, target: str, node: fx.Node) -> None:
+        where = source_of(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            name = getattr(node.target, "__name__", target)
+            raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
+        if target not in OPS:
+            changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            done = isinstance(changed, Assembly) and changed.complete
+            windows = {n for n, v in self.env.items() if done and isinstance(v, Window) and v.of is changed}
+            whole = {n for n, v in self.env.items() if done and v is changed and n is not node.args[0]}
+            target = out_of_place(target, node, windows | whole) or target
+        if target not in OPS:
+            if target.split(".")[1].endswith("_"):
+                changed = self.env.get(cast(fx.Node, node.args[0]))
+                if changed in self.trace.buffers:
+                    raise CaptureError(self._mutated(self.trace.buffers[changed]))
+                raise CaptureError(
+                    f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
+                )
+            raise CaptureError(
+                f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its "
+                "rule to autoplan.ops.table"
+            )
+        try:
+            result = lower(target, *self._arguments(node))
+        except CaptureError as exc:
+            raise CaptureError(f"{where or node.name}: {exc}") from exc
+        meta = node.meta["val"]
+        if isinstance(result, Alias) or self._is_noop(result, node):
+            self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
+            return
+        results = result if isinstance(result, list) else [result]
+        previous = ""
+        for item in results:
+            tensors = tuple(previous if t == "$0" else t for t in item.tensors)
+            metas = list(meta) if isinstance(meta, (list, tuple)) else [meta]
+            names = self._emit(item, tensors, metas, where, _scope_of(node))
+            previous = names[0]
+            self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
+
+    def _is_noop(self, result: Any, node: fx.Node) -> bool:
+        """A cast to the same dtype, or a reshape/expand to the same shape."""
+        if not isinstance(result, Lowered) or result.op not in ("to", "reshape", "expand"):
+            return False
+        before = self.trace.values[str(result.tensors[0])]
+        value = node.meta["val"]
+        if result.op == "to":
+            return before.dtype == dtype_name(value.dtype)
+        return before.shape == self._shape(value)
+
+    def _emit(
+        self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str
+    ) -> list[str]:
+        base = self._fresh(item.op)
+        outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
+        inputs = [self.trace.values[t] for t in tensors if t is not None]
+        for name, meta in zip(outs, metas, strict=True):
+            dtype = dtype_name(meta.dtype)
+            grad = any(v.requires_grad for v in inputs) and item.op != "detach" and "float" in dtype
+            self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
+        attrs = {k: v for k, v in item.attrs.items()}
+        if item.op in ("to", "arange", "full"):
+            attrs["dtype"] = dtype_name(metas[0].dtype)
+        elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
+            attrs["dtype"] = None
+        node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
+        self.trace.append(node, self.layer[-1] if self.layer else "")
+        return outs
+
+    def _fresh(self, base: str) -> str:
+        count = self.counter.get(base, 0)
+        self.counter[base] = count + 1
+        return base if count == 0 else f"{base}_{count}"
+
+    def _arguments(self, node: fx.Node) -> tuple[Arguments, dict[str, Any]]:
+        """Those given, and the defaults of all."""
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        out = Arguments()
+        for argument, value in zip(schema, node.args, strict=False):
+            out[argument.name] = self._plain(value)
+        for key, value in node.kwargs.items():
+            out[key] = self._plain(value)
+        if "dtype" in out and isinstance(out["dtype"], torch.dtype):
+            out["dtype"] = dtype_name(out["dtype"])
+        out.read.clear()
+        return out, {argument.name: argument.default_value for argument in schema}
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            meta = value.meta.get("val")
+            if isinstance(meta, (torch.SymInt, torch.SymFloat, int)) and not isinstance(meta, bool):
+                return self._size(meta)
+            return self._name_of(value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return self._size(value)
+        if isinstance(value, (list, tuple)):
+            return [self._plain(v) for v in value]
+        return value
+
+    def _name_of(self, node: fx.Node) -> str:
+        found = self.env.get(node)
+        if isinstance(found, Constant):
+            item = Lowered("full", (), {"scalar": found.value})
+            self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            return cast(str, self.env[node])
+        if isinstance(found, Assembly):
+            filler = FILLED.get(str(found.node.target))
+            if not found.name and not found.parts and filler is not None:
+                item = Lowered("full", (), {"scalar": filler})
+                meta = found.node.meta["val"]
+                found.name = self._emit(item, (), [meta], source_of(found.node), _scope_of(found.node))[0]
+            if not found.name:
+                pieces = found.pieces()
+                if pieces is None:
+                    raise CaptureError(f"{source_of(node)}: a tensor is used before all of it is written")
+                parts = tuple(pieces)
+                item = Lowered("cat", parts, {"dim": found.dim})
+                found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            return found.name
+        if not isinstance(found, str):
+            raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")
+        return found
+
+    def _shape(self, tensor: torch.Tensor) -> tuple[Expr, ...]:
+        return tuple(self._size(d) for d in tensor.shape)
+
+    def _size(self, size: Any) -> Expr:
+        if isinstance(size, int):
+            return Expr.of(size)
+        return self._sympy(size.node.expr)
+
+    def _sympy(self, expr: Any) -> Expr:
+        if expr.is_Integer:
+            return Expr.of(int(expr))
+        if expr.is_Rational:
+            return Expr.of(Fraction(int(expr.p), int(expr.q)))
+        if expr.is_Float:
+            return Expr.of(Fraction(float(expr)))
+        if type(expr).__name__ == "ToFloat":  # torch's float(size)
+            return self._sympy(expr.args[0])
+        if expr.is_Symbol:
+            if str(expr) not in self.symbols:
+                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence lengths")
+            return Expr.symbol(self.symbols[str(expr)])
+        if expr.is_Add or expr.is_Mul:
+            total = Expr.of(0 if expr.is_Add else 1)
+            for part in expr.args:
+                total = total + self._sympy(part) if expr.is_Add else total * self._sympy(part)
+            return total
+        if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
+            total = Expr.of(1)
+            for _ in range(int(expr.exp)):
+                total = total * self._sympy(expr.base)
+            return total
+        raise CaptureError(f"size {expr} is not a polynomial in batch and sequence")

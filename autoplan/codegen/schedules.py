@@ -1,0 +1,16 @@
+"""What the runtime is told of a pipeline schedule."""
+
+from __future__ import annotations
+
+from autoplan.errors import PinError
+from autoplan.runtime.spec import ScheduleSpec
+from autoplan.schedules.schedule import SCHEDULES
+
+
+def schedule_spec(name: str) -> ScheduleSpec:
+    """What of the record of a schedule a program needs. PinError for one that is not executed."""
+    record = SCHEDULES[name]
+    if record.torch_class is None:
+        executed = ", ".join(s.name for s in SCHEDULES.values() if s.torch_class is not None)
+        raise PinError(f"schedule {name!r} is priced, but not executed; use {executed}", ("schedule",))
+    return ScheduleSpec(name, record.torch_class, record.split_backward)

@@ -1,0 +1,169 @@
+"""Numbers as people write and read them: `8k`, `300B`, `16..128`, `10,11,11` in; seconds, GB, days and dollars out."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from autoplan.errors import PinError
+
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BINARY = {suffix: 1024**power for power, suffix in enumerate(_DECIMAL)}
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a figure may be: a finite number from `least` to `most`, in `unit`; whole numbers only if `whole`.
+
+    The bounds are far beyond any hardware: they catch slips of units, and what would overflow.
+    """
+
+    least: float
+    most: float
+    unit: str = ""
+    whole: bool = False
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        ends = (f"{end:,}" if self.whole else f"{end:g}" for end in (self.least, self.most))
+        return f"{kind} from {' to '.join(ends)}{' ' * bool(self.unit)}{self.unit}"
+
+    def nearest(self, value: float) -> float:
+        """The value in the range that is nearest to `value`."""
+        return min(max(value, self.least), self.most)
+
+    def check(self, value: object, what: str) -> float:
+        """`value` as a number. PinError: `what`=value and the range."""
+        known = int if self.whole else int | float
+        if isinstance(value, bool) or not isinstance(value, known) or not self.least <= value <= self.most:
+            raise PinError(f"{what}={value!r} must be {self}")
+        return value
+
+
+def read_number(text: str, what: str, *, binary: bool = False) -> float:
+    """Return a positive number with an optional suffix k, M, B, T. PinError names `what`.
+
+    Args:
+        binary: suffixes are powers of 1024, as in lengths and batches: 8k tokens of a sequence are 8,192, 1M are
+            1,048,576. Else powers of 1000, as in the size of a run: 300B tokens are 300,000,000,000.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([kKMBGT]?)", text.strip().replace("_", ""))
+    if match is None or not 0 < float(match.group(1)) < 1e30:
+        raise PinError(f"{what} {text!r} must be a number above 0, with k, M, B or T for thousands to trillions")
+    suffix = {"K": "k", "G": "B"}.get(match.group(2), match.group(2))
+    return float(match.group(1)) * (_BINARY if binary else _DECIMAL)[suffix]
+
+
+def read_count(text: str, what: str, *, binary: bool = True) -> int:
+    """As `read_number`, but whole."""
+    value = read_number(text, what, binary=binary)
+    if value != int(value):
+        raise PinError(f"{what} {text!r} must be a whole number")
+    return int(value)
+
+
+def read_series(text: str, what: str, *, whole: bool, binary: bool, within: Range | None = None) -> list[float]:
+    """Return the values of `8,16,32`, or of `100..1600`: doubled from the first to the last, which is included.
+
+    Raises: PinError for a value that is outside of `within`, before any range is written out.
+    """
+
+    def read(part: str) -> float:
+        if part == "0" and within is not None and within.least == 0:
+            return 0
+        number = read_count(part, what, binary=binary) if whole else read_number(part, what, binary=binary)
+        if within is not None and not within.least <= number <= within.most:
+            near = f"{within.nearest(number):g}" if not whole else str(int(within.nearest(number)))
+            nearest = near.join(text.rsplit(part, 1))
+            raise PinError(f"{what}={text}: {part} must be {within}; nearest that works: {nearest}")
+        return number
+
+    out: list[float] = []
+    for part in text.split(","):
+        first, dots, last = (piece.strip() for piece in part.partition(".."))
+        value = read(first)
+        if not dots:
+            out.append(value)
+            continue
+        if not value:
+            raise PinError(f"{what} {part!r}: 0 cannot be doubled; write the values with commas")
+        end = read(last)
+        if end < value:
+            raise PinError(f"{what} {part!r}: the range ends before it starts; write {last}..{first}")
+        while value < end:
+            out.append(value)
+            value *= 2
+        out.append(end)
+    return list(dict.fromkeys(out))
+
+
+def read_list(what: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of `10,11,11`. PinError names `what`."""
+    if re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")) is None:
+        raise PinError(f"{what}: must be whole numbers with commas, for example 10,11,11")
+    return tuple(int(part) for part in text.split(","))
+
+
+def scaled(value: float) -> str:
+    """`8.03 B`, `131 k`: three digits and a suffix."""
+    for suffix in ("T", "B", "M", "k"):
+        if value >= 0.9995 * _DECIMAL[suffix]:
+            return f"{value / _DECIMAL[suffix]:.3g} {suffix}"
+    return f"{value:.3g}"
+
+
+def digits(value: float) -> str:
+    """Three digits: `1.70`, `63.5`, `1,234`, `0.0123`."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    return f"{value:,.{min(6, max(0, places))}f}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """`63.5 GB`; GB is 1e9 bytes."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def percent(share: float) -> str:
+    """`47 %`, `0.3 %`."""
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %" if value >= 0.05 else "<0.1 %"
+
+
+def uptime(share: float) -> str:
+    """`92.6 %`, `99.96 %`: never rounded up to all."""
+    places = next((n for n in (1, 2, 3, 4) if round(100 * share, n) < 100), 1)
+    return f"{100 * share:.{places}f} %"
+
+
+def days(value: float) -> str:
+    """`26.6 d`, `5.1 h`."""
+    if value * 24 < 1:
+        return f"{value * 1440:.2g} min"
+    if value < 2:
+        return f"{value * 24:.1f} h"
+    return f"{value:.1f} d" if value < 1000 else f"{value:,.0f} d"
+
+
+def energy(kwh: float) -> str:
+    """`812 kWh`, `12.3 MWh`, `1.21 GWh`."""
+    for unit, factor in (("GWh", 1e6), ("MWh", 1e3)):
+        if kwh >= 0.9995 * factor:
+            return f"{digits(kwh / factor)} {unit}"
+    return f"{digits(kwh)} kWh"
+
+
+def dollars(value: float) -> str:
+    """`$562k`, `$1.24M`, `$87`."""
+    if value >= 999_500:
+        return f"${value / 1e6:,.3g}M" if value < 999.5e6 else f"${value / 1e9:,.3g}B"
+    return f"${value / 1e3:.3g}k" if value >= 9995 else f"${value:,.0f}" if value >= 10 else f"${value:.2f}"
+
+
+def plain(value: object) -> str:
+    """A value of a table: whole numbers without a point."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

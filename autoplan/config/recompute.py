@@ -1,0 +1,145 @@
+"""Recompute: what a layer keeps for its backward, computes again, or sends to the host, as people pin it."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autoplan.config.numbers import read_list
+from autoplan.errors import PinError
+
+RECOMPUTE = ("none", "selective", "full", "offload")
+# Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
+GROUPS = ("attention", "mlp", "norms")
+# Modules that Megatron computes again (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+_MODULES_PREFIX = "modules:"
+
+
+def modules_of(how: object) -> tuple[str, ...]:
+    """The modules that a choice of recompute names, in the order of MODULES; none of any other choice.
+
+    PinError for an unknown one.
+    """
+    if not isinstance(how, str) or not how.startswith(_MODULES_PREFIX):
+        return ()
+    given = how.removeprefix(_MODULES_PREFIX).split(",")
+    for name in given:
+        if name not in MODULES:
+            near = difflib.get_close_matches(name, MODULES, 1, 0.0)[0]
+            raise PinError(
+                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; did you mean "
+                f"{near}?",
+                ("recompute",),
+            )
+    return tuple(m for m in MODULES if m in given)
+
+
+def modules_choice(modules: Iterable[str]) -> str:
+    """The choice of recompute that names these modules."""
+    named = set(modules)
+    return _MODULES_PREFIX + ",".join(m for m in MODULES if m in named)
+
+
+def groups_of(how: str) -> tuple[str, ...]:
+    """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
+    if how == "selective":
+        return ("attention",)
+    if how.startswith(_MODULES_PREFIX):
+        return ()
+    return tuple(g for g in GROUPS if g in how.split("+"))
+
+
+def check_choice(value: object) -> str:
+    """A choice of recompute for one block or all: its name, groups in their order. PinError names the legal ones."""
+    if isinstance(value, str) and value in RECOMPUTE:
+        return value
+    if named := modules_of(value):
+        return modules_choice(named)
+    parts = value.split("+") if isinstance(value, str) else value
+    if isinstance(parts, (list, tuple)) and parts and all(isinstance(p, str) for p in parts):
+        unknown = [p for p in parts if p not in GROUPS]
+        if not unknown and len(set(parts)) == len(parts):
+            return "+".join(g for g in GROUPS if g in parts)
+    raise PinError(
+        f"recompute={value!r} is not supported; use {', '.join(RECOMPUTE)}, or some of {', '.join(GROUPS)} joined by + "
+        "(attention+norms), or a mapping block -> one of these; with --mode fused also modules of Megatron's "
+        "(modules:core_attn,mlp)",
+        ("recompute",),
+    )
+
+
+def read_recompute(value: Any) -> str | dict[str, str]:
+    """The pin in one form: a choice for all layers, or one by block."""
+    if isinstance(value, Mapping):
+        return {name: check_choice(v) for name, v in value.items()}
+    return check_choice(value)
+
+
+_LAYERS = re.compile(r"(\d+)(?:-(\d+))?")  # layers in model order, from 0: `4`, or `0-3`
+
+
+def recompute_of_text(text: str, layers: Sequence[str]) -> str | tuple[int, ...] | dict[str, str]:
+    """A choice of recompute for all layers; how many layers per stage are recomputed in full (`3,0`); or one by layer.
+
+    Args:
+        text: by layer `0-3=full,4-31=attention+norms`, or with the names of blocks; what is not named keeps all.
+        layers: the names of the model's layers, in its order.
+
+    Raises: PinError for a layer that the model does not have, or that is named twice.
+    """
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return read_list(f"--recompute {text}", text)
+    if "=" not in text:
+        return check_choice(text)
+    out: dict[str, str] = {}
+    for part in text.split(","):
+        which, _, how = (piece.strip() for piece in part.partition("="))
+        numbers = _LAYERS.fullmatch(which)
+        names: Sequence[str] = [which]
+        if numbers is not None:
+            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            if not first <= last < len(layers):
+                raise PinError(
+                    f"--recompute {text}: {which} must be layers from 0 to {len(layers) - 1}; nearest legal: "
+                    f"{min(first, len(layers) - 1)}-{len(layers) - 1}={how or 'full'}"
+                )
+            names = layers[first : last + 1]
+        if not how or not which or any(name in out for name in names):
+            raise PinError(f"--recompute {text}: {part!r} is not LAYERS=CHOICE (0-3=full), each layer once")
+        out |= dict.fromkeys(names, check_choice(how))
+    return out
+
+
+def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: Sequence[str]) -> str:
+    """What `recompute_of_text` reads as `recompute`, or as what comes to the same."""
+    if isinstance(recompute, str):
+        return recompute
+    if not isinstance(recompute, Mapping):
+        return ",".join(map(str, recompute)) if any(recompute) else "none"
+    parts = [f"{name}={how}" for name, how in recompute.items() if name not in layers and how != "none"]
+    first = 0
+    for how, run in itertools.groupby(layers, key=lambda name: recompute.get(name, "none")):
+        last = first + len(list(run)) - 1
+        if how != "none":
+            parts.append(f"{first}={how}" if first == last else f"{first}-{last}={how}")
+        first = last + 1
+    return ",".join(parts) or "none"
+
+
+def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers: int) -> str:
+    """`none`, `full`, `selective`, `3/32` of the layers in full, or of a mapping `mlp 22/32, full 3/32`.
+
+    `layers`: of the model; 0: not known, and not said.
+    """
+    total = f"/{layers}" if layers else ""
+    if isinstance(recompute, str):
+        return recompute
+    if isinstance(recompute, tuple):
+        return f"{sum(recompute)}{total}" if any(recompute) else "none"
+    counts = Counter(how for how in recompute.values() if how != "none")
+    return ", ".join(f"{how} {n}{total}" for how, n in counts.items()) or "none"

@@ -1,0 +1,134 @@
+"""What the actions of a schedule wait for, and an order of all of them in which each comes after what it waits for."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoplan.errors import AutoplanError
+from autoplan.schedules.orders import Action, B, F, I, W
+
+
+class ScheduleError(AutoplanError):
+    """Action lists that can never finish, or durations that do not fit them."""
+
+
+# Durations differ by chunk and by these: kind, and whether it is the chunk's first forward or last backward.
+_SLOTS = {(F, False): 0, (F, True): 1, (B, False): 2, (B, True): 3, (I, False): 4, (W, False): 5, (W, True): 6}
+NUM_SLOTS = len(_SLOTS)
+# A lag is what a value takes from the chunk where it was made: forward to the next, backward to the previous one.
+NO_LAG = 0
+
+_Result = tuple[bool, int, int]  # what an action makes: (activations, not gradients; chunk; micro-batch)
+
+
+class Step(NamedTuple):
+    """One action in the order of visits."""
+
+    rank: int
+    dependency: int  # position of the step that must have ended, or -1
+    lag: int  # 0: none; 1 + c: chunk c to c + 1; 1 + num_chunks + c: chunk c + 1 back to c
+    slot: int  # chunk * NUM_SLOTS + kind
+
+
+@dataclass(frozen=True)
+class VisitOrder:
+    """The actions of all ranks in one order in which every action comes after what it waits for."""
+
+    steps: tuple[Step, ...]
+    what: tuple[Action, ...]
+    num_ranks: int
+    num_chunks: int
+    slots: tuple[tuple[tuple[int, int], ...], ...]  # per rank: (slot, how often)
+
+
+def visit_order(table: Sequence[Sequence[Action]]) -> VisitOrder:
+    """Put all actions into an order that respects what they wait for. ScheduleError if there is none."""
+    return _Visit(table).run()
+
+
+class _Visit:
+    """Walks over the ranks; each goes on until it waits for another."""
+
+    def __init__(self, table: Sequence[Sequence[Action]]) -> None:
+        self.table = table
+        # by micro-batch too: in both directions, a chunk is on the rank that its direction visits
+        self.home = {(a.chunk, a.micro_batch): rank for rank, row in enumerate(table) for a in row}
+        known = sorted({chunk for chunk, _ in self.home})
+        self.num_chunks = len(known)
+        if known != list(range(self.num_chunks)):
+            raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {known}")
+        # (rank, forward, chunk) -> positions of its first forward and of its last backward; gradients of a chunk are
+        # complete after its last weight gradient, wherever that was computed
+        self.edges: dict[tuple[int, bool, int], int] = {}
+        for rank, row in enumerate(table):
+            for at, action in enumerate(row):
+                if action.kind is F:
+                    self.edges.setdefault((rank, True, action.chunk), at)
+                elif action.kind is not I:
+                    self.edges[rank, False, action.chunk] = at
+        self.steps: list[Step] = []
+        self.what: list[Action] = []
+        self.made: dict[_Result, int] = {}  # -> position of the step that makes it
+        self.position = [0] * len(table)
+        self.waiting: dict[_Result, int] = {}  # -> the rank that waits for it
+        self.joined: list[list[_Result]] = [[] for _ in table]  # made by actions whose end is that of the next one
+        self.ready = deque(range(len(table)))
+
+    def run(self) -> VisitOrder:
+        while self.ready:
+            rank = self.ready.popleft()
+            while self.position[rank] < len(self.table[rank]) and self._advance(rank):
+                pass
+        stuck = [f"rank {r} at {row[at]}" for r, (row, at) in enumerate(zip(self.table, self.position, strict=True))
+                 if at < len(row)]  # fmt: skip
+        if stuck:
+            needed = ", ".join(f"{c}{'F' if forward else 'B'}{m}" for forward, c, m in self.waiting)
+            raise ScheduleError(f"the schedule never finishes: waiting are {', '.join(stuck)}, for {needed}")
+        counts: list[Counter[int]] = [Counter() for _ in self.table]
+        for step in self.steps:
+            counts[step.rank][step.slot] += 1
+        slots = tuple(tuple(sorted(c.items())) for c in counts)
+        return VisitOrder(tuple(self.steps), tuple(self.what), len(self.table), self.num_chunks, slots)
+
+    def _advance(self, rank: int) -> bool:
+        """Visit the next action of a rank; False if it has to wait."""
+        at = self.position[rank]
+        action = self.table[rank][at]
+        needed = _needed(action, self.num_chunks - 1)
+        if needed is not None and needed not in self.made:
+            self.waiting[needed] = rank
+            return False
+        forward = action.kind is F
+        edge = action.kind is not I and self.edges[rank, forward, action.chunk] == at
+        slot = action.chunk * NUM_SLOTS + _SLOTS[action.kind, edge]
+        if action.kind is not W:
+            self.joined[rank].append((forward, action.chunk, action.micro_batch))
+        while self.joined[rank] and not action.joined:
+            result = self.joined[rank].pop()
+            self.made[result] = len(self.steps)
+            if result in self.waiting:
+                self.ready.append(self.waiting.pop(result))
+        dependency = -1 if needed is None else self.made[needed]
+        self.steps.append(Step(rank, dependency, self._lag(rank, action, needed), slot))
+        self.what.append(action)
+        self.position[rank] += 1
+        return True
+
+    def _lag(self, rank: int, action: Action, needed: _Result | None) -> int:
+        """Which transfer brings what an action needs; none if it was made on the same rank."""
+        if needed is None or needed[1] == action.chunk or self.home.get(needed[1:]) == rank:
+            return NO_LAG
+        return action.chunk if action.kind is F else 1 + self.num_chunks + action.chunk
+
+
+def _needed(action: Action, last_chunk: int) -> _Result | None:
+    """What an action waits for beside its rank; nothing if it is a forward of the first chunk."""
+    kind, chunk, micro_batch, _ = action
+    if kind is F:
+        return (True, chunk - 1, micro_batch) if chunk else None
+    if kind is W:
+        return False, chunk, micro_batch
+    return (True, chunk, micro_batch) if chunk == last_chunk else (False, chunk + 1, micro_batch)

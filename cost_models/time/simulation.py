@@ -1,0 +1,147 @@
+"""Event simulation of a pipeline schedule: how long a step takes, from the durations of its actions.
+
+timeline = simulate(actions("1F1B", num_stages=4, num_micro_batches=8), [ChunkTimes(1e-3, 2e-3)] * 4)  # seconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoplan.schedules.dependencies import NO_LAG, ScheduleError, VisitOrder
+from autoplan.schedules.orders import Action, ActionKind
+from autoplan.schedules.schedule import ActionLists, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTimes:
+    """Seconds of one micro-batch on one chunk.
+
+    `backward_s` is the whole backward; where the schedule splits it, `weight_s` of it is the weight gradient, which
+    then takes `split_extra_s` more. The other extras are added to the chunk's first forward (e.g. gathering parameters)
+    and last backward (reducing gradients).
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    first_forward_extra_s: float = 0.0
+    last_backward_extra_s: float = 0.0
+    split_extra_s: float = 0.0
+
+
+class Event(NamedTuple):
+    """One action in time; transfers are not part of it."""
+
+    rank: int
+    chunk: int
+    micro_batch: int
+    kind: ActionKind
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. `rank_end_s`: when each rank finishes; `busy_s`: how long each computes."""
+
+    end_s: float
+    rank_end_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    events: tuple[Event, ...] = ()
+
+    @property
+    def bubble_s(self) -> tuple[float, ...]:
+        """Per rank: how long it waits."""
+        return tuple(self.end_s - busy for busy in self.busy_s)
+
+
+def simulate(
+    table: Sequence[Sequence[Action]],
+    chunks: Sequence[ChunkTimes],
+    send_forward_s: Sequence[float] = (),
+    send_backward_s: Sequence[float] = (),
+    *,
+    transfer: Transfer = Transfer.OVERLAPPED,
+    events: bool = True,
+) -> Timeline:
+    """Run the actions as soon as their rank is free and what they need has arrived.
+
+    Args:
+        table: what `actions` returns (then the order of visits is found once), or any lists of actions per rank.
+        chunks: durations of every chunk, in model order.
+        send_forward_s: seconds from chunk i to i + 1, one per boundary; none: 0. Nothing is sent within a rank.
+        send_backward_s: likewise from chunk i + 1 back to i.
+        events: False: do not record them (a search does not look at them).
+
+    Raises: ScheduleError: a table that never finishes (says who waits for what), or durations that do not fit it.
+    """
+    program = (table if isinstance(table, ActionLists) else ActionLists(tuple(row) for row in table)).visits
+    durations = _durations(program, chunks)
+    lags = _lags(program, send_forward_s, send_backward_s)
+    compute = durations
+    steps: Iterable[tuple[int, int, int, int]] = program.steps
+    if transfer is not Transfer.OVERLAPPED and any(lags):
+        # The lag becomes part of the action that pays for it.
+        steps, durations = _paid(program, durations, lags, transfer)
+        lags = [0.0] * len(lags)
+    clock = [0.0] * program.num_ranks
+    ends: list[float] = []
+    for rank, dependency, lag, slot in steps:
+        start = clock[rank]
+        if dependency >= 0:
+            arrival = ends[dependency] + lags[lag]
+            if arrival > start:
+                start = arrival
+        clock[rank] = end = start + durations[slot]
+        ends.append(end)
+    busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
+    recorded: list[Event] = []
+    if events:
+        for (rank, _, _, slot), (_, _, _, paid), action, end in zip(
+            program.steps, steps, program.what, ends, strict=True
+        ):
+            if transfer is Transfer.SENDER:
+                end -= durations[paid] - compute[slot]
+            recorded.append(Event(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end))
+    return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
+
+
+def _durations(program: VisitOrder, chunks: Sequence[ChunkTimes]) -> list[float]:
+    if len(chunks) != program.num_chunks:
+        raise ScheduleError(f"the schedule has {program.num_chunks} chunks, durations are given for {len(chunks)}")
+    out: list[float] = []
+    for index, c in enumerate(chunks):
+        first, last, split = c.first_forward_extra_s, c.last_backward_extra_s, c.backward_s - c.weight_s
+        if not min(c.forward_s, split, c.weight_s, first, last, c.split_extra_s) >= 0:
+            raise ScheduleError(f"chunk {index}: negative time, or weight gradient longer than its backward: {c}")
+        out += [c.forward_s, c.forward_s + first, c.backward_s, c.backward_s + last, split]
+        weight = c.weight_s + c.split_extra_s
+        out += [weight, weight + last]
+    return out
+
+
+def _lags(program: VisitOrder, send_forward_s: Sequence[float], send_backward_s: Sequence[float]) -> list[float]:
+    boundaries = program.num_chunks - 1
+    for name, values in (("send_forward_s", send_forward_s), ("send_backward_s", send_backward_s)):
+        if (values and len(values) != boundaries) or min(values, default=0.0) < 0:
+            raise ScheduleError(
+                f"{name} must be {boundaries} times of at least 0 (one per boundary), not {list(values)}"
+            )
+    nothing = [0.0] * boundaries
+    return [0.0, *(send_forward_s or nothing), 0.0, *(send_backward_s or nothing)]
+
+
+def _paid(
+    program: VisitOrder, durations: list[float], lags: list[float], transfer: Transfer
+) -> tuple[list[tuple[int, int, int, int]], list[float]]:
+    """Steps whose durations contain the transfers that they pay for: each gets a slot of its own."""
+    extra = [0.0] * len(program.steps)
+    for index, step in enumerate(program.steps):
+        if transfer is Transfer.RECEIVER:
+            extra[index] += lags[step.lag]
+        elif step.dependency >= 0:
+            extra[step.dependency] += lags[step.lag]
+    steps = [(step.rank, step.dependency, NO_LAG, index) for index, step in enumerate(program.steps)]
+    return steps, [durations[step.slot] + more for step, more in zip(program.steps, extra, strict=True)]

@@ -1,0 +1,417 @@
+"""Capture: blocks found and captured once, symbols kept, the loss normalised, and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from small_stacks import Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
+from torch import nn
+
+from autoplan.capture.export import _capture, capture
+from autoplan.capture.frontend import cache
+from autoplan.capture.frontend.cache import cached, fingerprint
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph, check
+from autoplan.ir.symbols import Expr
+from autoplan.ops.batch import batch_obstacle
+
+
+def gpt_batch(batch: int = 3, seq: int = 16) -> dict[str, torch.Tensor]:
+    made = models.token_batch(batch, seq)
+    return {"ids": made["input_ids"], "labels": made["labels"]}
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 7])
+def test_identical_layers_are_captured_once(num_layers: int) -> None:
+    graph = capture(models.make_llama(num_hidden_layers=num_layers), models.token_batch(3, 16))
+    counts = graph.call_counts()
+    assert counts["layer"] == num_layers
+    assert sum(n > 1 for n in counts.values()) <= 1
+    shallow = capture(models.make_llama(num_hidden_layers=1), models.token_batch(3, 16))
+    assert sum(len(b.nodes) for b in graph.blocks.values()) == sum(len(b.nodes) for b in shallow.blocks.values())
+    model = models.make_llama(num_hidden_layers=num_layers)
+    assert {p for c in graph.calls for p in c.params.values()} == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_merged_capture_equals_the_whole(family: str) -> None:
+    """Capturing layer by layer gives the same graph: the short cut changes nothing."""
+    if family == "llama":
+        model: nn.Module = models.make_llama()
+        args: tuple[Any, ...] = (model, models.token_batch(3, 16), None)
+    else:
+        args = (models.make_gpt(dropout=0.1), gpt_batch(), models.gpt_loss)
+    merged, whole = _capture(*args, merge=True), _capture(*args, merge=False)
+    assert merged is not None and whole is not None
+    assert merged.blocks == whole.blocks
+    strip = [(c.name, c.block, c.params, c.buffers) for c in merged.calls]
+    assert strip == [(c.name, c.block, c.params, c.buffers) for c in whole.calls]
+
+
+def test_symbols_and_loss() -> None:
+    graph = capture(models.make_llama(), models.token_batch(3, 16))
+    assert [str(s) for s in graph.values["input_ids"].shape] == ["b", "s"]
+    assert graph.loss_count == "tokens" and graph.loss_target is not None
+    ops = [n.op for b in graph.blocks.values() for n in b.nodes]
+    assert "cross_entropy_sum" in ops and "cross_entropy" not in ops
+    assert not any(s.symbols - {"b", "s"} for s in graph.factors.values())
+    q = graph.blocks["layer"].values["self_attn.q_proj.weight"]
+    assert q.dims == (("kv", "group", "head"), ("hidden",))
+    check(graph)
+    assert ModelGraph.from_json(graph.to_json()) == graph
+    assert "attention(" in str(graph)
+
+
+def test_tied_weights_are_one_parameter_with_two_uses() -> None:
+    graph = capture(models.make_gpt(), gpt_batch(), models.gpt_loss)
+    assert "tok.weight" in graph.params and "head.weight" not in graph.params
+    assert [call for call, _ in graph.tied_params()["tok.weight"]] == ["embed", "head"]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = models.make_llama()
+    before = model.config._attn_implementation
+    capture(model, models.token_batch(2, 8))
+    assert model.config._attn_implementation == before
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    assert all(type(m).__module__.startswith(("transformers", "torch")) for m in model.modules())
+
+
+def test_a_layer_that_reads_its_number_is_not_merged() -> None:
+    """`index` differs between the layers and is read: identity is disproved, every layer is captured by itself."""
+    graph = capture(Stack(ScaledBlock), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    scalars = [
+        n.attrs["scalar"]
+        for c in graph.calls
+        for n in graph.blocks[c.block].nodes
+        if n.op == "div_scalar" and c.name.startswith("layers")
+    ]
+    assert scalars == [2, 3] or scalars == [1, 2, 3]  # x / 1 is nothing
+    assert graph.loss_count == "samples"
+
+
+def test_a_number_that_is_not_read_does_not_matter() -> None:
+    graph = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert graph.call_counts()["layer"] == 3
+
+
+def test_a_layer_may_return_more_than_tensors() -> None:
+    graph = capture(TupleStack(Tupled), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert graph.call_counts()["layer"] == 3
+
+
+def test_layers_used_twice() -> None:
+    """The second round is one block around the layers' own parameters; each parameter has two uses."""
+    graph = capture(Looped(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert set(graph.tied_params()) == {f"layers.{i}.linear.{p}" for i in range(3) for p in ("weight", "bias")}
+
+
+class InPlace(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.linear(x)
+        return x
+
+
+class Normed(ScaledBlock):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return out
+
+
+class DataDependent(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum() > 0 else x  # type: ignore[no-any-return]
+
+
+class Unknown(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.fft.fft(x).real)  # type: ignore[no-any-return]
+
+
+class Lifted(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * torch.tensor([1.0] * 8)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (InPlace, r"in-place op aten\.add_.*test_capture\.py:\d+.*x = x \+ y"),
+        (Normed, r"batch_norm|changed in the forward"),
+        (DataDependent, r"DataDependent|test_capture\.py:\d+"),
+        (Unknown, r"op aten\.\w+.* at test_capture\.py:\d+ is not supported"),
+        (Lifted, r"register it as a buffer|is not supported"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(block: type, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Stack(block), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+
+
+# -- in-place ops that nobody can see ----------------------------------------------------------------------------------
+
+
+class Scaled(ScaledBlock):
+    """Divides a tensor it has just made, as routers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x).softmax(-1)
+        made /= made.sum(-1, keepdim=True) + 1.0
+        made *= 2.0
+        return x + made
+
+
+class Filled(ScaledBlock):
+    """Allocates a tensor and writes its two parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty(*x.shape[:-1], 10)
+        whole[..., 2:].copy_(self.linear(x))
+        whole[..., :2].copy_(x[..., 3:5])
+        return x + whole[..., 1:9] * whole[..., :8]
+
+
+def test_in_place_ops_on_fresh_tensors() -> None:
+    ids = {"ids": torch.zeros(2, 4, dtype=torch.long)}
+    ops = [n.op for n in capture(Stack(Scaled), ids, square_loss).blocks["layer"].nodes]
+    assert ops == ["linear", "add", "softmax", "sum", "add_scalar", "div", "mul_scalar", "add"]
+    (cat,) = [n for n in capture(Stack(Filled), ids, square_loss).blocks["layer"].nodes if n.op == "cat"]
+    assert cat.inputs == ("slice", "add") and cat.attrs["dim"] == 2  # in the order of their places, not of writing
+
+
+class SeenByView(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        part = made[..., :4]
+        made *= 2.0
+        return x + torch.cat([part, made[..., 4:]], -1)  # part has changed too
+
+
+class ThroughView(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        made.transpose(0, 1).mul_(2.0)
+        return x + made
+
+
+class OfInput(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        return x + self.linear(x)
+
+
+class Gap(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty_like(x)
+        whole[..., 2:].copy_(self.linear(x)[..., 2:])
+        return x + whole
+
+
+class Rewritten(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty_like(x)
+        whole[..., :8].copy_(self.linear(x))
+        y = x + whole
+        whole[..., :4].copy_(x[..., :4])
+        return y + whole
+
+
+class Broadcast(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty_like(x)
+        whole[..., :7].copy_(self.linear(x)[..., :1])
+        whole[..., 7:].copy_(x[..., 7:])
+        return x + whole
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (SeenByView, r"in-place op aten\.mul_"),
+        (ThroughView, r"in-place op aten\.mul_"),
+        (OfInput, r"in-place op aten\.mul_"),
+        (Gap, r"test_capture\.py:\d+: a tensor is used before all of it is written"),
+        (Rewritten, r"test_capture\.py:\d+|in-place op aten\.copy_"),
+        (Broadcast, r"test_capture\.py:\d+: what is written into a slice must have its shape"),
+    ],
+)
+def test_in_place_ops_that_somebody_can_see_are_refused(block: type, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Stack(block), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+
+
+def test_attention_dropout_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"dropout_p=0\.1 inside scaled_dot_product_attention"):
+        capture(models.make_llama(attention_dropout=0.1), models.token_batch(2, 8))
+
+
+def test_no_loss() -> None:
+    with pytest.raises(CaptureError, match="returned no loss; pass loss_fn"):
+        capture(models.make_gpt(), gpt_batch())
+    with pytest.raises(CaptureError, match=r"none of the inputs x is an argument of GPT\.forward\(ids\)"):
+        capture(models.make_gpt(), {"x": torch.zeros(2, 4, dtype=torch.long)}, models.gpt_loss)
+
+
+class Useless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out
+
+
+def test_a_parameter_without_influence_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"'unused\.(bias|weight)' does not influence the loss"):
+        capture(Useless(), {"x": torch.zeros(2, 4)}, square_loss)
+
+
+def test_sum_reduction_counts_nothing() -> None:
+    def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+    assert capture(models.make_gpt(), gpt_batch(), loss).loss_count == "none"
+
+
+def test_expr_of_shifted_labels() -> None:
+    graph = capture(models.make_llama(), models.token_batch(3, 16))
+    assert Expr.symbol("s") + 1 in graph.factors.values()  # HF pads the labels by one before it shifts them
+
+
+# -- cache ------------------------------------------------------------------------------------------------------------
+
+
+def test_cache(tmp_path: Path) -> None:
+    model, batch = models.make_llama(), models.token_batch(2, 16)
+    made = []
+
+    def make() -> ModelGraph:
+        made.append(1)
+        return capture(model, batch)
+
+    first, second = cached(model, batch, make, tmp_path), cached(model, batch, make, tmp_path)
+    assert first == second and len(made) == 1
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(file.read_text().replace("attention", "attentiom"))
+    assert cached(model, batch, make, tmp_path) == first and len(made) == 2  # damaged: made anew
+
+
+def test_fingerprint_sees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = models.token_batch(2, 16)
+    base = fingerprint(models.make_llama(), batch)
+    assert base == fingerprint(models.make_llama(seed=5), batch)  # values do not matter
+    changes: list[dict[str, Any]] = [
+        {"num_hidden_layers": 3},
+        {"rms_norm_eps": 1e-4},
+        {"tie_word_embeddings": True},
+        {"hidden_act": "gelu"},
+    ]
+    assert len({base, *(fingerprint(models.make_llama(**c), batch) for c in changes)}) == len(changes) + 1
+    assert fingerprint(models.make_llama().eval(), batch) != base
+    frozen = models.make_llama()
+    next(frozen.parameters()).requires_grad_(False)
+    assert fingerprint(frozen, batch) != base
+    assert fingerprint(models.make_llama(), {"input_ids": batch["input_ids"]}) != base
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "_own_code", lambda: "another checkout of the same version")
+        assert fingerprint(models.make_llama(), batch) != base
+    assert fingerprint(models.make_gpt(), gpt_batch()) is None  # the user's own code: captured every time
+
+
+class Bounded(nn.Module):
+    """Positions from a table that the code checks against."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(16, 8), nn.Parameter(torch.zeros(32, 8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.tok(ids) + self.pos[: ids.shape[1]]
+        return out
+
+
+def test_a_bounded_sequence_keeps_its_symbol() -> None:
+    graph = capture(Bounded(), {"ids": torch.zeros(2, 8, dtype=torch.long)}, square_loss)
+    assert [str(s) for s in graph.values["ids"].shape] == ["b", "s"]
+
+
+class FixedBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * torch.arange(2).unsqueeze(1)
+        return out
+
+
+def test_a_fixed_batch_is_refused() -> None:
+    with pytest.raises(CaptureError, match="one batch size only"):
+        capture(FixedBatch(), {"x": torch.zeros(2, 8)}, square_loss)
+
+
+# -- may the batch be split -------------------------------------------------------------------------------------------
+
+
+def cosine_loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    flat = out.mean(dim=1)
+    return (flat @ flat.transpose(0, 1)).square().mean()
+
+
+def two_means(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.square().mean() + 0.1 * out.abs().mean()
+
+
+def root_of_mean(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.square().mean().sqrt()
+
+
+def centred(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (out - out.mean(dim=0, keepdim=True)).square().mean()
+
+
+def softmax_over_batch(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.softmax(dim=0).square().mean()
+
+
+class Penalised(nn.Module):
+    """A term that does not depend on the batch would be counted once per part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x).square().mean() + self.linear.weight.square().sum()
+        return out
+
+
+@pytest.mark.parametrize("loss", [cosine_loss, root_of_mean, centred, softmax_over_batch])
+def test_a_batch_that_cannot_be_split_is_refused(loss: Any) -> None:
+    graph = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, loss)
+    found = batch_obstacle(graph)
+    assert found is not None and " at the loss function cannot be computed sample by sample" in found
+
+
+def test_a_term_without_the_batch_is_refused() -> None:
+    found = batch_obstacle(capture(Penalised(), {"x": torch.zeros(4, 8)}))
+    assert found is not None and found.startswith("add at test_capture.py")
+
+
+def test_a_batch_that_can_be_split() -> None:
+    stack = capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
+    assert batch_obstacle(stack) is None
+    assert batch_obstacle(capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, two_means)) is None
+    assert batch_obstacle(capture(models.make_llama(), models.token_batch(2, 8))) is None
+    assert batch_obstacle(capture(models.make_gpt(dropout=0.1), gpt_batch(), models.gpt_loss)) is None

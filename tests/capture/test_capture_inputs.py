@@ -1,0 +1,133 @@
+"""What a capture is given: batches and who reads them, regions that cast, arguments of other types."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from parity import worst
+from test_faithful import DIM, Model, given, mean_square, run
+from torch import nn
+
+from autoplan.api import parallelize
+from autoplan.capture.export import capture
+from autoplan.errors import CaptureError, PinError
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def assert_equal(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any, **inputs: torch.Tensor) -> None:
+    """The program computes `loss(model(**inputs), batch)` and its gradients."""
+    model = model.double()
+    got_loss, got = run(model, capture(model, batch, loss), batch)
+    model.zero_grad()
+    want = loss(model(**inputs), batch)
+    want.backward()
+    assert got_loss == pytest.approx(want.item(), rel=1e-12)
+    assert worst(got, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})[0] < 1e-12
+
+
+def cast_off(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        y, z = x + model.weight[0], x * 2
+    return y * z
+
+
+def test_a_region_without_autocast_is_inlined() -> None:
+    batch = given()
+    assert_equal(Model(cast_off), batch, mean_square, x=batch["x"])
+
+
+def cast_on(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ model.weight
+    return y.to(x.dtype)
+
+
+def test_what_autocast_casts_is_refused() -> None:
+    """Inlined, the product would be that of the dtype outside: another number."""
+    batch = {"x": given()["x"].float()}
+    with pytest.raises(CaptureError, match=r"\.py:\d+: the model computes in a region of .*bfloat16"):
+        capture(Model(cast_on), batch, mean_square)
+    with torch.autocast("cpu"), pytest.raises(CaptureError, match="region is active"):
+        capture(Model(lambda _, x: x), batch, mean_square)
+
+
+def partly_without(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        fixed, same = x * 2 + model.weight[0], x
+        with torch.enable_grad():
+            trained = x @ model.weight
+    return fixed * trained + same
+
+
+def frozen_use(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x @ model.only_here  # type: ignore[operator]
+
+
+def test_no_gradient_flows_through_a_region_without_gradients() -> None:
+    batch = given()
+    assert_equal(Model(partly_without), batch, mean_square, x=batch["x"])
+    model = Model(frozen_use)
+    model.only_here = nn.Parameter(torch.ones(DIM, DIM))
+    with pytest.raises(CaptureError, match=r"parameter '.*' does not influence the loss"):
+        capture(model, {"x": batch["x"].float()}, mean_square)
+
+
+class Open(nn.Module):
+    """Its forward hands what it does not name to a part that knows `scale` only."""
+
+    def __init__(self, required: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.required = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), required
+
+    def forward(self, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        if self.required:
+            return self.part(self.first(x), more["scale"])
+        return self.part(self.first(x), **more)
+
+    def part(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.last(x if scale is None else x * scale)
+
+
+def against_labels(out: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return (out - batch["labels"]).square().mean()
+
+
+def test_inputs_that_the_loss_reads_are_not_for_the_models_kwargs() -> None:
+    x, labels, scale = given()["x"], given()["x"].flip(0), given()["x"].flip(1)
+    assert_equal(Open(), {"x": x, "labels": labels}, against_labels, x=x)
+    for required in (False, True):
+        batch = {"x": x, "labels": labels, "scale": scale}
+        assert_equal(Open(required), batch, against_labels, x=x, scale=scale)
+    with pytest.raises(AssertionError):  # negative control: another loss without the scale
+        without = functools.partial(assert_equal, Open(), {"x": x, "labels": labels, "scale": scale}, against_labels)
+        without(x=x)
+
+
+def test_example_inputs_that_are_no_mapping() -> None:
+    model, x = Open(), torch.zeros(2, 4, DIM)
+    with pytest.raises(CaptureError, match=r"of type tuple; .*: \{'x': example_inputs\[0\]\}$"):
+        parallelize(model, example_inputs=(x,), loss_fn=mean_square)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"of type Tensor; .*: \{'x': example_inputs\}$"):
+        parallelize(model, example_inputs=x, loss_fn=mean_square)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"example_inputs\['x'\] is of type list"):
+        parallelize(model, example_inputs={"x": [1, 2]}, loss_fn=mean_square)  # type: ignore[dict-item]
+    with pytest.raises(CaptureError, match="example_inputs is empty"):
+        parallelize(model, example_inputs={}, loss_fn=mean_square)
+    with pytest.raises(CaptureError, match="loss_fn is of type str"):
+        parallelize(model, example_inputs={"x": x}, loss_fn="mse")  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_is_no_factory() -> None:
+    model, batch = Open(), {"x": torch.zeros(2, 4, DIM)}
+    made = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(PinError, match=r"of type SGD; .*: functools.partial\(torch.optim.SGD, lr=0.5\)$"):
+        parallelize(model, example_inputs=batch, loss_fn=mean_square, optimizer=made)  # type: ignore[arg-type]
+    with pytest.raises(PinError, match="of type str"):
+        parallelize(model, example_inputs=batch, loss_fn=mean_square, optimizer="adamw")  # type: ignore[arg-type]

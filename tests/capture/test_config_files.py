@@ -1,0 +1,225 @@
+"""Models from a config.json: the class and sizes it names, dropout that is not priced, recurrences that are refused."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from command_line import one_line_error, run
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import autoplan.capture.export
+from autoplan.api import _capture, plan_program
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.config_file import model_from_config
+from autoplan.capture.frontend.left_out import attention_dropout_left_out
+from autoplan.capture.source import _example
+from autoplan.catalog import load_model
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {  # as published, with fewer layers
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+    "resid_pdrop": 0.1, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 128,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+    "hidden_dropout_prob": 0.1, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "max_position_embeddings": 128, "type_vocab_size": 2, "vocab_size": 128,
+}  # fmt: skip
+T5 = {
+    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "dropout_rate": 0.1, "d_ff": 128, "d_kv": 16,
+    "d_model": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 128, "is_encoder_decoder": True,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "n_positions": 128,
+}  # fmt: skip
+
+
+SEQUENCES = "LlamaForSequenceClassification"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("AUTOPLAN_CACHE", str(cache))
+
+
+def written(tmp_path: Path, config: Mapping[str, Any]) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def estimated(path: str, *more: str) -> Any:
+    return run("estimate", path, "-c", "1x4xh100-sxm5-80gb", "--seq", "128", "--gbs", "8", *more)
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [GPT2, BERT, T5], ids=["gpt2", "bert", "t5"])
+def test_a_config_with_dropout_is_priced_and_says_what_is_not(config: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, config)
+    graph = load_model(path)
+    assert graph.left_out == ("dropout p=0.1 inside attention",)
+    assert any(n.op == "dropout" and n.attrs["p"] == 0.1 for b in graph.blocks.values() for n in b.nodes)
+    assert ModelGraph.from_json(graph.to_json()) == graph == load_model(path)  # the second time from the cache
+    name = config["architectures"][0]
+    assert graph.name == name and f"Note: {name}: dropout p=0.1 inside attention is not in the price" in " ".join(
+        estimated(path).stdout.split()
+    )
+    data = json.loads(estimated(path, "--json").stdout)
+    assert data["model"]["left_out"] == ["dropout p=0.1 inside attention"]
+
+
+def test_what_leaves_something_out_is_not_executed(tmp_path: Path) -> None:
+    """The door that executes refuses dropout in attention as before, and never takes a graph without it in its place:
+    neither one that it is given nor, of the same model, one in the cache."""
+    graph = load_model(written(tmp_path, GPT2))
+    with pytest.raises(CaptureError, match=r"leaves out dropout p=0\.1 inside attention: it is priced, not executed"):
+        plan_program(graph, Cluster.parse("local:1"), {}, 2, 128)
+    plan_program(replace(graph, left_out=()), Cluster.parse("local:1"), {}, 2, 128)  # negative: nothing else is wrong
+    model = model_from_config(GPT2, "test")
+    with pytest.raises(CaptureError, match=r"dropout_p=0\.1 inside scaled_dot_product_attention cannot be reproduced"):
+        _capture(model, _example(model), None)
+
+
+# -- sizes and classes -------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_not_guessed(tmp_path: Path) -> None:
+    line = one_line_error(estimated(written(tmp_path, {"model_type": "llama"})), 2)
+    assert "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, vocab_size are missing" in line
+    meant = json.loads("{" + line.partition("write them: ")[2] + "}")
+    model_from_config({"model_type": "llama", **meant}, "test")  # what it says works
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
+        with pytest.raises(CaptureError, match=f"test: {name} is missing"):
+            model_from_config({k: v for k, v in LLAMA.items() if k != name}, "test")
+    model_from_config(LLAMA, "test")
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "vocab_size": 128}, "n_layer"),
+        ({"model_type": "t5", "d_model": 64, "num_layers": 2, "vocab_size": 128}, "num_heads"),
+        (
+            {"model_type": "gemma3", "text_config": {k: v for k, v in LLAMA.items() if k != "hidden_size"}},
+            "hidden_size",
+        ),
+    ],
+)
+def test_sizes_have_the_names_of_their_class(config: dict[str, Any], missing: str) -> None:
+    if "text_config" in config:  # of models of several parts, those of the language model are looked at
+        config = config | {"text_config": {k: v for k, v in config["text_config"].items() if v is not None}}
+    with pytest.raises(CaptureError, match=f"{missing} is missing"):
+        model_from_config(config, "test")
+
+
+def test_a_size_under_another_name_is_given() -> None:
+    """Bloom's published configs say n_embed; the shared names work for every class."""
+    bloom = {"model_type": "bloom", "n_embed": 128, "n_layer": 3, "n_head": 4, "vocab_size": 256}
+    assert model_from_config(bloom, "test").config.hidden_size == 128
+    shared = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
+    assert model_from_config({"model_type": "gpt2", **shared}, "test").config.n_embd == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "built"),
+    [
+        (
+            LLAMA | {"architectures": ["LlamaForSequenceClassification", "LlamaForCausalLM"]},
+            "LlamaForSequenceClassification",
+        ),
+        (LLAMA | {"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
+        (BERT, "BertForMaskedLM"),
+        (BERT | {"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel"),
+        (T5, "T5ForConditionalGeneration"),
+        ({k: v for k, v in T5.items() if k != "architectures"}, "T5ForConditionalGeneration"),
+        (LLAMA, "LlamaForCausalLM"),
+    ],
+)
+def test_the_class_that_a_config_names_is_built(config: dict[str, Any], built: str) -> None:
+    assert type(model_from_config(config, "test")).__name__ == built
+
+
+def test_a_classifier_of_sequences_has_a_label_per_sequence() -> None:
+    def labels(name: str) -> tuple[int, ...]:
+        return tuple(_example(model_from_config(BERT | {"architectures": [name]}, "test"))["labels"].shape)
+
+    assert labels("BertForSequenceClassification") == (2,)
+    assert labels("BertForMaskedLM") == labels("BertForTokenClassification") == (2, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "near"),
+    [
+        ("LLaMAForCausalLM", "is not a class of the installed transformers", "LlamaForCausalLM"),
+        ("LlamaModel", "has no loss to train with", "LlamaForCausalLM"),
+        ("BertForMaskedLM", "is not a class of model_type 'llama'", "LlamaForCausalLM"),
+    ],
+)
+def test_a_class_that_cannot_be_built_names_one_that_can(name: str, why: str, near: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(f"'{name}' {why}; nearest: ")) as caught:
+        model_from_config(LLAMA | {"architectures": [name]}, "test")
+    (named,) = re.findall(r'nearest: "architectures": \["(\w+)"\]', str(caught.value))
+    model_from_config(LLAMA | {"architectures": [named]}, "test")
+    assert named.startswith("Llama") and (near == named or name == "BertForMaskedLM" or name == "LlamaModel")
+
+
+# -- recurrences -------------------------------------------------------------------------------------------------------
+
+RECURRENT = {
+    "mamba": "MambaMixer", "mamba2": "Mamba2Mixer", "falcon_mamba": "FalconMambaMixer", "jamba": "JambaMambaMixer",
+    "zamba": "ZambaMambaMixer", "zamba2": "Zamba2MambaMixer", "rwkv": "RwkvSelfAttention", "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer", "recurrent_gemma": "RecurrentGemmaRecurrentBlock", "qwen3_next": "GatedDeltaNet",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_recurrence_is_refused_before_it_is_traced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what its layers do, of the default (published) sizes: nothing is exported."""
+
+    def traced(*_: object, **__: object) -> None:
+        raise AssertionError("was traced")
+
+    monkeypatch.setattr("autoplan.capture.export._capture", traced)
+    settings = transformers.CONFIG_MAPPING[kind]()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+        example = {name: torch.zeros(2, 2048, dtype=torch.long) for name in ("input_ids", "labels")}
+    with pytest.raises(CaptureError, match=f"{RECURRENT[kind]}.*recurrent and state-space layers cannot be captured"):
+        capture(model, example)
+
+
+@pytest.mark.parametrize("config", [LLAMA, BERT, T5, GPT2], ids=["llama", "bert", "t5", "gpt2"])
+def test_what_is_no_recurrence_is_traced(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: layers of attention pass, and leave no hook behind."""
+    seen: list[str] = []
+
+    def traced(model: torch.nn.Module, *_: object, **__: object) -> None:
+        seen.append(type(model).__name__)
+
+    monkeypatch.setattr(autoplan.capture.export, "_capture", traced)
+    model = model_from_config(config, "test")
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        example = {name: torch.zeros(2, 128, dtype=torch.long) for name in ("input_ids", "labels")}
+    with pytest.raises(CaptureError, match="could not be delimited"), attention_dropout_left_out():
+        capture(model, example)
+    assert seen == [type(model).__name__] * 2
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks

@@ -1,0 +1,102 @@
+"""Losses that are divided by the size of the batch: the mean of the whole batch, however it is split."""
+
+from __future__ import annotations
+
+import re
+
+import models
+import pytest
+import torch
+from parity import (
+    LOSSES,
+    SEQ,
+    Case,
+    assert_trains_as_one_device,
+    compiled,
+    global_batch,
+    make_model,
+    reference,
+    run_simulated,
+    spread_out,
+    worst,
+)
+
+from autoplan.capture.export import capture
+from autoplan.errors import CaptureError
+from autoplan.ops.batch import batch_obstacle
+
+SIMULATED = [
+    Case("gpt-summed", num_micro_batches=3),
+    Case("gpt-summed", dp=2, num_micro_batches=2, labels="unequal"),
+    Case("gpt-summed", dp=2, tp=2, pp=2, num_micro_batches=3),
+    Case("gpt-penalty", dp=2, tp=2, num_micro_batches=3, labels="unequal"),
+]
+
+
+def untouched(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the model itself, of the whole batch at once."""
+    model, batch = make_model(case.family, 0.0).double(), global_batch(case)
+    loss = LOSSES[case.family](model(batch["ids"]), batch)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", [Case("gpt-penalty", labels="unequal"), Case("gpt-summed"), *SIMULATED], ids=str)
+def test_equal_to_the_untouched_model(case: Case) -> None:
+    want_loss, want = untouched(case)
+    for found in (run_simulated, reference):
+        loss, gradients = found(case)
+        assert loss == pytest.approx(want_loss, rel=1e-12)
+        error, name = worst(gradients, want)
+        assert error < 1e-12, name
+
+
+def test_negative_control() -> None:
+    """Without the share of a micro-batch the loss is as many times too large as there are micro-batches."""
+    case = SIMULATED[0]
+    ((name, text),) = compiled(case).sources.items()
+    broken, count = re.subn(r" \* loss_share", "", text)
+    assert count == 3
+    loss, _ = run_simulated(case, sources={name: broken})
+    assert loss == pytest.approx(3 * untouched(case)[0], rel=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "case",
+    spread_out(
+        [
+            Case("gpt-summed", dp=2, pp=2, num_micro_batches=2, zero=1),
+            Case("gpt-summed", cp=2, num_micro_batches=3),
+            Case("gpt-penalty", cp=2, dp=2, zero=3, num_micro_batches=2, labels="unequal"),
+            Case("gpt-summed", pp=2, num_micro_batches=4, schedule="ZB-H1"),
+        ],
+        2,
+    ),
+    ids=str,
+)
+def test_training_equals_one_device(case: Case) -> None:
+    assert_trains_as_one_device(case)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    given = models.token_batch(2, SEQ)
+    return {"ids": given["input_ids"], "labels": given["labels"]}
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [
+        (lambda out, b: (out / b["ids"].shape[0]).square().sum(), "div_scalar"),
+        (lambda out, b: out.square().sum() * b["ids"].shape[0], "mul_scalar"),
+        (lambda out, b: out.square().sum() / b["ids"].shape[0] ** 2, "div_scalar"),
+    ],
+)
+def test_another_use_of_the_size_of_the_batch_is_refused(loss: object, op: str) -> None:
+    graph = capture(models.make_gpt(), batch(), loss)
+    assert re.match(rf"{op} at the loss function cannot be computed sample by sample", str(batch_obstacle(graph)))
+
+
+def test_a_mean_of_a_mean_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the loss function: a mean over the batch is divided by b once more"):
+        capture(models.make_gpt(), batch(), lambda out, b: models.gpt_loss(out, b) / b["ids"].shape[0])

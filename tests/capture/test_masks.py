@@ -1,0 +1,250 @@
+"""Masks that Hugging Face models ask for: none is lost, whoever computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import worst
+from test_faithful import run
+from torch import nn
+from transformers import MegatronBertConfig, MegatronBertForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend import huggingface
+from autoplan.capture.frontend.cache import fingerprint
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
+
+VOCAB, HIDDEN, HEADS, SEQ = 32, 16, 2, 6
+
+
+class ToyConfig(PreTrainedConfig):
+    model_type = "toy"
+    hidden_size = HIDDEN
+    sliding_window = 2
+
+
+def plain(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any) -> Any:
+    """Attention of the model's own file, as 'eager' means it."""
+    scores = q @ k.transpose(2, 3) * scaling
+    if mask is not None:
+        scores = scores + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+
+class Layer(nn.Module):
+    """Attention of a kind: 'registered' calls the registered function, 'own' uses the mask itself."""
+
+    def __init__(self, config: Any, kind: str, extra: dict[str, Any]) -> None:
+        super().__init__()
+        self.config, self.kind, self.extra, self.is_causal = config, kind, extra, True
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, HEADS, HIDDEN // HEADS).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scaling = (HIDDEN // HEADS) ** -0.5
+        if self.kind == "registered":
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain)
+            y, _ = attend(self, q, k, v, mask, scaling=scaling, dropout=0.0, **self.extra)
+        else:
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -1e9)
+            y, _ = plain(self, q, k, v, mask, scaling)
+        return x + self.out(y.reshape(b, s, HIDDEN))
+
+
+def causal(model: Any, x: torch.Tensor, ids: torch.Tensor, mask: Any) -> Any:
+    return create_causal_mask(model.config, x, mask, past_key_values=None)
+
+
+class Toy(PreTrainedModel):
+    """A language model of two layers; `ask` asks transformers for their mask."""
+
+    config_class = ToyConfig
+    _supports_sdpa = _supports_attention_backend = True
+
+    def __init__(
+        self,
+        kinds: tuple[str, ...] = ("registered", "registered"),
+        ask: Callable[..., Any] = causal,
+        attention: str = "sdpa",
+        **extra: Any,
+    ) -> None:
+        super().__init__(ToyConfig(attn_implementation=attention))
+        torch.manual_seed(0)
+        self.ask, self.embed, self.head = ask, nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.layers = nn.ModuleList(Layer(self.config, kind, extra) for kind in kinds)
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None, use_cache: bool = False) -> Any:
+        x = self.embed(input_ids)
+        mask = self.ask(self, x, input_ids, attention_mask)
+        for layer in self.layers:
+            x = layer(x, mask)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))}
+
+
+def given(padded: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB, (2, SEQ), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.flip(1).contiguous()}
+    if padded:
+        ids[1, 4:] = 0
+        batch["labels"][1, 4:] = -100
+        batch["attention_mask"] = (ids != 0).long()
+    return batch
+
+
+def both(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float, float, ModelGraph]:
+    """Loss of the program, of the module, the worst gradient, and the graph."""
+    model = model.double()
+    want = model(**batch)["loss"]
+    want.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    graph = capture(model, batch)
+    loss, got = run(model, graph, batch)
+    return loss, want.item(), worst(got, wanted)[0], graph
+
+
+def assert_equal(model: Any, batch: dict[str, torch.Tensor]) -> ModelGraph:
+    got, want, error, graph = both(model, batch)
+    assert got == pytest.approx(want, rel=1e-10) and error < 1e-8  # the models are float64
+    return graph
+
+
+def ops(graph: ModelGraph) -> list[str]:
+    return [n.op for block in graph.blocks.values() for n in block.nodes]
+
+
+def megatron_bert() -> Any:
+    config = MegatronBertConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=24,
+        max_position_embeddings=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.5,
+        is_decoder=True,
+    )
+    torch.manual_seed(0)
+    return MegatronBertForCausalLM(config)
+
+
+def test_attention_of_its_own_gets_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    got, want, error, graph = both(megatron_bert(), given())
+    assert got == pytest.approx(want, rel=1e-6) and error < 1e-6  # its loss is computed in float32
+    assert "masked_fill" in ops(graph) and sum("layer" in name for name in graph.blocks) == 1
+    # negative control: without the mask it is another model
+    monkeypatch.setattr(huggingface.masks_of, "mask_function", lambda *_: lambda **_: None)
+    got, want, _, _ = both(megatron_bert(), given())
+    assert abs(got - want) > 1e-3
+
+
+@pytest.mark.parametrize(("attention", "padded"), [("sdpa", True), ("eager", False)])
+def test_layers_of_both_kinds(attention: str, padded: bool) -> None:
+    assert_equal(Toy(("registered", "own"), attention=attention), given(padded))
+
+
+def test_registered_attention_needs_no_elements_of_a_mask() -> None:
+    graph = assert_equal(Toy(), given())
+    found = [n for b in graph.blocks.values() for n in b.nodes if n.op == "attention"]
+    assert [n.attrs["causal"] for n in found] == [True]  # one block, called twice
+    assert not {"arange", "masked_fill", "bitwise_and"} & set(ops(graph))
+
+
+def window(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+    return create_sliding_window_causal_mask(model.config, x, mask, past_key_values=None)
+
+
+def odd_keys(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+    return create_causal_mask(
+        model.config, x, mask, past_key_values=None, and_mask_function=lambda b, h, q, k: (q == k) | (q - k > 1)
+    )
+
+
+def not_zero(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+    """The model makes the mask of what it reads, as ESM and XLM do."""
+    return create_causal_mask(model.config, x, (ids != 0).long(), past_key_values=None)
+
+
+def ones(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+    return create_causal_mask(model.config, x, torch.ones_like(ids), past_key_values=None)
+
+
+def test_the_window_of_a_mask_is_kept_by_layers_that_do_not_name_it() -> None:
+    assert_equal(Toy(ask=window), given())
+
+
+def test_a_mask_that_the_model_makes_of_its_inputs_is_one() -> None:
+    zeros = given(padded=True)
+    del zeros["attention_mask"]
+    assert "masked_fill" not in ops(assert_equal(Toy(ask=ones), given()))
+    assert_equal(Toy(ask=not_zero), zeros)
+
+
+def test_a_mask_function_of_the_models_own_is_never_taken_for_causal() -> None:
+    try:
+        assert_equal(Toy(ask=odd_keys), given())
+    except CaptureError as exc:
+        assert "supported" in str(exc) or "captured" in str(exc)
+
+
+def test_everybody_sees_everybody_where_no_mask_says_otherwise() -> None:
+    """is_causal is True of these layers: 'eager' does not go by it, 'sdpa' does."""
+
+    def bidirectional(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+        return create_bidirectional_mask(model.config, x, mask)
+
+    eager, _, _, _ = both(Toy(ask=bidirectional, attention="eager"), given())
+    assert_equal(Toy(ask=bidirectional, attention="eager"), given())
+    assert_equal(Toy(ask=bidirectional), given())
+    assert_equal(Toy(ask=bidirectional), given(padded=True))
+    assert abs(both(Toy(ask=bidirectional), given())[0] - eager) > 1e-4
+
+
+def test_a_flag_against_the_mask_is_refused() -> None:
+    model = Toy()
+    for layer in model.layers:
+        layer.is_causal = False
+    with pytest.raises(CaptureError, match="its is_causal is False"):
+        capture(model, given())
+    eager = Toy(attention="eager")
+    for layer in eager.layers:
+        layer.is_causal = False
+    assert_equal(eager, given())
+
+
+def test_what_the_attention_function_does_not_know_is_refused() -> None:
+    with pytest.raises(CaptureError, match="is given indices, which is not supported"):
+        capture(Toy(attention="eager", indices=torch.zeros(2)), given())
+    capture(Toy(attention="eager", output_attentions=False, labels=torch.zeros(2)), given())
+    assert_equal(Toy(indices=torch.zeros(2)), given())  # which the function behind 'sdpa' ignores
+
+
+def test_the_attention_of_a_config_is_part_of_what_a_stored_graph_is_known_by() -> None:
+    model = megatron_bert()
+    found = fingerprint(model, given())
+    model.config._attn_implementation = "sdpa"
+    assert found is not None and fingerprint(model, given()) not in (found, None)
+
+
+def test_capturing_leaves_transformers_as_it_was() -> None:
+    from transformers import masking_utils
+
+    before = dict(ALL_ATTENTION_FUNCTIONS), dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    find = masking_utils.find_packed_sequence_indices
+    model = Toy()
+    capture(model, given())
+    assert (dict(ALL_ATTENTION_FUNCTIONS), dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)) == before
+    assert masking_utils.find_packed_sequence_indices is find and model.config._attn_implementation == "sdpa"

@@ -1,0 +1,442 @@
+"""Peak memory at the moments of a step, and what blocks and hops cost at degrees that one rank cannot show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.profile import LINK_WORK_S, Profile
+from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, mesh_groups, op_times
+from autoplan.cost_models.time.price import Pricer
+from autoplan.cost_models.time.simulation import simulate
+from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TensorWork, Workload
+from autoplan.errors import PinError
+from autoplan.runtime import zero as runtime_zero
+from autoplan.schedules.orders import F
+from autoplan.schedules.schedule import Transfer, actions, held_at_backwards
+
+SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
+GRADS = 4.0 * PARAMS
+
+
+def layer(name: str = "layer", expert: bool = False) -> BlockWork:
+    x, w = TensorWork((8, 8), "float32", True), TensorWork((PARAMS // 4, 4), "float32", True)
+    op = OpWork("linear", (x, w), (x,), (), 1e6, 1e3)
+    return BlockWork(name, (op,), (), (ParamWork(f"{name}.weight", PARAMS, "float32", True, expert),))
+
+
+def workload(num_layers: int = 4, **kw: Any) -> Workload:
+    n = num_layers
+    zeros, block = (0.0,) * n, kw.pop("block", layer())
+    values: dict[str, Any] = {
+        "model": "made up", "axes": (), "blocks": {block.name: block}, "units": ((block.name,),) * n,
+        "unit_calls": tuple((f"layer{i}",) for i in range(n)), "layers": (True,) * n, "is_layer": ((True,),) * n,
+        "free": (), "cut_bytes": (SENT,) * (n - 1), "unit_saved": (SAVED,) * n, "unit_selective": (SAVED,) * n,
+        "unit_kept": (10.0,) * n, "unit_transient": (TRANSIENT,) * n, "unit_transient_again": zeros, "tied": (),
+        "free_saved": 0.0, "tokens": 8.0, "model_flops": 1e6, "micro_batch_size": 1, "seq_len": 8,
+    }  # fmt: skip
+    return Workload(**{**values, **kw})
+
+
+def cluster(devices: int, per_node: int = 0) -> Cluster:
+    device = Device("made up", 1e12, 1e11, 1 << 40, "made up")
+    if per_node:
+        return Cluster.parse(f"{devices // per_node}x{per_node}xh100-sxm5-80gb")
+    return Cluster(1, devices, device, Link(1e-6, 1e10, "made up"), "cpu")
+
+
+def memory(config: ParallelConfig, work: Workload | None = None, mode: Mode = Mode.EAGER) -> MemoryModel:
+    return MemoryModel(work or workload(), config, precision_of("native"), cluster(config.num_devices), mode)
+
+
+def ranges(*counts: int) -> list[range]:
+    out, at = [], 0
+    for count in counts:
+        out.append(range(at, at + count))
+        at += count
+    return out
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_only_backward_has_no_gradients_yet() -> None:
+    found = memory(ParallelConfig()).rank(0, ranges(4), [0])
+    assert found.moment == FIRST
+    assert {k: q.mid for k, q in found.terms.items()} == {
+        "parameters": 4 * GRADS, "optimizer": 8 * GRADS, "activations": 4 * SAVED, "transient": TRANSIENT
+    }  # fmt: skip
+
+
+def test_later_backwards_find_all_gradients() -> None:
+    found = memory(ParallelConfig(num_micro_batches=2)).rank(0, ranges(4), [0])
+    assert found.moment == LATER
+    assert found.terms["gradients"].mid == 4 * GRADS and found.terms["activations"].mid == 4 * SAVED
+
+
+def test_gradients_grow_while_activations_shrink() -> None:
+    """Of a model whose last layer keeps next to nothing: the peak is before its first layers run backward."""
+    work = workload(unit_saved=(SAVED, SAVED, 1.0, 1.0), unit_transient=(TRANSIENT, TRANSIENT, 0.0, 0.0))
+    found = memory(ParallelConfig(), work).rank(0, ranges(4), [0])
+    assert found.terms["gradients"].mid == 2 * GRADS and found.terms["activations"].mid == 2 * SAVED
+
+
+def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
+    found = memory(ParallelConfig(dp=2, zero_stage=0), workload(unit_saved=(1.0,) * 4)).rank(0, ranges(4), [0])
+    assert found.moment == REDUCTION
+    assert found.terms["communication buffers"].mid == 4 * GRADS == found.terms["gradients"].mid
+    assert found.terms["activations"].mid == 0.0
+
+
+def test_buckets_are_those_of_the_runtime() -> None:
+    """The cost models cannot import it."""
+    assert BUCKET_BYTES == runtime_zero.BUCKET_BYTES
+
+
+@pytest.mark.parametrize(("m", "first", "later"), [(1, [1, 1], [0, 0]), (2, [2, 1], [1, 1]), (4, [2, 1], [2, 1])])
+def test_micro_batches_held(m: int, first: list[int], later: list[int]) -> None:
+    table = actions("1F1B", 2, m)
+    assert [held_at_backwards(row) for row in table] == list(zip(first, later, strict=True))
+
+
+def test_chunks_of_one_rank_are_not_full_at_the_same_time() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="Interleaved1F1B", virtual_stages=2)
+    found = memory(config).rank(0, ranges(1, 1, 1, 1), [0] * 4)
+    held = max(sum(1 if a.kind.value == "F" else -1 for a in actions("Interleaved1F1B", 2, 8, 2)[0][: i + 1])
+               for i in range(32))  # fmt: skip
+    assert found.in_flight == held
+    assert found.terms["activations"].mid <= held * (SAVED + 2 * SENT)
+
+
+def test_a_rank_of_a_v_holds_the_first_and_the_last_chunk() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="ZBV", virtual_stages=2)
+    outer, inner = memory(config, workload(10)).stages(ranges(1, 2, 3, 4), [0] * 4)
+    assert (outer.terms["parameters"].mid, inner.terms["parameters"].mid) == (5 * GRADS, 5 * GRADS)
+    uneven = memory(config, workload(10)).stages(ranges(1, 1, 1, 7), [0] * 4)
+    assert [rank.terms["parameters"].mid for rank in uneven] == [8 * GRADS, 2 * GRADS]
+    assert outer.in_flight == inner.in_flight == 4
+
+
+def test_what_turns_around_within_a_rank_is_held_once() -> None:
+    """Nothing but what is sent: 4 chunks are held on each rank, of which those on rank 0 border on one chunk each; on
+    rank 1 the second one works on what the first one sends: 3 of the first and 1 of the second, by its order."""
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="ZBV", virtual_stages=2)
+    outer, inner = memory(config, workload(unit_saved=(0.0,) * 4)).stages(ranges(1, 1, 1, 1), [0] * 4)
+    assert outer.terms["activations"].mid == 4 * SENT
+    assert "".join(f"{a.kind.value}{a.chunk}" for a in actions("ZBV", 2, 8, 2)[1][:7]) == "F1F2F1F2I2W2F1"
+    assert inner.terms["activations"].mid == 3 * (2 * SENT) + SENT
+
+
+def test_a_transient_counts_with_what_is_held_at_that_time() -> None:
+    """The first chunk runs backward when the second one of the same micro-batch is gone already."""
+    config = ParallelConfig(pp=2, num_micro_batches=2, schedule="Interleaved1F1B", virtual_stages=2)
+    work = workload(unit_saved=(SAVED, SAVED, 1e5, SAVED), unit_transient=(9e4, 0.0, 0.0, 0.0), cut_bytes=(0.0,) * 3)
+    terms = memory(config, work).rank(0, ranges(1, 1, 1, 1), [0] * 4).terms
+    held, transient = terms["activations"].mid, terms["transient"].mid
+    assert held + transient < 2 * (SAVED + 1e5) + 9e4
+    assert held + transient == max(
+        sum((SAVED, SAVED, 1e5, SAVED)[b.chunk] for b in row[: i + 1] if b.kind is F)
+        - sum((SAVED, SAVED, 1e5, SAVED)[b.chunk] for b in row[:i] if b.kind is not F)
+        + (9e4 if a.chunk == 0 else 0.0)
+        for row in [actions("Interleaved1F1B", 2, 2, 2)[0]]
+        for i, a in enumerate(row)
+    )
+
+
+def test_tied_parameters_are_held_once_on_one_stage() -> None:
+    work = workload(tied=((0, 3, GRADS),))
+    for zero, mode in ((0, Mode.EAGER), (0, Mode.FUSED), (1, Mode.FUSED)):
+        config = ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2)
+        plain, tied = (memory(config, w, mode).rank(0, ranges(4), [0]).terms for w in (workload(), work))
+        for name in ("parameters", "optimizer"):
+            assert tied[name].mid == plain[name].mid * 3 / 4
+        assert tied["gradients"].mid == 3 * GRADS
+    # fully_shard: every block its own
+    config = ParallelConfig(dp=2, zero_stage=1, num_micro_batches=2)
+    plain, tied = (memory(config, w).rank(0, ranges(4), [0]).terms for w in (workload(), work))
+    assert plain == tied
+    apart = memory(ParallelConfig(pp=2, num_micro_batches=2), work).stages(ranges(2, 2), [0, 0])
+    assert [rank.terms["parameters"].mid for rank in apart] == [2 * GRADS] * 2
+
+
+# -- as Megatron has it ------------------------------------------------------------------------------------------------
+
+
+def test_megatron_keeps_parameters_whole_and_gradients_from_the_start() -> None:
+    config = ParallelConfig(dp=2, zero_stage=1)
+    terms = memory(config, mode=Mode.FUSED).rank(0, ranges(4), [0]).terms
+    assert terms["parameters"].mid == terms["gradients"].mid == 4 * GRADS == terms["optimizer"].mid
+    assert "gathered parameters" not in terms
+    eager = memory(config).rank(0, ranges(4), [0]).terms
+    assert eager["parameters"].mid == 2 * GRADS and eager["gathered parameters"].mid == 4 * GRADS
+    sharded = memory(replace(config, zero_stage=3), mode=Mode.FUSED).rank(0, ranges(4), [0]).terms
+    assert sharded["parameters"].mid == 2 * GRADS and sharded["gathered parameters"].mid == 2 * GRADS
+    in_place = memory(replace(config, zero_stage=0), workload(unit_saved=(1.0,) * 4), Mode.FUSED).rank(
+        0, ranges(4), [0]
+    )
+    assert in_place.moment != REDUCTION and "communication buffers" not in in_place.terms
+
+
+def test_megatron_lets_go_of_what_was_sent() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=4)
+    eager, megatron = (memory(config, mode=mode).stages(ranges(2, 2), [0, 0]) for mode in (Mode.EAGER, Mode.FUSED))
+    assert [r.terms["activations"].mid for r in eager] == [2 * (2 * SAVED + SENT), 2 * SAVED + SENT]
+    assert [r.terms["activations"].mid for r in megatron] == [4 * SAVED, 2 * SAVED]
+
+
+def test_one_tensor_stands_for_the_gradients_of_weights_of_one_shape() -> None:
+    block = layer()
+    two = replace(block, ops=block.ops * 2)  # as gate and up: one product of twice the size
+    for work, count in ((workload(), 1), (workload(8), 1), (workload(block=two), 2)):
+        terms = memory(ParallelConfig(), work, Mode.FUSED).rank(0, ranges(len(work.units)), [0]).terms
+        assert terms["placeholders of gradients"].mid == count * GRADS
+    frozen = replace(block, ops=tuple(replace(o, inputs=(o.inputs[0], replace(o.inputs[1], requires_grad=False)))
+                                      for o in block.ops))  # fmt: skip
+    assert (
+        "placeholders of gradients"
+        not in memory(ParallelConfig(), workload(block=frozen), Mode.FUSED).rank(0, ranges(4), [0]).terms
+    )
+    assert "placeholders of gradients" not in memory(ParallelConfig()).rank(0, ranges(4), [0]).terms
+
+
+def test_gradients_of_16_bits() -> None:
+    wide, narrow = precision_of("fp8"), precision_of("fp8-grad16")
+    assert narrow == replace(wide, name="fp8-grad16", grad_bytes=2.0)
+    for name in ("int8", "native-grad16", "fp32-grad16", "-grad16"):
+        with pytest.raises(PinError, match=f"precision '{name}' is not known; use native, .*, or bf16-grad16"):
+            precision_of(name)
+
+
+def test_moments_of_16_bits() -> None:
+    """Beside a float32 master: 8 bytes of state in place of 12, whatever gradients have."""
+    for name in ("bf16", "fp8-grad16"):
+        wide, short = precision_of(name), precision_of(f"{name}-mom16")
+        assert short == replace(wide, name=f"{name}-mom16", state_bytes=8.0) and wide.state_bytes == 12.0
+    with pytest.raises(PinError, match=r"precision 'bf16-mom16' is priced, but not executed.*nearest: bf16"):
+        executed_precision("bf16-mom16")
+    for name in ("native-mom16", "fp32-mom16", "bf16-mom16-grad16"):
+        with pytest.raises(PinError, match=f"precision '{name}' is not known"):
+            precision_of(name)
+
+
+def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:
+    config = ParallelConfig(dp=8, num_micro_batches=2)
+    (stage,) = Pricer(workload(), config, Costs(cluster(8, 8), None, Mode.FUSED)).estimate([4], [0]).stages
+    outside = stage.memory["context and communicators"].mid + stage.memory["fragmentation"].mid
+    assert 0.0 < outside == pytest.approx(stage.memory_bytes.mid - stage.allocated_bytes.mid)
+
+
+# -- experts, context parallelism --------------------------------------------------------------------------------------
+
+
+def test_zero_shards_over_context_parallel_ranks_too() -> None:
+    config = ParallelConfig(cp=4, zero_stage=3, num_micro_batches=2)
+    assert memory(config).rank(0, ranges(4), [0]).terms["parameters"].mid == GRADS
+
+
+def test_experts_without_replicas_are_neither_gathered_nor_reduced() -> None:
+    work = workload(block=layer(expert=True))
+    for zero in (0, 1, 3):
+        config = ParallelConfig(dp=4, ep=4, zero_stage=zero, num_micro_batches=2)
+        terms = memory(config, work).rank(0, ranges(4), [0]).terms
+        assert terms["parameters"].mid == 4 * GRADS and "gathered parameters" not in terms
+        pricer = Pricer(work, config, Costs(cluster(4), None, Mode.COMPILED))
+        assert "dp_comm" not in pricer.estimate([4], [0]).breakdown
+
+
+def test_experts_are_reduced_over_their_own_replicas() -> None:
+    work = workload(block=layer(expert=True))
+    block = work.blocks["layer"]
+    for dp, ep, group in ((4, 2, {"expert_replicas": GRADS}), (4, 4, {})):
+        config = ParallelConfig(dp=dp, ep=ep, zero_stage=0)
+        costs = Costs(cluster(4), None, Mode.COMPILED)
+        prices = BlockPricer(work, config, costs, precision_of("native"))
+        assert prices.cost(block, op_times(work, costs)["layer"]).reduced_bytes == group
+    assert mesh_groups(ParallelConfig(dp=4, ep=2), ())["expert_replicas"].size == 2
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_micro_batch_but_the_first_adds_to_gradients() -> None:
+    def accumulated(m: int, zero: int = 0) -> float:
+        pricer = Pricer(
+            workload(), ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=m), Costs(cluster(2), None, Mode.EAGER)
+        )
+        breakdown = pricer.estimate([4], [0]).breakdown
+        return breakdown["accumulate"].mid if "accumulate" in breakdown else 0.0
+
+    assert accumulated(1) == 0.0
+    assert accumulated(5) == pytest.approx(4 * accumulated(2))
+    assert accumulated(5, zero=1) == accumulated(5) > accumulated(5, zero=2) == accumulated(5, zero=3)
+
+
+def test_measured_copies_of_fully_shard() -> None:
+    """The first forward of ZeRO 1 gathers; under ZeRO 3 all passes do, and all backwards reduce."""
+    overheads = {"zero_gather_s": 1.0, "zero_gather_byte_s": 0.5, "zero_reduce_s": 90.0, "zero_reduce_tensor_s": 10.0}
+    overheads |= {"zero_block_forward_s": 7.0}
+    profile = Profile("made up", "cpu", 2, 1, overheads=overheads)
+    work, costs = workload(1), Costs(cluster(2), profile, Mode.EAGER)
+    plain = Pricer(work, ParallelConfig(dp=2, zero_stage=0, num_micro_batches=3), costs).blocks["layer"]
+    gather, reduce = 1.0 + 0.5 * GRADS, 100.0
+    for zero, want in {
+        1: (7.0, 0.0, gather, reduce),
+        2: (7.0, reduce, gather, 0.0),
+        3: (7.0 + gather, gather + reduce, 0.0, 0.0),
+    }.items():
+        block = Pricer(work, ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=3), costs).blocks["layer"]
+        got = (block.zero_forward, block.zero_backward, block.zero_first, block.zero_last)
+        assert [q.mid for q in got] == pytest.approx(want, rel=1e-3), zero
+    assert plain.zero_forward.mid == plain.zero_first.mid == 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "pp", "schedule", "mode", "again"),
+    [
+        (Gathered.AGAIN, 1, "1F1B", Mode.EAGER, True),
+        (Gathered.DROP, 2, "GPipe", Mode.EAGER, False),
+        (Gathered.LAST, 1, "1F1B", Mode.EAGER, False),
+        (Gathered.LAST, 2, "1F1B", Mode.COMPILED, False),
+        (Gathered.LAST, 2, "GPipe", Mode.EAGER, True),
+        (Gathered.DROP, 1, "1F1B", Mode.FUSED, True),
+    ],
+)
+def test_what_zero_3_gathers_for_a_backward(what: Gathered, pp: int, schedule: str, mode: Mode, again: bool) -> None:
+    def cost(gathered: Gathered, zero: int) -> BlockCost:
+        block = replace(layer(), ops=(), gathered=gathered)  # nothing to hide behind
+        config = ParallelConfig(dp=2, pp=pp, zero_stage=zero, num_micro_batches=2, schedule=schedule)
+        return Pricer(workload(2, block=block), config, Costs(cluster(2 * pp), None, mode)).blocks["layer"]
+
+    reduced = cost(what, 2).zero_backward.mid
+    assert cost(what, 3).zero_forward.mid == cost(Gathered.AGAIN, 3).zero_forward.mid > 0
+    assert (cost(what, 3).zero_backward.mid > reduced) == again
+    assert cost(what, 3).zero_backward.mid == (cost(Gathered.AGAIN, 3).zero_backward.mid if again else reduced) > 0
+
+
+def test_collectives_wait_for_stragglers() -> None:
+    """As the square root of what was computed since the last one, beyond what the links were measured between."""
+    profile = Profile("made up", "cpu", 2, 1, overheads={"straggler_sqrt_s": 0.1})
+    costs = Costs(cluster(2), profile, Mode.EAGER)
+    assert costs.wait_s(LINK_WORK_S).mid == costs.wait_s(LINK_WORK_S / 2).mid == 0.0
+    assert costs.wait_s(4 * LINK_WORK_S, 3).mid == pytest.approx(3 * 0.1 * LINK_WORK_S**0.5)
+    slow = replace(layer(), ops=(replace(layer().ops[0], flops=1e11),))
+    for zero, gathers, reduces in ((1, 1, 1), (3, 2, 1)):
+        config = ParallelConfig(dp=2, zero_stage=zero)
+        with_, without = (
+            Pricer(workload(1, block=slow), config, Costs(cluster(2), p, Mode.EAGER)).step_s([1], [0])
+            for p in (profile, replace(profile, overheads={}))
+        )
+        least = costs.wait_s(0.1).mid
+        assert (gathers + reduces - 1) * least < with_ - without < (gathers + reduces + 1) * costs.wait_s(0.3).mid
+
+
+def test_hops_between_nodes_cost_more() -> None:
+    work = replace(workload(16), cut_bytes=(16e6,) * 15)
+    pricer = Pricer(work, ParallelConfig(tp=4, pp=4), Costs(cluster(16, 8), None, Mode.EAGER))
+    inside, between, inside_too, back = (hop[0] for hop in pricer.hops)
+    assert inside == inside_too < between / 3 and back == between
+
+
+def test_split_backwards_fill_the_bubble() -> None:
+    def bubble(schedule: str, mode: Mode = Mode.EAGER, again: int = 0) -> float:
+        config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
+        pricer = Pricer(workload(), config, Costs(cluster(4), None, mode))
+        return pricer.estimate([1] * 4, [again] * 4).breakdown["bubble"].mid
+
+    assert bubble("ZB-H1") < 0.7 * bubble("1F1B")
+    # compiled layers, and those that are computed again, have a backward in one part
+    assert bubble("ZB-H1", Mode.COMPILED) == pytest.approx(bubble("1F1B", Mode.COMPILED))
+    assert bubble("ZB-H1", again=1) == pytest.approx(bubble("1F1B", again=1))
+
+
+def test_what_is_computed_again_under_a_split_backward_is_so_once() -> None:
+    def recompute(schedule: str) -> float:
+        config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
+        pricer = Pricer(workload(), config, Costs(cluster(4), None, Mode.EAGER))
+        return pricer.estimate([1] * 4, [1] * 4).breakdown["recompute"].mid
+
+    assert recompute("ZB-H1") == recompute("1F1B") > 0
+
+
+def in_v_shape(schedule: str, cuts: tuple[float, ...] = (SENT,) * 7, per_node: int = 0) -> Pricer:
+    config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule, virtual_stages=2)
+    work = replace(workload(8), cut_bytes=cuts)
+    return Pricer(work, config, Costs(cluster(4, per_node), None, Mode.EAGER))
+
+
+def test_schedules_in_v_shape_are_priced_where_their_chunks_are() -> None:
+    zbv = in_v_shape("ZBV").estimate([1] * 8, [0] * 8, events=True)
+    assert {(e.chunk, e.rank) for e in zbv.events} == {(k, min(k, 7 - k)) for k in range(8)}
+    config = ParallelConfig(pp=4, num_micro_batches=8, schedule="ZB-H1")
+    plain = Pricer(workload(8), config, Costs(cluster(4), None, Mode.EAGER)).estimate([2] * 4, [0] * 4)
+    assert zbv.breakdown["bubble"].mid < plain.breakdown["bubble"].mid
+    for schedule in ("ZBV", "DualPipeV"):
+        estimate = in_v_shape(schedule).estimate([1] * 8, [1, 0, 0, 0, 0, 0, 1, 1])
+        assert [s.num_recomputed for s in estimate.stages] == [2, 1, 0, 0]
+        assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
+
+
+def test_nothing_is_sent_at_the_turn_of_a_v() -> None:
+    def step(schedule: str, at: int) -> float:
+        cuts = tuple(1e9 if k == at else SENT for k in range(7))
+        return in_v_shape(schedule, cuts).step_s([1] * 8, [0] * 8)
+
+    for schedule in ("ZBV", "DualPipeV"):
+        assert step(schedule, 3) == step(schedule, -1) < step(schedule, 2) - 0.1
+        assert step(schedule, 3) < step(schedule, 4) - 0.1
+
+
+def test_the_way_back_of_a_v_takes_the_links_of_the_way_there() -> None:
+    """Two nodes of two: only the boundaries between ranks 1 and 2 leave a node; in a loop also from the last rank."""
+    pricer = in_v_shape("ZBV", per_node=2)
+    between = [None if group is None else group.stride > 1 for group in pricer._boundaries]
+    assert between == [False, True, False, None, False, True, False]
+    config = replace(pricer.config, schedule="Interleaved1F1B")
+    loop = Pricer(pricer.workload, config, pricer.costs)._boundaries
+    assert [group is not None and group.stride > 1 for group in loop] == [False, True, False, True, False, True, False]
+
+
+def test_dual_pipe_hides_its_transfers() -> None:
+    """Behind the pairs of a forward and a backward; a receiver would have to wait for each."""
+    pricer = in_v_shape("DualPipeV", (1e6,) * 7)
+    times, table = pricer.chunk_times([1] * 8, [0] * 8, "mid"), actions("DualPipeV", 4, 8, 2)
+    sends = [0.0 if k == 3 else pricer.hops[0][k] for k in range(7)]
+    found = pricer.estimate([1] * 8, [0] * 8, events=True).events
+    assert found == simulate(table, times, sends, sends, transfer=Transfer.OVERLAPPED).events
+    waiting = simulate(table, times, sends, sends, transfer=Transfer.RECEIVER)
+    assert max(e.end_s for e in found) < waiting.end_s
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_the_breakdown_adds_up(zero: int, pp: int) -> None:
+    config = ParallelConfig(pp=pp, dp=2, zero_stage=zero, num_micro_batches=4)
+    estimate = Pricer(workload(), config, Costs(cluster(2 * pp), None, Mode.EAGER)).estimate(
+        {1: [4], 2: [1, 3], 4: [1] * 4}[pp], [0] * pp
+    )
+    assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
+    assert estimate.step_time_s.tag == max(q.tag for q in estimate.breakdown.values())
+
+
+@pytest.mark.parametrize(("device", "paid"), [("cuda", 1), ("cpu", 4)])
+def test_what_zero_moves_once_per_step_is_paid_once_on_gpus(device: str, paid: int) -> None:
+    """All ranks gather at the same time there; over gloo every stage does it before it sends."""
+    fast = Device("made up", 1e12, 1e11, 1 << 40, "made up")
+    machines = Cluster(1, 8, fast, Link(1e-3, 1e10, "made up"), device)
+    work = replace(workload(), cut_bytes=(0.0,) * 3)
+    config = ParallelConfig(pp=4, dp=2, zero_stage=1, num_micro_batches=8)
+    pricer = Pricer(work, config, Costs(machines, None, Mode.FUSED))
+    table = pricer._tables["mid"]
+    once = pricer.first[0] + pricer.last[0] if device == "cpu" else table.gather[0] + table.reduce[0]
+    bare = Pricer(work, config, Costs(machines, None, Mode.FUSED))
+    there = bare._tables["mid"]
+    for values in (there.first, there.last, there.gather, there.reduce):
+        values[:] = [0.0] * 4
+    more = pricer.step_s([1] * 4, [0] * 4) - bare.step_s([1] * 4, [0] * 4)
+    assert once > 1e-3 and more == pytest.approx(paid * once, rel=1e-6)

@@ -1,0 +1,55 @@
+"""The command for the day there is a GPU runs here too: every part, tiny, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+COMMAND = [sys.executable, str(EXPERIMENTS / "on_gpu.py"), "--device", "cpu", "--quick"]
+
+
+def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "--folder", str(folder), "--json", str(folder / "all.json"), *more]
+    limits = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, **limits})
+
+
+def test_every_part_runs_without_a_gpu(tmp_path):
+    done = _run(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "all.json").read_text())
+    rows = found["cases"]
+    assert [r for r in rows if r["passed"] is False] == []
+    parts = {r["part"] for r in rows}
+    assert parts == {"kernels", "masks", "parity", "sync", "profile", "predicted", "step", "offload", "ranks"}
+    assert len([r for r in rows if r["passed"]]) >= 30
+    assert found["environment"]["torch"] and found["environment"]["date"]
+    assert (tmp_path / "profile.json").is_file()
+
+
+def test_what_breaks_in_a_part_is_a_row_that_failed(tmp_path):
+    """Without the profile of the part before it, `predicted` says so, and the command fails."""
+    done = _run(tmp_path, "--only", "predicted")
+    assert done.returncode == 1
+    (row,) = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert row["passed"] is False and "no profile" in row["note"]
+
+
+def test_a_part_that_has_no_time_is_told(tmp_path):
+    done = _run(tmp_path, "--only", "ranks", "--limit-s", "16")
+    assert done.returncode == 1
+    rows = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert rows[-1]["passed"] is False and ("no time left" in rows[-1]["note"] or "not end" in rows[-1]["note"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--only", "nothing"], "unknown part 'nothing'"), (["--device", "cuda"], "torch sees no GPU")],
+)
+def test_bad_arguments(tmp_path, arguments, told):
+    done = _run(tmp_path, *arguments)
+    assert done.returncode == 2 and told in done.stderr

@@ -1,0 +1,43 @@
+"""The example in README.md runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@pytest.mark.processes
+def test_the_example_runs(tmp_path: Path) -> None:
+    """Four processes started by torchrun train, print the plan, and leave the program where the text says."""
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5, done.stdout
+    assert "predicted: step" in done.stdout and "on 4 devices" in done.stdout
+    assert (tmp_path / "program" / "stage0.py").exists() and (tmp_path / "program" / "plan.json").exists()
+
+
+COMMANDS = re.findall(
+    r"^    (autoplan (?:plan|estimate|whatif|models|hw) .*|autoplan models)$", README.read_text(), flags=re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_run(line: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *line.split()], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) == 6

@@ -1,0 +1,213 @@
+"""Requests that no plan answers: what does not fit, what is not legal, and what is said of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from enumeration import cluster, graph, least_memory, request
+
+from autoplan.capture.export import capture
+from autoplan.catalog import load_model
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import AutoplanError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.search import infeasible
+from autoplan.search import layouts as points
+from autoplan.search.cuts import Shortage
+from autoplan.search.planner import (
+    InfeasibleReport,
+    NothingFits,
+    PlanRequest,
+    StoppedError,
+    estimate_config,
+    search_plan,
+)
+from autoplan.search.space import Candidate, space
+
+INTERLEAVED = "Interleaved1F1B"
+
+
+# -- nothing fits, nothing is legal ------------------------------------------------------------------------------------
+
+
+def test_nothing_fits_names_stage_term_and_change() -> None:
+    r = request(4, 200_000, pins={"recompute": "none"})
+    with pytest.raises(NothingFits) as caught:
+        search_plan(r)
+    report = caught.value.report
+    assert report.needed_bytes > report.available_bytes == 200_000
+    assert report.term in ("parameters", "gradients", "optimizer", "activations", "transient", "gathered parameters")
+    assert 0 <= report.stage < 4 and "fits" in report.cheapest_change
+
+
+def test_the_cheapest_change_does_fit() -> None:
+    tight = int(least_memory(4) * 0.8)
+    r = request(4, tight, pins={"zero_stage": 0, "dp": 4, "recompute": "none", "micro_batch_size": 2})
+    with pytest.raises(NothingFits) as caught:
+        search_plan(r)
+    change = caught.value.report.cheapest_change
+    name = next(n for n in r.pins if n in change)
+    assert search_plan(replace(r, pins={k: v for k, v in r.pins.items() if k != name})).plans
+
+
+def test_what_would_fit_is_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pin, then all pins, then nodes with the pins, then without: the first that fits is said."""
+    r = request(4, 200_000, pins={"recompute": "none", "zero_stage": 0})
+    tried: list[tuple[int, frozenset[str]]] = []
+
+    def only(devices: int, pins: set[str]) -> str:
+        def feasible(changed: PlanRequest, deadline: float) -> bool | None:
+            tried.append((changed.cluster.num_devices, frozenset(changed.pins)))
+            return tried[-1] == (devices, pins)
+
+        monkeypatch.setattr(infeasible, "feasible", feasible)
+        return infeasible.cheapest_change(r, Shortage(0, "parameters", 3e9, 1e9))
+
+    assert only(4, {"zero_stage"}) == "Without the pin recompute=none it fits."
+    assert only(4, set()) == "Without pins it fits."
+    assert only(8, {"recompute", "zero_stage"}) == "With 2 nodes (8 devices) it fits."
+    assert only(16, set()) == "With 4 nodes (16 devices) and without pins it fits."
+    assert tried[-1] == (16, frozenset())
+    assert only(0, set()) == "With 2.0 GB more memory per device it fits."
+    assert "more memory" in infeasible.cheapest_change(
+        replace(r, memory_margin=0.5, executed=True), Shortage(0, "parameters", 3e9, 1e9)
+    )
+
+
+def test_out_of_time_is_not_infeasible() -> None:
+    assert infeasible.feasible(request(4), time.perf_counter() - 1) is None
+    assert infeasible.feasible(request(4), math.inf) is True
+    assert infeasible.feasible(request(4, 1000), math.inf) is False
+
+
+@pytest.mark.parametrize("kind", [NothingFits, StoppedError, *AutoplanError.__subclasses__()], ids=lambda k: k.__name__)
+def test_errors_travel_between_ranks(kind: type[AutoplanError]) -> None:
+    report = InfeasibleReport(1, "activations", 2.0, 1.0, "pp=1", "With 2 nodes it fits.")
+    error = NothingFits("too big", report) if kind is NothingFits else kind("too big")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind and str(again) == "too big" and getattr(again, "report", report) == report
+
+
+class Tied(torch.nn.Module):
+    """The head is the transposed table of embeddings: a view with a gradient and without the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.layers = torch.nn.Embedding(512, 16), torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in "ab")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.tok(ids)
+        for layer in self.layers:
+            h = h + torch.nn.functional.gelu(layer(h))
+        return h @ self.tok.weight.t()
+
+
+def tied_loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(out.view(-1, 512), batch["labels"].view(-1))
+
+
+@functools.cache
+def tied_graph() -> ModelGraph:
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    return capture(Tied(), {"ids": ids, "labels": ids.clone()}, tied_loss)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("seq_len", [2, 32])
+@pytest.mark.parametrize("name", ["tied", "llama"])
+def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: int, tp: int) -> None:
+    made = tied_graph() if name == "tied" else graph()
+    for size in (1, 8):
+        r = PlanRequest(made, cluster(tp, 1 << 40), seq_len, size, precision="native", memory_margin=0.0)
+        for recompute in ("none", "full"):
+            config = ParallelConfig(tp=tp, micro_batch_size=size, recompute=recompute)
+            terms = estimate_config(r, config).estimate.stages[0].memory
+            held = terms["activations"].mid + terms["transient"].mid
+            assert 0 < points.QuickMemory(r, 1.0).largest_bytes(size) / tp <= held
+
+
+@pytest.mark.parametrize(
+    ("pins", "batch", "message"),
+    [
+        ({"stages": 3}, 8, r"stages=3: must be positive numbers"),
+        ({"stages": [3, 0, 1, 0]}, 8, r"stages=\[3, 0, 1, 0\] must be 4 positive numbers"),
+        ({"stages": [2, 1, 1]}, 8, r"has 3 stages, .* the 4 devices; nearest legal: stages=\[2, 2\] or \[1, 1, 1, 1\]"),
+        ({"stages": [4, 4]}, 8, r"add up to the model's 4 layers"),
+        ({"zero_stage": True}, 8, r"zero_stage=True does not exist; use 0, 1, 2 or 3"),
+        ({"state_slack": math.nan}, 8, r"state_slack=nan: must be a number of at least 1"),
+        ({"recompute": {"model.layers.1": "some"}}, 8, r"recompute='some' is not supported; use none, selective, full"),
+        ({"recompute": {"model.layers.9": "full"}}, 8, r"'model.layers.9', which is not a block; did you mean"),
+        ({"recompute": "full", "micro_batch_size": 8, "num_micro_batches": 8}, 8, r"=8 x num_micro_batches=8 = 64 "),
+        ({"pp": 4, "tp": 4}, 8, r"dp=1 x tp=4 x pp=4 = 16 devices, but the cluster has 4; nearest legal: tp=1"),
+        ({"dp": 2, "micro_batch_size": 8}, 8, r"dp=2 x micro_batch_size=8 = 16 does not divide .* nearest legal: dp=1"),
+        ({"pp": 2, "cp": 1, "tp": 1, "num_micro_batches": 8}, 8, r"dp=2 x num_micro_batches=8 = 16 does not divide"),
+        ({"dp": 4}, 3, r"dp=4 does not divide the global batch of 3; nearest legal: dp=1, or global_batch_size=4"),
+        ({"dp": 2, "tp": 4}, 8, r"dp=2 x tp=4 x pp=1 = 8 devices, but the cluster has 4; nearest legal: dp=1"),
+        ({"tp": 3}, 8, r"pin tp=3 does not divide the 4 devices; nearest legal: tp=2 or 4"),
+        ({"zero": 3}, 8, r"unknown pin 'zero'; did you mean 'zero_stage'"),
+        ({"micro_batch_size": 3}, 8, r"micro_batch_size=3 does not divide .* nearest legal: micro_batch_size=2 or 4"),
+        ({"dp": 4}, 6, r"global batch of 6"),
+        ({"recompute": "some"}, 8, r"recompute='some' is not supported"),
+        ({"tp": 2.0}, 8, r"tp=2.0: must be a whole number"),
+        ({}, 0, r"global_batch_size=0"),
+        ({"num_micro_batches": 5}, 8, r"num_micro_batches=5 does not divide"),
+    ],
+    ids=str,
+)
+def test_refusals(pins: dict[str, Any], batch: int, message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        search_plan(request(4, batch=batch, pins=pins))
+
+
+def test_the_nearest_legal_value_is_legal() -> None:
+    """12 heads on 8 devices: neither 6 nor 12 can be; and one stage is all that a model without layers has."""
+    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 8, {"tp": 8})
+    with pytest.raises(PinError, match=r"tp=8 does not divide the 12 attention heads at .*; nearest legal: tp=4$"):
+        search_plan(r)
+    with pytest.raises(PinError, match=r"tp=8 does not .*; nearest legal: tp=4 with dp=2 with num_micro_batches=4$"):
+        estimate_config(replace(r, pins={}), ParallelConfig(tp=8, num_micro_batches=8))
+    flat = capture(torch.nn.Linear(4, 4), {"input": torch.zeros(2, 8, 4)}, lambda out, batch: out.sum())
+    with pytest.raises(PinError, match=r"pp=2 needs at least as many layers, the model has 1; nearest legal: pp=1$"):
+        search_plan(PlanRequest(flat, cluster(2, 1 << 40), 8, 4, {"pp": 2}))
+
+
+def test_a_sequence_beyond_learned_positions_is_refused() -> None:
+    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x8xh100-sxm5-80gb"), 2048, 8)
+    with pytest.raises(PinError, match=r"seq_len=2048, but gpt2 has 1024 learned .* legal: seq_len=1024"):
+        search_plan(r)
+    assert search_plan(replace(r, seq_len=1024)).plans
+
+
+def test_the_margin_is_left_free() -> None:
+    """What needs all of the memory is not chosen when a fifth is to stay free."""
+    tight = request(4, least_memory(4) + 1)
+    assert search_plan(tight).plans[0].estimate.peak_memory_bytes.mid == least_memory(4)
+    assert search_plan(replace(tight, memory_margin=0.2)).plans[0].estimate.peak_memory_bytes.mid <= 0.8 * (
+        least_memory(4) + 1
+    )
+
+
+def test_candidates_are_all_of_them() -> None:
+    """By hand: 4 devices, batch 4, the tiny Llama (4 heads, 4 layers)."""
+    found = space(graph(), cluster(4, 1 << 40), 4, {"zero_stage": 1})
+    meshes = {(c.pp, c.dp, c.tp) for c in found.candidates}
+    assert meshes == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
+    assert Candidate(2, 2, 1, 1, 2, 1) in found.candidates and Candidate(2, 2, 1, 1, 1, 2) in found.candidates
+    assert len([c for c in found.candidates if c.schedule == "1F1B"]) == 3 + 2 + 1 + 3 + 2 + 3
+
+    def others(**degrees: int) -> set[tuple[str, int]]:
+        same = (c for c in found.candidates if all(getattr(c, k) == n for k, n in degrees.items()))
+        return {(c.schedule, c.virtual_stages) for c in same} - {("1F1B", 1)}
+
+    several = {("Interleaved1F1B", 2), ("ZB-H1", 1), ("InterleavedZeroBubble", 2), ("ZBV", 2)}
+    assert others(pp=1) == set() and others(pp=4) == {("ZB-H1", 1)}
+    assert others(pp=2, num_micro_batches=2) == several
+    assert others(pp=2, num_micro_batches=4) == {*several, ("DualPipeV", 2)}

@@ -1,0 +1,250 @@
+"""torch.compile per block: the same step, through graph breaks, recompute, ZeRO and pipelines."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from harness import pool
+from parity import (
+    Case,
+    assert_trains_as_one_device,
+    compiled,
+    fake_group,
+    full_tensors,
+    global_batch,
+    model_of,
+    part_of,
+    reference,
+    worst,
+)
+from parity_matrix import refusal
+
+import autoplan.runtime.compiled
+from autoplan.api import _check_compile, cheaper_program
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.errors import PinError
+from autoplan.plan import Plan
+from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
+from autoplan.runtime.model import ParallelModel
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor on the CPU needs a C++ compiler"
+)
+
+
+@functools.cache
+def step(case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients of one compiled step on one device, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    program = compiled(case)
+    params, buffers = full_tensors(case, torch.float64)
+    with fake_group(1):
+        pm = ParallelModel(
+            program.spec,
+            program.sources,
+            params,
+            buffers,
+            dtype=torch.float64,
+            num_micro_batches=case.num_micro_batches,
+        )
+        assert compile_blocks(pm.stage, case.compile) == len(pm.stage.blocks)
+        loss = pm.step(global_batch(case))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return loss.item(), {n: g.clone() for n, g in pm.gradients().items()}, graphs
+
+
+CASES = [
+    Case("llama", compile="aot_eager", num_micro_batches=2),
+    pytest.param(Case("gpt-untied", dropout=0.25, compile="aot_eager", recompute="full"), marks=pytest.mark.slow),
+    pytest.param(Case("deepseek", compile="aot_eager"), marks=pytest.mark.slow),
+    Case("llama", compile="aot_eager", recompute="offload"),
+    pytest.param(Case("llama", compile="inductor"), marks=NEEDS_COMPILER),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_compiled_step_is_the_step(case: Case) -> None:
+    """float64: operations that are fused round otherwise in the last bits only."""
+    loss, got, graphs = step(case)
+    want_loss, want = reference(case)
+    assert loss == pytest.approx(want_loss, rel=1e-12)
+    assert worst(got, want)[0] < 1e-12
+    assert graphs >= 3  # it was compiled: embedding, layer, head
+
+
+def test_equal_layers_share_their_code() -> None:
+    """Four layers are one graph, attention and loss inside: as many graphs as kinds of blocks."""
+    source = "".join(compiled(CASES[0]).sources.values())
+    _, _, graphs = step(CASES[0])
+    assert graphs == len(re.findall(r"^class \w+\(Block\)", source, re.MULTILINE))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Of one rank: loss, gradients, how many graphs there are, and why they end where they do."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    num_graphs: int
+    breaks: tuple[str, ...]
+
+
+def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> Compiled:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    pm = model_of(case, spec_json, sources, torch.float64)
+    loss = pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world)).item()
+    counted = torch._dynamo.utils.counters
+    return Compiled(loss, pm.gradients(), counted["stats"]["unique_graphs"], tuple(counted["graph_break"]))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "apart"),
+    [
+        (Case("llama", tp=2, compile="aot_eager"), ()),
+        (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
+        (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
+        (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
+        (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
+        pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
+        (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
+        pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
+    ],
+    ids=str,
+)
+def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case, apart: tuple[str, ...]) -> None:
+    program = compiled(case)
+    found = pool(case.world).run(compiled_job, case, program.spec.to_json(), dict(program.sources), timeout_s=180.0)[0]
+    want_loss, want = reference(case)
+    assert found.loss == pytest.approx(want_loss, rel=1e-12)
+    assert worst(found.gradients, want)[0] < 1e-12
+    assert found.num_graphs >= 3
+    named = {name for name in ("all_to_all", "attention", "experts", "dropout") if name in "".join(found.breaks)}
+    assert named == set(apart)
+    assert bool(found.breaks) is bool(apart), found.breaks
+
+
+PROCESSES = [
+    Case("llama", tp=2, compile="aot_eager", labels="unequal"),
+    Case("llama", dp=2, zero=3, num_micro_batches=2, compile="aot_eager", recompute="full"),
+    Case("gpt", pp=2, num_micro_batches=2, dropout=0.25, compile="aot_eager"),
+    pytest.param(Case("llama-tied", dp=2, zero=2, compile="inductor"), marks=NEEDS_COMPILER),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", PROCESSES, ids=str)
+def test_training_equals_one_device(case: Case) -> None:
+    assert_trains_as_one_device(case)
+
+
+def test_regions_and_compiled_blocks_exclude_each_other() -> None:
+    for how in ("selective", "mlp+norms"):
+        message = refusal(Case(compile="aot_eager", recompute=how))
+        assert "compiled blocks" in message and "nearest legal: recompute='full'" in message
+    assert not refusal(Case(compile="aot_eager", recompute="full"))
+
+
+@dataclass(frozen=True)
+class AsyncTp:
+    """Of all graphs that inductor made: gathers before products, and reduce-scatters behind them, of all there are."""
+
+    gathers: int
+    gathers_before_products: int
+    scatters: int
+    scatters_behind_products: int
+
+
+def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> AsyncTp:
+    """What torch's async TP finds to take apart in the graphs of a program. Not replaced: a CPU cannot run that."""
+    import torch._inductor.fx_passes.micro_pipeline_tp as found_by
+
+    found = [0] * 4
+
+    def look(graph: torch.fx.Graph) -> None:
+        gathers, scatters = found_by.find_all_gather_patterns(graph), found_by.find_reduce_scatter_patterns(graph)
+        inputs = [s.input_node for s in scatters if s.input_node.target == torch.ops.aten.reshape.default]
+        for k, n in enumerate(
+            (
+                len(gathers),
+                sum(bool(found_by._find_consumer_matmuls(g.res_node)) for g in gathers),
+                len(scatters),
+                sum(found_by._find_producer_matmul(node) is not None for node in inputs),
+            )
+        ):
+            found[k] += n
+
+    torch._dynamo.reset()
+    pm = model_of(replace(case, compile=None), spec_json, sources, torch.float64)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=look):
+        compile_blocks(pm.stage, "inductor")
+        pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
+    return AsyncTp(*found)
+
+
+@pytest.mark.processes
+@NEEDS_COMPILER
+def test_async_tp_finds_what_it_takes_apart() -> None:
+    """Gathers stand right before products and products right before reduce-scatters, in what inductor is given."""
+    case = Case("llama", tp=2, compile="inductor")
+    program = compiled(case)
+    found = pool(2).run(async_job, case, program.spec.to_json(), dict(program.sources), timeout_s=400.0)[0]
+    assert found.gathers_before_products >= 4 and found.scatters_behind_products >= 2, found
+
+
+@pytest.mark.parametrize(
+    ("compile", "device_type", "message"),
+    [
+        (False, "cuda", "done by inductor, compile is False; nearest legal: compile=True"),
+        ("aot_eager", "cuda", "compile is 'aot_eager'"),
+        (True, "cpu", "the cluster has cpu devices"),
+    ],
+)
+def test_async_tp_needs_inductor_on_cuda(compile, device_type, message) -> None:
+    with pytest.raises(PinError, match=message):
+        _check_compile(compile, True, device_type)
+    assert _check_compile(compile, False, device_type) == compile
+    assert _check_compile("auto", True, "cuda") is True
+
+
+def _planned(eager_s: float | None, compiled_s: float | None) -> Callable[[bool], tuple[Plan, Any]]:
+    """What `parallelize` plans with: steps of these prices, or a refusal."""
+
+    def planned(compiled: bool) -> tuple[Plan, Any]:
+        seconds = compiled_s if compiled else eager_s
+        if seconds is None:
+            raise PinError(f"refused, compiled={compiled}")
+        step = SimpleNamespace(step_time_s=Quantity.spread(seconds, 0.0, Tag.ASSUMED))
+        return cast(Plan, SimpleNamespace(estimate=step, compiled=compiled)), None
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("eager_s", "compiled_s", "compiles"), [(2.0, 1.0, True), (1.0, 2.0, False), (1.0, None, False)]
+)
+def test_blocks_are_compiled_where_that_is_cheaper(eager_s, compiled_s, compiles) -> None:
+    assert cheaper_program(_planned(eager_s, compiled_s))[0].compiled is compiles
+    assert cheaper_program(_planned(None, 1.0))[0].compiled
+    with pytest.raises(PinError, match="compiled=False"):
+        cheaper_program(_planned(None, None))
+
+
+def test_a_cpu_compiles_nothing_by_itself(monkeypatch) -> None:
+    monkeypatch.setattr(autoplan.runtime.compiled, "has_triton", lambda: True)
+    assert not compiles_by_itself(torch.device("cpu"))
+    assert compiles_by_itself(torch.device("cuda"))
+    monkeypatch.setattr(autoplan.runtime.compiled, "has_triton", lambda: False)
+    assert not compiles_by_itself(torch.device("cuda"))
