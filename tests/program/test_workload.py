@@ -149,7 +149,7 @@ def test_dispatchers_differ_in_kind_bytes_and_passes() -> None:
         ("experts dispatch", "ep_dispatch", "forward"): DISPATCHED,
         ("experts combine", "ep_dispatch", "backward"): DISPATCHED,
     }
-    back = {
+    home = {(back, "ep_combine", "forward"): DISPATCHED, (out, "ep_combine", "backward"): DISPATCHED}
         ("experts combine", "ep_combine", "forward"): DISPATCHED,
         ("experts dispatch", "ep_combine", "backward"): DISPATCHED,
     }
