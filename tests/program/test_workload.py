@@ -145,14 +145,9 @@ def test_dispatchers_differ_in_kind_bytes_and_passes() -> None:
         block = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(4, 1, dispatcher)))
         found[dispatcher] = sent(block.comms, "ep"), dict(products(block).attrs)["row_passes"]
         assert {c.top_k for c in block.comms if c.axis == "ep"} == {0 if dispatcher is Dispatcher.ALL_TO_ALL else TOP}
-    there = {
-        ("experts dispatch", "ep_dispatch", "forward"): DISPATCHED,
-        ("experts combine", "ep_dispatch", "backward"): DISPATCHED,
-    }
-    home = {(back, "ep_combine", "forward"): DISPATCHED, (out, "ep_combine", "backward"): DISPATCHED}
-        ("experts combine", "ep_combine", "forward"): DISPATCHED,
-        ("experts dispatch", "ep_combine", "backward"): DISPATCHED,
-    }
+    sent_out, sent_back = "experts dispatch", "experts combine"
+    there = {(sent_out, "ep_dispatch", "forward"): DISPATCHED, (sent_back, "ep_dispatch", "backward"): DISPATCHED}
+    home = {(sent_back, "ep_combine", "forward"): DISPATCHED, (sent_out, "ep_combine", "backward"): DISPATCHED}
     assert found[Dispatcher.FLEX][0] == there | home
     eight_bits = {key: size * (1 + 4 / 128) / 2 for key, size in there.items()}
     assert found[Dispatcher.FLEX_FP8][0] == pytest.approx(eight_bits | home)
