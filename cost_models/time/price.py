@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
-from autoplan.config.recompute import groups_of
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, groups_of, kind_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
@@ -344,7 +344,7 @@ class Pricer:
         for units, again in zip(ranges_of(chunks), recompute, strict=True):
             how = self.recomputed(units, again)
             repeated = sum(table.repeated(u, name) for u, name in how.items())
-            if self.config.recompute == "selective":
+            if self.config.recompute == SELECTIVE:
                 repeated += sum(table.selective[u] for u in units)
             whole = self._whole(units, how)
             out.append(
@@ -365,7 +365,7 @@ class Pricer:
 
     def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
         """The units of which a split backward keeps the layers' together (`Block.whole_backward` of the runtime)."""
-        selective = self.config.recompute == "selective"
+        selective = self.config.recompute == SELECTIVE
         return units if selective or self.costs.mode is Mode.COMPILED else again
 
     def layer_blocks(self, unit: int) -> list[BlockCost]:
@@ -380,13 +380,13 @@ class Pricer:
         `saved` of the memory model), nor is `full` (all steps of the ladder).
         """
         pinned, w = self.config.recompute, self.workload
-        if isinstance(pinned, tuple) or pinned in ("none", "selective", "full"):
+        if isinstance(pinned, tuple) or (isinstance(pinned, str) and kind_of(pinned).of_all):
             return {}
         out = {}
         for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
             layers = [c for c, layer in zip(calls, marked, strict=True) if layer]
-            found = [pinned if isinstance(pinned, str) else pinned.get(c, "none") for c in layers]
-            how = next((name for name in found if name != "none"), "none")
+            found = [pinned if isinstance(pinned, str) else pinned.get(c, NONE) for c in layers]
+            how = next((name for name in found if name != NONE), NONE)
             known = self.choices_of(u)
             if how not in known:  # groups that the layer has
                 how = "+".join(g for g in groups_of(how) if g in known)
@@ -398,7 +398,7 @@ class Pricer:
         """What a unit may compute again."""
         if not self.workload.layers[unit]:
             return []
-        return ["full", "selective", *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
+        return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
     def _ladder(self, searched: bool, activations: bool) -> Ladder:
         """Layers in full, or where it is `searched` all choices, by kind of layer; the host among them if it may."""
@@ -406,12 +406,17 @@ class Pricer:
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
             return Ladder.full_only(w.layers, freed, self.again)
-        left_out = {"selective"} | (set() if activations else {"offload"})
+        looked_at = {
+            Searched.ALWAYS: True,
+            Searched.BY_OPERATION: searched,
+            Searched.OFFLOADING: activations,
+            Searched.NEVER: False,
+        }
         options = [
             [
                 Choice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
                 for how in self.choices_of(u)
-                if how not in left_out and (searched or how in ("full", "offload"))
+                if looked_at[kind_of(how).searched]
             ]
             for u in range(self.num_units)
         ]
@@ -430,6 +435,10 @@ class Pricer:
         if self.pinned_again:
             return {u: self.pinned_again[u] for u in units if u in self.pinned_again}
         return self.ladder.choices(units, level)
+
+    def _again(self, mine: Sequence[int], ranges: Sequence[range], recompute: Sequence[int]) -> list[tuple[int, str]]:
+        """The units of a rank's chunks that do not keep everything, and what they do instead."""
+        return [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
 
     def _timeline(
         self, chunks: Sequence[int], times: list[ChunkTimes], which: str, *, events: bool = False, sends: bool = True
@@ -510,9 +519,7 @@ class Pricer:
                 StageEstimate(
                     index=rank,
                     num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
-                    num_recomputed=sum(
-                        how != "offload" for k in mine for how in self.recomputed(ranges[k], recompute[k]).values()
-                    ),
+                    num_recomputed=sum(kind_of(how).computes_again for _, how in self._again(mine, ranges, recompute)),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
                     in_flight=held[rank].in_flight,
@@ -561,7 +568,7 @@ class Pricer:
         rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
         blocks, ranges = self._blocks_of(rank_units[rank]), ranges_of(chunks)
         mine = self.chunks_of[rank]
-        again = [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
+        again = self._again(mine, ranges, recompute)
         out: dict[str, Quantity] = {}
         out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
         row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
