@@ -87,7 +87,7 @@ _RECORDS = (
     ),
     Kind(
         MODULES_KIND,
-        "modules of Megatron are computed again (--recompute-modules)",
+        "modules are Megatron's",
         MODULES,
         computes_again=True,
         executed=False,

@@ -474,12 +474,12 @@ def _recompute_mode(c: Degrees, f: Facts) -> str | None:
     for kind in _kinds(c):
         if kind.modes and f.mode not in kind.modes:
             modes = " or ".join(kind.modes)
-            return f"recompute={c.recompute!r}: {kind.does}; priced with mode {modes} and not executed"
+            return f"recompute={c.recompute!r}: {kind.does}, priced with mode {modes} and not executed"
     return None
 
 
 def _recompute_executed(c: Degrees, f: Facts) -> str | None:
-    reasons = (f"recompute={c.recompute!r}: {kind.does}; priced and not executed" for kind in _kinds(c)
+    reasons = (f"recompute={c.recompute!r}: {kind.does}, priced and not executed" for kind in _kinds(c)
                if not kind.executed)  # fmt: skip
     return next(reasons, None)
 

@@ -561,57 +561,74 @@ class Pricer:
         self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
     ) -> dict[str, Quantity]:
         """Where the step goes, on the rank that computes longest. What no other term explains is the bubble."""
-        c, m = self.config, self.runs
-        timeline = self._timeline(chunks, times, "mid", sends=True)
-        unsent = self._timeline(chunks, times, "mid", sends=False)
-        rank_units = self._rank_units(chunks)
-        rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
-        blocks, ranges = self._blocks_of(rank_units[rank]), ranges_of(chunks)
-        mine = self.chunks_of[rank]
-        again = self._again(mine, ranges, recompute)
-        out: dict[str, Quantity] = {}
-        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
-        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
-        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
-        for name in ("recompute", "offload"):
-            chosen = [(u, how) for u, how in again if (how == "offload") is (name == "offload")]
-            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * m
-        if c.recompute == "selective":
-            out["recompute"] += total([b.selective for b in blocks]) * m
-        for family in ("tp", "cp", "ep"):
-            out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
-        zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
-        reductions = self._all_reduces(rank_units[rank])
-        once = [b.zero_first + b.zero_last for b in blocks]
-        if not self.chained:
-            exposed = self._once_s(rank_units[rank], self._tables["mid"])
-            once = [
-                Quantity.spread(
-                    exposed, 0.0, max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
-                )
-            ]
-        coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
-        out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
-        out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
-        out["launch"] += total([b.waited_once for b in blocks]) + self._waits(ranges, rank_units[rank], mine)
-        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
-        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
-        hops = zip(cuts, self._boundaries, strict=True)
-        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
-        out["pp_comm"] = Quantity.spread(sent, 0.0, total(sends).tag)
-        out["accumulate"] = total([b.accumulate for b in blocks]) * m
-        latest = max(range(c.pp), key=lambda r: sum(self.optimizer[u] for u in rank_units[r]))
-        updating = self._blocks_of(rank_units[latest])
-        out["optimizer"] = total([b.optimizer for b in updating])
+        m, ranges, rank_units = self.runs, ranges_of(chunks), self._rank_units(chunks)
+        timeline = self._timeline(chunks, times, "mid")
+        rank = max(range(self.config.pp), key=lambda r: timeline.busy_s[r])
+        units, mine = rank_units[rank], self.chunks_of[rank]
+        blocks, again = self._blocks_of(units), self._again(mine, ranges, recompute)
+        latest = max(rank_units, key=lambda units: sum(self.optimizer[u] for u in units))
+        updating = self._blocks_of(latest)
+        out = {
+            "compute": (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m,
+            **self._repeated(blocks, again),
+            **{f"{family}_comm": _sent(blocks, family) * m for family in ("tp", "cp", "ep")},
+            "dp_comm": self._data_parallel(units, blocks),
+            "launch": total([q for b in blocks for q in b.waited.values()]) * m
+            + (total([b.waited_once for b in blocks]) + self._waits(ranges, units, mine)),
+            "pp_comm": self._transfers(chunks, times, timeline, rank),
+            "accumulate": total([b.accumulate for b in blocks]) * m,
+            "optimizer": total([b.optimizer for b in updating]),
+        }
         out["offload"] += total([b.moved for b in updating])
-        fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
-        whole = self._whole(rank_units[rank], [u for u, _ in again])
-        layers = sum(self.workload.layers[u] for u in rank_units[rank] if u not in whole)
-        fixed += self.costs.overhead_s("split_layer_s") * split * m * layers
-        out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
+        out["overhead"] = self._overhead(rank, units, [u for u, _ in again])
         rest = step_s - sum(q.mid for q in out.values())
         out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))
         return {k: q for k, q in out.items() if q.mid > 0 or k in ("compute", "bubble")}
+
+    def _repeated(self, blocks: Sequence[BlockCost], again: Sequence[tuple[int, str]]) -> dict[str, Quantity]:
+        """What a rank computes again in a step, and what it copies to the host and back instead."""
+        out = {}
+        for name, on_host in (("recompute", False), ("offload", True)):
+            chosen = [(u, how) for u, how in again if kind_of(how).on_host is on_host]
+            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * self.runs
+        if self.config.recompute == SELECTIVE:
+            out["recompute"] += total([b.selective for b in blocks]) * self.runs
+        return out
+
+    def _data_parallel(self, units: Sequence[int], blocks: Sequence[BlockCost]) -> Quantity:
+        """What a rank sends to others with the same parameters, or with parts of its micro-batches, in a step."""
+        zero = total([b.zero_forward + b.zero_backward for b in blocks]) * self.runs
+        reductions = self._all_reduces(units)
+        once = [b.zero_first + b.zero_last for b in blocks]
+        if not self.chained:
+            tag = max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
+            once = [Quantity.spread(self._once_s(units, self._tables["mid"]), 0.0, tag)]
+        coupled = _sent(blocks, "dp") * self.runs
+        return zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
+
+    def _transfers(self, chunks: Sequence[int], times: list[ChunkTimes], timeline: Timeline, rank: int) -> Quantity:
+        """How much earlier a rank would be done if nothing were sent between stages."""
+        unsent = self._timeline(chunks, times, "mid", sends=False)
+        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
+        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges_of(chunks)[:-1]]
+        hops = zip(cuts, self._boundaries, strict=True)
+        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
+        return Quantity.spread(sent, 0.0, total(sends).tag)
+
+    def _overhead(self, rank: int, units: Sequence[int], again: Sequence[int]) -> Quantity:
+        """Measured constants of a step, of actions of the pipeline and of backwards in two parts."""
+        c, m = self.config, self.runs
+        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
+        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
+        whole = self._whole(units, again)
+        layers = sum(self.workload.layers[u] for u in units if u not in whole)
+        fixed = self.fixed_s + 2 * m * len(self.chunks_of[rank]) * self.action_s
+        return Quantity.spread(fixed + self.costs.overhead_s("split_layer_s") * split * m * layers, 0.0, Tag.MEASURED)
+
+
+def _sent(blocks: Sequence[BlockCost], family: str) -> Quantity:
+    """Seconds of the collectives of one family of axes, in one micro-batch."""
+    return total([q for b in blocks for (f, _), q in b.comm.items() if f == family])
 
 
 def _main_dtype(workload: Workload) -> str:
