@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, check_choice, modules_of
-from autoplan.cost_models.time.price import Estimate, Pricer, ranges_of
+from autoplan.cost_models.time.estimate import Estimate
+from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
