@@ -10,7 +10,7 @@ from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import executed_precision
-from autoplan.config.recompute import groups_of
+from autoplan.config.recompute import groups_of, kind_of
 from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
@@ -381,7 +381,7 @@ class _Compiler:
         """What becomes of the parameters that ZeRO 3 gathers for a forward (see `runtime.program.Block`)."""
         if self.layouts.zero_stage < 3 or not call.params:
             return "again"
-        if recompute in ("none", "offload") and not backward_reads_params(self.lowered[call.block].block):
+        if not kind_of(recompute).computes_again and not backward_reads_params(self.lowered[call.block].block):
             return "drop"
         last = call is self.graph.calls[-1]
         return "keep" if last and backward_follows(self.layouts.schedule, len(self.layouts.stages)) else "again"

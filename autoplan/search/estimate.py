@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import check_choice, modules_of
-from autoplan.cost_models.time.price import Estimate, Pricer, ranges_of
+from autoplan.config.recompute import FULL, check_choice, modules_of
+from autoplan.cost_models.time.estimate import Estimate
+from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
@@ -142,7 +143,7 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
                     [{"recompute": fewer}],
                 )
         return config.recompute
-    return tuple(layers) if config.recompute == "full" else (0,) * len(chunks)
+    return tuple(layers) if config.recompute == FULL else (0,) * len(chunks)
 
 
 def _has_experts(graph: ModelGraph) -> bool:
