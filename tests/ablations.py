@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from published_graphs import graph_of
-from published_rows import Shape
-
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -18,6 +15,8 @@ from autoplan.cost_models.time.price import Estimate
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
+from experiments.published.graphs import graph_of
+from experiments.published.rows import Shape
 
 # Of every ablation alike: a predicted ratio may miss the published one by half of the published effect, but by 5 % at
 # least (runs of one configuration differ by that across releases) and by 10 % at most; an effect of 5 % or more has the

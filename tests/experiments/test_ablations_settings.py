@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from ablations import Setup, agrees, peak_bytes, priced, step_s
-from published_rows import Kind, Shape
 
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, RunOptions
 from autoplan.cost_models.time.price import Estimate
 from autoplan.errors import PinError
+from experiments.published.rows import Kind, Shape
 
 UNFUSED = RunOptions(attention=Attention.UNFUSED, sequence_parallel=False)  # before 2022
 NEMO = RunOptions(overlap=frozenset({"tp", "pp", "cp"}))
