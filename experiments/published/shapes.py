@@ -348,7 +348,7 @@ def _usual_ffns(hidden: int, era: float) -> list[int]:
 
 
 def _usual_kv_heads(heads: int, era: float, gated: bool, size: float) -> list[int]:
-    """Numbers of key-value heads, the likeliest first (published_defaults: GROUPED)."""
+    """Numbers of key-value heads, the likeliest first (stacks.defaults: GROUPED)."""
     grouped, since, large, large_since = tables.GROUPED
     first = gated and (era >= since or (era >= large_since and size >= large))
     order = [grouped, heads] if first else [heads, grouped]

@@ -1,9 +1,15 @@
-"""Both sides of a published ablation, priced with the planner's public API, and how they are compared."""
+"""Both sides of a published ablation, priced with the planner's public API, and how they are compared.
+
+A claim is a function that yields ratios (predicted, published) and conditions that hold, for each of its cases. Cases
+that the cost models are known to get wrong say what they are off by (`missed`). ablation_table.py prints all of them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -16,7 +22,7 @@ from autoplan.ir.graph import ModelGraph, check
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
 from experiments.published.graphs import graph_of
-from experiments.published.rows import Shape
+from experiments.published.shapes import Shape
 
 # Of every ablation alike: a predicted ratio may miss the published one by half of the published effect, but by 5 % at
 # least (runs of one configuration differ by that across releases) and by 10 % at most; an effect of 5 % or more has the
@@ -103,8 +109,84 @@ def peak_bytes(setup: Setup, batch: int, **degrees: Any) -> float:
     return priced(setup, batch, **degrees).peak_memory_bytes.mid
 
 
-def agrees(predicted: float, published: float) -> bool:
-    """True if a predicted ratio is that of the publication, within the tolerance above."""
-    effect = abs(published - 1)
-    near = abs(predicted / published - 1) <= min(max(effect / 2, _LEAST), _MOST)
-    return near and (effect < _LEAST or math.copysign(1, predicted - 1) == math.copysign(1, published - 1))
+@dataclass(frozen=True)
+class Ratio:
+    """A predicted ratio of two runs and the published one. `of`: which of several of one case."""
+
+    predicted: float
+    published: float
+    of: object = ""
+
+    @property
+    def right_sign(self) -> bool:
+        """Whether an effect of 5 % or more has the published direction; smaller ones have none."""
+        effect = abs(self.published - 1)
+        return effect < _LEAST or math.copysign(1, self.predicted - 1) == math.copysign(1, self.published - 1)
+
+    @property
+    def right_size(self) -> bool:
+        """Whether the ratio is that of the publication, within the tolerance above."""
+        effect = abs(self.published - 1)
+        return abs(self.predicted / self.published - 1) <= min(max(effect / 2, _LEAST), _MOST)
+
+    @property
+    def right(self) -> bool:
+        """Both."""
+        return self.right_sign and self.right_size
+
+
+@dataclass(frozen=True)
+class Holds:
+    """A condition beside the ratios: a direction that needs no size, or a bound of an absolute figure."""
+
+    right: bool
+    of: object = ""
+
+
+Rows = Iterator[Ratio | Holds]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of a claim. `missed`: what the cost models get wrong in it, empty if nothing."""
+
+    arguments: tuple[Any, ...]
+    missed: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one or several publications measured."""
+
+    name: str
+    about: str
+    cases: tuple[Case, ...]
+    compare: Callable[..., Rows]
+
+    def rows(self, case: Case) -> list[Ratio | Holds]:
+        """What is predicted in a case."""
+        return list(self.compare(*case.arguments))
+
+
+def missed(because: str, *arguments: Any) -> Case:
+    """A case that is predicted wrongly, and what is said instead."""
+    return Case(arguments, because)
+
+
+def claim(cases: Sequence[Any] = ((),), because: str = "") -> Callable[[Callable[..., Rows]], Claim]:
+    """Makes a claim of a function of a case: a tuple of its arguments, its only one, or what `missed` gives.
+
+    Args:
+        because: all cases are predicted wrongly, and this is what is said instead.
+    """
+
+    def made(compare: Callable[..., Rows]) -> Claim:
+        given = [c if isinstance(c, Case) else Case(c if isinstance(c, tuple) else (c,), because) for c in cases]
+        return Claim(compare.__name__, inspect.getdoc(compare) or "", tuple(given), compare)
+
+    return made
+
+
+def claims(names: Mapping[str, object]) -> tuple[Claim, ...]:
+    """The claims of a module, in its order."""
+    return tuple(value for value in names.values() if isinstance(value, Claim))
