@@ -20,7 +20,7 @@ from autoplan.config.choices import option_texts
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.price import Estimate, StageEstimate
+from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.whole_run import FIGURES, Assumptions, Run
 from autoplan.program.legality import not_executed
 from autoplan.program.pins import layer_calls

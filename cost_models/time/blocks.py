@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, Precision
-from autoplan.config.recompute import groups_of, modules_of
+from autoplan.config.recompute import (
+    FULL,
+    MODULES_KIND,
+    NONE,
+    OFFLOAD,
+    REGIONS,
+    SELECTIVE,
+    groups_of,
+    kind_of,
+    kinds_in,
+)
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.profile import PHASES
@@ -22,7 +32,6 @@ from autoplan.cost_models.work import (
 )
 from autoplan.schedules.schedule import num_copies
 
-SELECTIVE = "selective"
 # Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
 _WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
@@ -187,15 +196,18 @@ class BlockCost:
 
     def repeated(self, how: str) -> Quantity:
         """What a choice of recompute adds to a backward."""
-        if how == "full":
-            return self.again_s
-        if how == SELECTIVE:
-            return self.selective
-        if how == "offload":
-            return self.offload
-        if modules_of(how):
-            return self.modules
-        return total([self.groups[g] for g in groups_of(how) if g in self.groups])
+        return _ADDED[kind_of(how).name](self, how)
+
+
+# Seconds that a kind of recompute adds to the backward of a block.
+_ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
+    NONE: lambda b, how: ZERO,
+    SELECTIVE: lambda b, how: b.selective,
+    FULL: lambda b, how: b.again_s,
+    OFFLOAD: lambda b, how: b.offload,
+    REGIONS: lambda b, how: total([b.groups[g] for g in groups_of(how) if g in b.groups]),
+    MODULES_KIND: lambda b, how: b.modules,
+}
 
 
 @dataclass(frozen=True)
@@ -236,9 +248,7 @@ class BlockPricer:
         activations: bool = False,
     ) -> None:
         self.config, self.costs, self.precision = config, costs, precision
-        pinned = config.recompute
-        how = tuple(pinned.values()) if isinstance(pinned, Mapping) else (pinned,)
-        self.activations = activations or "offload" in how
+        self.activations = activations or OFFLOAD in kinds_in(config.recompute)
         self.groups = mesh_groups(config, workload.axes)
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
         self.hidden = {"tp": costs.constants.tp_hidden, "ep": costs.constants.ep_hidden}

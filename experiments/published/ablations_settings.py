@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, RunOptions
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from experiments.published.ablations import Holds, Ratio, Rows, Setup, claim, claims, missed, peak_bytes, priced, step_s
 from experiments.published.shapes import Kind, Shape
 

@@ -39,8 +39,9 @@ from autoplan.ops.table import BUILDERS
 from autoplan.plan import make_plan
 from autoplan.program.activation_bytes import Activations, peak_bytes_of, saved_bytes_of
 from autoplan.program.activations import activations
-from autoplan.program.lower import BlockLowering, LoweredBlock, Op
+from autoplan.program.lower import BlockLowering
 from autoplan.program.pins import read_pins
+from autoplan.program.statements import LoweredBlock, Op
 from autoplan.runtime.loss import vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
