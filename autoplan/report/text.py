@@ -245,40 +245,50 @@ def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
     return [g for g in groups if id(g) in chosen]
 
 
+_SHOWN_BYTES = 5e6  # a term below it on every stage would be 0.00 GB
+
+
 def _memory(out: Console, e: Estimate) -> None:
+    """Print the memory of every group of equal stages, by term."""
     groups = _grouped(e.stages)
-    heads = []
-    for g in groups:
-        first, last = g[0].index, g[-1].index
-        heads.append("all" if len(e.stages) == 1 else f"stage {first}" if first == last else f"stages {first}-{last}")
+    stages = [group[0] for group in groups]
     out.print()
-    table = plain_table("memory per device, GB", *heads, "evidence", left=1)
-    terms = list(dict.fromkeys(t for g in groups for t in g[0].memory))
-    for term in terms:
-        found = [g[0].memory.get(term) for g in groups]
-        if not any(q is not None and q.high >= 5e6 for q in found):
-            continue
-        tag = max(q.tag for q in found if q is not None)
-        table.add_row(term, *(f"{q.mid / 1e9:.2f}" if q is not None else "" for q in found), str(tag))
-    totals = [g[0].memory_bytes for g in groups]
+    table = plain_table("memory per device, GB", *(_stage_names(g, len(e.stages)) for g in groups), "evidence", left=1)
+    _terms(table, "{}", [s.memory for s in stages], _SHOWN_BYTES)
+    totals = [s.memory_bytes for s in stages]
     table.add_section()
     table.add_row("total", *(f"{q.mid / 1e9:.1f}" for q in totals), "")
     table.add_row("low to high", *(f"{q.low / 1e9:.1f}-{q.high / 1e9:.1f}" for q in totals), "")
     table.add_row("of the device", *(numbers.percent(q.mid / e.memory_capacity_bytes) for q in totals), "")
-    for term in dict.fromkeys(t for g in groups for t in g[0].host_memory):
-        found = [g[0].host_memory.get(term) for g in groups]
-        tag = max(q.tag for q in found if q is not None)
-        table.add_row(f"{term} on the host", *(f"{q.mid / 1e9:.2f}" if q is not None else "" for q in found), str(tag))
-    table.add_row("layers", *(str(g[0].num_layers) for g in groups), "")
+    _terms(table, "{} on the host", [s.host_memory for s in stages])
+    table.add_row("layers", *(str(s.num_layers) for s in stages), "")
     if any(s.num_recomputed for s in e.stages):
-        table.add_row("layers recomputed", *(str(g[0].num_recomputed) for g in groups), "")
+        table.add_row("layers recomputed", *(str(s.num_recomputed) for s in stages), "")
     if len(e.stages) > 1:
-        table.add_row("micro-batches in flight", *(str(g[0].in_flight) for g in groups), "")
-    table.add_row("fullest in the", *(g[0].fullest for g in groups), "")
+        table.add_row("micro-batches in flight", *(str(s.in_flight) for s in stages), "")
+    table.add_row("fullest in the", *(s.fullest for s in stages), "")
     out.print(table)
     hidden = len(e.stages) - sum(len(g) for g in groups)
     if hidden:
         out.print(Text(f"and {hidden} more stages: --json has all", style="dim"))
+
+
+def _stage_names(group: Sequence[StageEstimate], num_stages: int) -> str:
+    """Name a group of neighbouring stages in the head of a table."""
+    first, last = group[0].index, group[-1].index
+    if num_stages == 1:
+        return "all"
+    return f"stage {first}" if first == last else f"stages {first}-{last}"
+
+
+def _terms(table: Table, name: str, stages: Sequence[Mapping[str, Quantity]], least: float = 0.0) -> None:
+    """Add a row for every term that has at least `least` bytes on some stage; `name` is the row's name with {}."""
+    for term in dict.fromkeys(term for memory in stages for term in memory):
+        found = [memory.get(term) for memory in stages]
+        there = [q for q in found if q is not None]
+        if any(q.high >= least for q in there):
+            cells = ("" if q is None else f"{q.mid / 1e9:.2f}" for q in found)
+            table.add_row(name.format(term), *cells, str(max(q.tag for q in there)))
 
 
 def _breakdown(out: Console, e: Estimate) -> None:
