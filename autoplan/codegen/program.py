@@ -17,7 +17,8 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
-from autoplan.ops.saved import backward_reads_params
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import backward_reads_params, op_has, op_kind
 from autoplan.ops.text import py
 from autoplan.program.expert_mesh import canonical
 from autoplan.program.lower import (
@@ -334,7 +335,7 @@ class _Compiler:
         if self.context is None:
             return []
         out, lowered = [], self.lowered[self.calls[call].block]
-        for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "attention"):
+        for op in (s for s in lowered.statements if isinstance(s, Op) and op_kind(s.node.op) is OpKind.ATTENTION):
             values = [*zip(op.inputs, op.strategy.inputs, strict=True)][:3]
             values.append((op.values[0], op.strategy.outputs[0]))
             sizes = [local_bytes(v, layout, self.graph.factors, self.layouts.axes) for v, layout in values]
@@ -359,7 +360,7 @@ class _Compiler:
         """Sums over the ranks that share a micro-batch."""
         out = []
         for op in (s for s in self.lowered[self.calls[call].block].statements if isinstance(s, Op)):
-            axis = self.ctx.sharing(op.node.attrs["over"]) if op.node.op == "batch_sum" else ""
+            axis = self.ctx.sharing(op.node.attrs["over"]) if op_has(op.node.op, Trait.SUMS_RANKS) else ""
             if axis:
                 value, layout = op.inputs[0], op.strategy.inputs[0]
                 size = terms(local_bytes(value, layout, self.graph.factors, self.layouts.axes))
@@ -378,7 +379,7 @@ class _Compiler:
         out, lowered = [], self.lowered[self.calls[call].block]
         spread = canonical(self.layouts.mesh, "ep") if self.dispatch.size > 1 else None
         inner = canonical(self.layouts.mesh, "etp") if self.inner is not None else None
-        for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "experts"):
+        for op in (s for s in lowered.statements if isinstance(s, Op) and op_kind(s.node.op) is OpKind.EXPERTS):
             node, hidden = op.node, op.inputs[0]
             size = local_bytes(hidden, op.strategy.inputs[0], self.graph.factors, self.layouts.axes)
             rows, counts = (

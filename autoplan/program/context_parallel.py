@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.cost_models.work import CommWork, OpWork
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, saved_rule, workspace_bytes
+from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
+from autoplan.ops.table import saved_rule
 from autoplan.units import DTYPE_BYTES
 
 Shape = tuple[int, ...]

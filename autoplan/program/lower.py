@@ -15,7 +15,10 @@ from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout, Step, conversion
 from autoplan.ir.symbols import Expr, product
+from autoplan.ops.products import adds_bias
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy
+from autoplan.ops.table import op_has, op_kind
 from autoplan.program.problem import Option, Selection
 from autoplan.units import dtype_bytes
 
@@ -162,7 +165,7 @@ class BlockLowering:
             statements=tuple(self.statements),
             outputs=tuple(outputs),
             output_layouts=tuple(layouts),
-            num_dropouts=sum(n.op == "dropout" for n in self.block.nodes),
+            num_dropouts=sum(op_has(n.op, Trait.RANDOM) for n in self.block.nodes),
         )
 
     def _boundary(self, name: str) -> Layout:
@@ -194,13 +197,13 @@ class BlockLowering:
         out = {}
         for node in self.block.nodes:
             if (
-                node.op != "linear"
+                op_kind(node.op) is not OpKind.PRODUCT
                 or len(consumers.get(node.outputs[0], [])) != 1
                 or node.outputs[0] in self.block.outputs
             ):
                 continue
             follower = consumers[node.outputs[0]][0]
-            if follower.op != "add" or not follower.attrs.get("bias") or follower.inputs[0] != node.outputs[0]:
+            if not adds_bias(follower) or follower.inputs[0] != node.outputs[0]:
                 continue
             produced = dict(self.option(node).provides)[self.block.name, node.outputs[0]]
             wanted = dict(self.option(follower).requires)[self.block.name, node.outputs[0]]

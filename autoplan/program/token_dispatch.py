@@ -37,6 +37,8 @@ from autoplan.cost_models.network.collectives import distinct_units
 from autoplan.cost_models.work import CommWork, OpWork, TensorWork
 from autoplan.ir.graph import Block, Node
 from autoplan.ir.layout import ConversionKind, Layout, R
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.program.lower import Convert, LoweredBlock, Op, Statement
 from autoplan.program.op_costs import OpCosts
 from autoplan.units import DTYPE_BYTES
@@ -86,7 +88,7 @@ def _names(statement: Statement) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _is_experts(statement: Statement) -> bool:
-    return not isinstance(statement, Convert) and statement.node.op == "experts"
+    return not isinstance(statement, Convert) and op_kind(statement.node.op) is OpKind.EXPERTS
 
 
 def only_for_experts(lowered: LoweredBlock) -> set[int]:

@@ -21,14 +21,14 @@ from autoplan.cost_models.work import (
 from autoplan.errors import PinError
 from autoplan.ir.graph import Block, Call, ModelGraph, Node
 from autoplan.ir.layout import Axis
-from autoplan.ops.saved import backward_reads_params
-from autoplan.ops.table import flops, rule_for, window_share
+from autoplan.ops.attention import window_share
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
 from autoplan.program.activation_bytes import OFFLOAD, Activations, peak_bytes_of, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.context_parallel import context_comms
 from autoplan.program.fusion import fused_works, joined_ops
 from autoplan.program.lower import BlockLowering, BlockParam, Convert, LoweredBlock, Op, collectives
-from autoplan.program.megatron_kernels import LOSSES
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.pins import layer_calls, pipeline_units
 from autoplan.program.problem import COPIES, Selection, copy_work
@@ -168,16 +168,13 @@ def _check_modules(asked: Sequence[str], held: Mapping[str, Activations]) -> Non
             )
 
 
-_COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
-
-
 def _block_flops(block: Block, works: OpCosts) -> tuple[float, float]:
     """Model flops of a block's nodes, and of them what causal attention does not see: half of its scores."""
     total = masked = 0.0
     for node in block.nodes:
         counted = _model_flops(block, node, works)
         total += counted
-        masked += counted / 2 if node.op == "attention" and node.attrs.get("causal") else 0.0
+        masked += counted / 2 if op_kind(node.op) is OpKind.ATTENTION and node.attrs.get("causal") else 0.0
     return total, masked
 
 
@@ -189,10 +186,11 @@ def _model_flops(block: Block, node: Node, works: OpCosts) -> float:
     the parameters that are multiplied: a table that is only looked up is not, experts are those of a token. What is
     computed again is not counted.
     """
-    if node.op not in _COUNTED:
+    op = op_record(node.op)
+    if not op.multiplies:
         return 0.0
     forward = works.number(flops(node, block.values, rule_for(node, block.values)))
-    if node.op == "attention":
+    if op.kind is OpKind.ATTENTION:
         forward *= works.context * (2.0 if node.attrs.get("causal") else 1.0)
         forward *= window_share(node, works.num_keys(block, node))  # as Megatron Bridge counts
     return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
@@ -260,7 +258,9 @@ def _with_travelled_rows(
 ) -> Activations:
     """Rows that came from other ranks, and what experts elsewhere made of ours, are kept as well."""
     block = lowered.block
-    size = sum(travelled_bytes(block, node, works, experts) for node in block.nodes if node.op == "experts")
+    size = sum(
+        travelled_bytes(block, node, works, experts) for node in block.nodes if op_kind(node.op) is OpKind.EXPERTS
+    )
     return replace(
         held,
         saved_bytes=held.saved_bytes + size,
@@ -339,12 +339,12 @@ def _block(lowered: LoweredBlock, held: Activations, works: OpCosts, experts: Ex
             work = _read_narrow(work, statement, narrow)
         if k in router:
             work = on_own_tokens(work, statement, works)
-        if statement.node.op == "experts" and experts is not None:
+        if op_kind(statement.node.op) is OpKind.EXPERTS and experts is not None:
             comms += dispatch_comms(block, statement.node, works, experts)
             work = local_products(work, block, statement.node, works, experts)
-        if statement.node.op == "batch_sum":
+        if op_has(statement.node.op, Trait.SUMS_RANKS):
             comms += _batch_comms(work, statement.node)
-        if statement.node.op == "attention" and works.context > 1:
+        if op_kind(statement.node.op) is OpKind.ATTENTION and works.context > 1:
             method = works.methods.get(block.name)
             if method is None or (works.kernels.handwritten and method.ulysses == 1):
                 comms += _context_comms(work, again=works.kernels.fused)
@@ -436,10 +436,11 @@ def _read_narrow(work: OpWork, statement: Op, narrow: dict[str, str]) -> OpWork:
         return work
     source, target = str(statement.args[0]), statement.targets[0]
     if target in narrow:
-        made = work.inputs[0] if statement.node.op == "to" else work.outputs[0]
+        cast = op_has(statement.node.op, Trait.CAST)
+        made = work.inputs[0] if cast else work.outputs[0]
         narrow[target] = narrow.get(source) or made.dtype
-        return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0) if statement.node.op == "to" else work
-    if statement.node.op in LOSSES and narrow.get(source):
+        return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0) if cast else work
+    if op_kind(statement.node.op) is OpKind.LOSS and narrow.get(source):
         first, *others = work.inputs
         return replace(work, inputs=(replace(first, dtype=narrow[source]), *others))
     return work
@@ -459,7 +460,7 @@ def _span(axes: tuple[Axis, ...], indices: tuple[int, ...]) -> int:
 def _param(lowered: LoweredBlock, index: int, works: OpCosts, experts: ExpertDegrees | None) -> ParamWork:
     p = lowered.params[index]
     block = lowered.block
-    expert = any(n.op == "experts" and p.value.name in n.tensor_inputs for n in block.nodes)
+    expert = any(op_kind(n.op) is OpKind.EXPERTS and p.value.name in n.tensor_inputs for n in block.nodes)
     if expert and experts is not None:  # laid out over ep x etp instead of the selection's sub-axes
         whole = math.prod(int(works.number(size)) for size in p.value.shape)
         elements = whole // (experts.ep * experts.etp)

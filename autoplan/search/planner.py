@@ -36,6 +36,8 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.memory.recompute_frontier import as_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import MAX_ACTIONS
@@ -438,7 +440,7 @@ class _Search:
         """Everything that narrows the space."""
         r = self.request
         out = list(_RESTRICTIONS)
-        if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
+        if nodes_of(r.graph, OpKind.EXPERTS):
             out.append(_EXPERTS)
         if "cp" not in r.pins:
             several = any(c.cp > 1 for c in checked.candidates)

@@ -28,13 +28,14 @@ from functools import lru_cache
 from autoplan.config.parallel import Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, class_of
 from autoplan.cost_models.profile import PHASES, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import Again, BlockWork, OpWork
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_record
 
 # What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
-_MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
+_MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.NORM)
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 
 
@@ -59,13 +60,14 @@ def host_s(block: BlockWork, phase: str, costs: Costs, again: Again | None = Non
     for k, op in enumerate(block.ops):
         if again is not None and k not in again.ops:
             continue
-        if op.op in VIEWS or k in together or (phase == "backward" and not op.has_backward):
+        known = op_record(op.op)
+        if known.as_view or k in together or (phase == "backward" and not op.has_backward):
             continue
-        if op.op == "experts":
+        if known.kind is OpKind.EXPERTS:
             num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
             seconds += c.host_experts_s + num_local * c.host_expert_s
-        elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
-            one = each if op.op in _MODULES or launch is Launch.BLOCKING else min(each, c.host_eager_s)
+        elif launch is not Launch.GRAPHS and (apart or known.kind is not OpKind.ELEMENTWISE):
+            one = each if known.kind in _MODULES or launch is Launch.BLOCKING else min(each, c.host_eager_s)
             seconds += one * (1.0 if op.matmul_dtype is None else c.host_fp8)
     if again is not None and launch is not Launch.GRAPHS:
         seconds += len(again.beside) * min(each, c.host_eager_s)
@@ -84,7 +86,9 @@ def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Again | None)
     for k, op in enumerate(block.ops):
         if (again is not None and k not in again.ops) or (phase == "backward" and not op.has_backward):
             continue
-        if op.op == "experts" if graphs else apart or not (op.op in VIEWS or op.op in ELEMENTWISE):
+        known = op_record(op.op)
+        inside = known.as_view or known.kind is OpKind.ELEMENTWISE
+        if known.kind is OpKind.EXPERTS if graphs else apart or not inside:
             found.append(host_op_s(op, phase, costs) + costs.host_fixed_s(f"op_{phase}_s"))
     if again is not None and not graphs:
         found += [host_op_s(op, phase, costs) for op in again.beside]
@@ -101,7 +105,7 @@ def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
     if timing is not None:
         return timing.quantity()
     medians = {} if costs.profile is None else _host_medians(costs.profile)
-    for kind in (work.op, class_of(work.op), ""):
+    for kind in (work.op, op_record(work.op).measured_as, ""):
         if (phase, kind) in medians:
             return medians[phase, kind]
     return Quantity.spread(costs.constants.host_eager_s, _SPREAD, Tag.FITTED)
@@ -117,7 +121,8 @@ def _host_medians(profile: Profile) -> dict[tuple[str, str], Quantity]:
             timing = record.host_s(phase)
             if timing is None:
                 continue
-            for kind in {op, class_of(op), *(() if op in VIEWS else ("",))}:
+            known = op_record(op)
+            for kind in {op, known.measured_as, *(() if known.as_view else ("",))}:
                 found.setdefault((phase, kind), []).append(timing.median)
     out = {}
     for key, values in found.items():
