@@ -18,8 +18,8 @@ from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.ops.text import OpText, py, shape_text
-from autoplan.program.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.program.regions import Region, regions, variables_of
+from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}

@@ -15,8 +15,8 @@ from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.profiler.ops import Task, compiled
-from autoplan.program.lower import LoweredBlock, Op
 from autoplan.program.op_costs import OpCosts
+from autoplan.program.statements import LoweredBlock, Op
 
 
 def _text(op: Op, work: OpWork, ctx: Context) -> str:

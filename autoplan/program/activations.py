@@ -40,10 +40,10 @@ from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import megatron_kernels as handwritten
 from autoplan.program.activation_bytes import OFFLOAD, Activations
-from autoplan.program.lower import Convert, LoweredBlock, Op
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import Module, modules
 from autoplan.program.regions import Region, attention_core, choices, logits, regions
+from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
 
 Ints = tuple[int, ...]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.config.recompute import GROUPS
+from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.table import op_record
-from autoplan.program.lower import Convert, Op
+from autoplan.program.statements import Convert, Op
 
 PRODUCTS = (OpKind.PRODUCT, OpKind.EXPERTS)
 _SAME_LOGITS = frozenset((Trait.CAST, Trait.RESIZES))
@@ -74,7 +75,7 @@ def regions(
     for group in GROUPS:
         if group not in groups:
             continue
-        for part in flow.connected(found[group]() - taken):
+        for part in flow.parts(found[group]() - taken):
             inside = {v for i in part for v in variables[i][1]}
             users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
             if any(i < part[-1] for mine in users.values() for i in mine):
@@ -91,37 +92,17 @@ def _records(statements: Sequence[Op | Convert]) -> list[OpRecord]:
 
 
 def is_view(op: OpRecord) -> bool:
-    """True for views and casts: what hands on the same numbers in another form."""
+    """True for views and casts, which hand on the same numbers in another form."""
     return op.kind is OpKind.VIEW or Trait.CAST in op.traits
 
 
-class Flow:
-    """Who makes and who reads the variables of a block."""
+class Flow(Dataflow):
+    """Who makes and who reads the variables of a block, and what its operations are."""
 
     def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
-        self.statements, self.variables = statements, variables
+        super().__init__(variables)
+        self.variables = variables
         self.ops = _records(statements)
-        self.makes = {v: i for i, (_, writes) in enumerate(variables) for v in writes}
-        self.readers: dict[str, list[int]] = {}
-        for i, (reads, _) in enumerate(variables):
-            for v in dict.fromkeys(reads):
-                self.readers.setdefault(v, []).append(i)
-        self.after = [[k for v in writes for k in self.readers.get(v, ())] for _, writes in variables]
-        self.before = [[self.makes[v] for v in reads if v in self.makes] for reads, _ in variables]
-
-    def connected(self, chosen: set[int]) -> list[tuple[int, ...]]:
-        """Parts of it that hang together."""
-        out, left = [], set(chosen)
-        while left:
-            part, queue = set[int](), [min(left)]
-            while queue:
-                i = queue.pop()
-                if i in left:
-                    left.remove(i)
-                    part.add(i)
-                    queue += [*self.after[i], *self.before[i]]
-            out.append(tuple(sorted(part)))
-        return out
 
     def activation_functions(self, megatron: bool = False) -> set[int]:
         """Pointwise operations from an activation function on to the product that takes their result.
@@ -205,17 +186,12 @@ def attention_core(
     ops = _records(statements)
     if not any(op.kind in (OpKind.ATTENTION, OpKind.SOFTMAX) for op in ops):
         return []
-    makes = {v: i for i, (_, writes) in enumerate(variables) for v in writes}
-    before = [[makes[v] for v in reads if v in makes] for reads, _ in variables]
-    after: list[list[int]] = [[] for _ in variables]
-    for i, sources in enumerate(before):
-        for k in sources:
-            after[k].append(i)
+    flow = Dataflow(variables)
     for i, op in enumerate(ops):
         if op.kind is OpKind.ATTENTION:
             out.add(i)
         elif op.kind is OpKind.SOFTMAX:
-            reach = [_until_matmul(i, ops, way) for way in (before, after)]
+            reach = [_until_matmul(i, ops, way) for way in (flow.before, flow.after)]
             if all(reach):
                 out |= {i, *reach[0], *reach[1]}
     return sorted(out)

@@ -18,9 +18,10 @@ from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
 from autoplan.ir.symbols import SYMBOLS
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has
-from autoplan.program.lower import BlockLowering, LoweredBlock
+from autoplan.program.lower import BlockLowering
 from autoplan.program.pins import make_mesh
 from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
 from autoplan.runtime.program import load_module
 from autoplan.verify.wide import thinned
