@@ -14,7 +14,6 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.price import Estimate
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import chosen_methods
-from autoplan.program.expert_mesh import inner_degree, spreads
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope
 from autoplan.program.pins import (
@@ -63,7 +62,7 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        more = [("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", spreads(c) and c.tp > 1, inner_degree(c))]
+        more = [("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", c.spreads_experts and c.tp > 1, c.expert_tp)]
         more.append(("virtual_stages", c.virtual_stages > 1, c.virtual_stages))
         spread = "".join(f" {name}={n}" for name, shown, n in more if shown)
         given = c.context_method
@@ -129,7 +128,7 @@ def make_plan(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
     )
     problem = build_problem(graph, settings)
-    if axes and spreads(config):
+    if axes and config.spreads_experts:
         problem = with_own_tokens(problem, graph, config.state_slack)
     solution = solve(problem)
     certificate = {

@@ -13,21 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoplan.config.parallel import Degrees, ParallelConfig
+from autoplan.config.parallel import ParallelConfig
 from autoplan.ir.layout import Axis, Mesh
 from autoplan.program.context_pins import product_degree
 
 _Cut = tuple[str, str, int]  # dense axis, axis of experts, size of what they share
-
-
-def inner_degree(config: Degrees) -> int:
-    """Over how many ranks each expert is split: etp, or as tp."""
-    return config.tp if config.etp is None else config.etp
-
-
-def spreads(config: Degrees) -> bool:
-    """False if experts are where tensor parallelism has them; else they are laid out over ep x etp."""
-    return config.ep > 1 or inner_degree(config) != config.tp
 
 
 def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1, copies: int = 1) -> bool:
@@ -82,7 +72,7 @@ def folded_mesh(config: ParallelConfig, tensor: Sequence[Axis]) -> Mesh:
         config: degrees for which `folds`.
         tensor: the sub-axes of tp that layouts are chosen on, major to minor.
     """
-    c, etp = config, inner_degree(config)
+    c, etp = config, config.expert_tp
     sequence = sequence_axes(c.cp, product_degree(c))
     data = data_axes(c.dp, c.zero_replicas)
     left = [*data, *sequence, *((a.name, a.size) for a in tensor)]

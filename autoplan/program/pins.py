@@ -10,65 +10,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoplan.config.choices import check_values
-from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import read_recompute
+from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis, Mesh
 from autoplan.ops.table import flops, rule_for
 from autoplan.program.context_pins import product_degree
-from autoplan.program.expert_mesh import data_axes, folded_mesh, sequence_axes, spreads
+from autoplan.program.expert_mesh import data_axes, folded_mesh, sequence_axes
 from autoplan.program.facts import Facts, divisors, expert_counts, head_counts, layer_calls, pipeline_units
 from autoplan.program.legality import Scope, check, method_folds_obstacle, zero_replica_counts
-from autoplan.schedules.schedule import SCHEDULES
 
 __all__ = [
     "divisors", "expert_counts", "head_counts", "layer_calls", "make_mesh", "pipeline_units",
-    "read_pins", "schedule_of", "split_stages", "stage_calls", "zero_replica_counts",
+    "read_pins", "split_stages", "stage_calls", "zero_replica_counts",
 ]  # fmt: skip
 
 
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins, as far as that can be without a model, and fill in the defaults. PinError names the rule."""
-    check_values(pins)
-    config = _completed(pins, num_devices)
+    config = Pins(pins).completed(num_devices)
     check(config, Facts(num_devices), Scope.SEARCHED)
     return config
-
-
-def _completed(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
-    pins = with_offload(pins)
-    tp, pp, cp = pins.get("tp", 1), pins.get("pp", 1), pins.get("cp", 1)
-    stages = pins.get("stages")
-    schedule, virtual_stages = schedule_of(pins)
-    return ParallelConfig(
-        dp=pins.get("dp", max(1, num_devices // (tp * pp * cp))),
-        tp=tp,
-        pp=pp,
-        ep=pins.get("ep", 1),
-        cp=cp,
-        etp=pins.get("etp"),
-        zero_stage=pins.get("zero_stage", 1),
-        num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        recompute=read_recompute(pins.get("recompute", "none")),
-        stages=tuple(stages) if stages is not None else None,
-        state_slack=float(pins.get("state_slack", 1.02)),
-        context_method=pins.get("context_method"),
-        zero_replicas=pins.get("zero_replicas", 1),
-        offload=state_offload(pins),
-    )
-
-
-def schedule_of(pins: Mapping[str, Any]) -> tuple[str, int]:
-    """The schedule and the stages per rank of the pipeline that pins say, each by default what the other takes."""
-    virtual_stages = pins.get("virtual_stages", 1)
-    schedule = pins.get("schedule", "1F1B" if virtual_stages == 1 else "Interleaved1F1B")
-    fewest = SCHEDULES[schedule].virtual_stages[0]
-    return schedule, virtual_stages if "virtual_stages" in pins else fewest
 
 
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
@@ -130,7 +93,7 @@ def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Ax
     if config.tp > 1 and 1 < major < config.tp:
         tensor = Axis("tp0", major), Axis("tp1", config.tp // major)
     chosen = tensor if config.tp > 1 else ()
-    if expert_counts(graph) and spreads(config):
+    if expert_counts(graph) and config.spreads_experts:
         reason = method_folds_obstacle(config)
         if reason is not None:
             raise PinError(reason, ("context_method", "ep"))
