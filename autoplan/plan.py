@@ -16,9 +16,9 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import chosen_methods
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.pins import (
     layer_calls,
-    make_mesh,
     pipeline_units,
     split_stages,
     stage_calls,
@@ -123,7 +123,7 @@ def make_plan(
     if config.cp > 1 and config.context_method is None:
         config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.program.pins`
     check_config(config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin ")
-    _, axes = make_mesh(graph, config)
+    axes = ParallelDims.of(graph, config).layout_axes
     settings = IntraSettings(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
     )
@@ -166,11 +166,11 @@ def _plan(
     precision: str = "native",
 ) -> tuple[Plan, Layouts]:
     """What was decided, as a record and as codegen takes it."""
-    mesh, axes = make_mesh(graph, config)
+    dims = ParallelDims.of(graph, config)
     recompute = _recompute(graph, config)
     layouts = Layouts(
-        mesh,
-        axes,
+        dims.mesh,
+        dims.layout_axes,
         solution.selection,
         stages,
         config.zero_stage,
@@ -186,7 +186,7 @@ def _plan(
         graph_hash=graph.content_hash,
         config=config,
         num_devices=num_devices,
-        axes=tuple((a.name, a.size) for a in mesh.axes),
+        axes=tuple((a.name, a.size) for a in dims.mesh.axes),
         stages=stages,
         recompute=recompute,
         layout={k: o.name for k, o in solution.selection.items()},

@@ -19,7 +19,6 @@ from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
 from autoplan.ops.saved import backward_reads_params
 from autoplan.ops.text import py
-from autoplan.program.expert_mesh import canonical
 from autoplan.program.lower import (
     BlockLowering,
     LoweredBlock,
@@ -307,7 +306,7 @@ class _Compiler:
             for c in collectives(lowered, self.graph.factors, self.layouts.axes):
                 if c.per == "step" and c.what in self._travelled_to(lowered):
                     continue  # reduced over their own replicas, with those of data parallelism
-                axis = canonical(self.layouts.mesh, c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
+                axis = self.layouts.mesh.canonical(c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
                 size = c.bytes.scale(self._gradient_width(c.what, lowered)) if c.per == "step" else c.bytes
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
             out += self._dispatches(index, name)
@@ -351,7 +350,7 @@ class _Compiler:
                 size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
                 sent += document_sends(self.layouts.context[lowered.block.name], ids.name, size)
             for name, kind, over, size, phase in sent:
-                axis = canonical(self.layouts.mesh, over)
+                axis = self.layouts.mesh.canonical(over)
                 out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))
         return out
 
@@ -363,7 +362,7 @@ class _Compiler:
             if axis:
                 value, layout = op.inputs[0], op.strategy.inputs[0]
                 size = terms(local_bytes(value, layout, self.graph.factors, self.layouts.axes))
-                over = canonical(self.layouts.mesh, axis)
+                over = self.layouts.mesh.canonical(axis)
                 out += [
                     LedgerEntry(index, call, value.name, "all_reduce", over, size, phase, "micro_batch")
                     for phase in ("forward", "backward")[: 1 + value.requires_grad]
@@ -376,8 +375,8 @@ class _Compiler:
         if self.dispatch is None:
             return []
         out, lowered = [], self.lowered[self.calls[call].block]
-        spread = canonical(self.layouts.mesh, "ep") if self.dispatch.size > 1 else None
-        inner = canonical(self.layouts.mesh, "etp") if self.inner is not None else None
+        spread = self.layouts.mesh.canonical("ep") if self.dispatch.size > 1 else None
+        inner = self.layouts.mesh.canonical("etp") if self.inner is not None else None
         for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "experts"):
             node, hidden = op.node, op.inputs[0]
             size = local_bytes(hidden, op.strategy.inputs[0], self.graph.factors, self.layouts.axes)

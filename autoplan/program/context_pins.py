@@ -35,7 +35,7 @@ def _obstacle(method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: 
 
 
 def _major(heads: Mapping[str, Sequence[tuple[str, int, int]]], tp: int) -> int:
-    """Over how many ranks of tp key-value heads are split (`autoplan.program.pins.make_mesh`)."""
+    """Over how many ranks of tp key-value heads are split (`autoplan.program.parallel_dims`)."""
     return math.gcd(tp, min((kv for found in heads.values() for _, _, kv in found), default=tp))
 
 

@@ -24,8 +24,8 @@ from autoplan.config.parallel import precision_obstacle as _precision_obstacle
 from autoplan.config.recompute import check_choice, groups_of, modules_of
 from autoplan.errors import PinError
 from autoplan.program.context_pins import method_obstacle, product_degree
-from autoplan.program.expert_mesh import folds
 from autoplan.program.facts import Facts, divisors
+from autoplan.program.parallel_dims import folds
 from autoplan.schedules.schedule import SCHEDULES, obstacle
 
 _REPLICAS = "ZeRO cannot have as many replicas"

@@ -1,4 +1,4 @@
-"""Pins with defaults instead of a search (`read_pins`), stages of balanced arithmetic, and the mesh of degrees.
+"""Pins with defaults instead of a search (`read_pins`), and stages of balanced arithmetic.
 
 `read_pins` fills in tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and 2 * pp
 with one, no recompute, 1F1B, stages of balanced arithmetic. The planner leaves open what is not pinned instead.
@@ -12,17 +12,13 @@ from typing import Any
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.pins import Pins
-from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ir.layout import Axis, Mesh
 from autoplan.ops.table import flops, rule_for
-from autoplan.program.context_pins import product_degree
-from autoplan.program.expert_mesh import data_axes, folded_mesh, sequence_axes
 from autoplan.program.facts import Facts, divisors, expert_counts, head_counts, layer_calls, pipeline_units
-from autoplan.program.legality import Scope, check, method_folds_obstacle, zero_replica_counts
+from autoplan.program.legality import Scope, check, zero_replica_counts
 
 __all__ = [
-    "divisors", "expert_counts", "head_counts", "layer_calls", "make_mesh", "pipeline_units",
+    "divisors", "expert_counts", "head_counts", "layer_calls", "pipeline_units",
     "read_pins", "split_stages", "stage_calls", "zero_replica_counts",
 ]  # fmt: skip
 
@@ -81,35 +77,3 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
         counts.append(j - cut[p][j])
         j = cut[p][j]
     return counts[::-1]
-
-
-def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
-    """pp, dp, cp and tp major to minor over ranks, and the sub-axes that layouts are chosen on: tp, as two where there
-    are fewer key-value heads than tp. Where experts are spread also what they are spread over (`folding`); dp as copies
-    of the sharded state and its shards; cp as groups and neighbours in them where Ulysses is one of two methods."""
-    kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
-    major = math.gcd(config.tp, kv)
-    tensor: tuple[Axis, ...] = (Axis("tp", config.tp),)
-    if config.tp > 1 and 1 < major < config.tp:
-        tensor = Axis("tp0", major), Axis("tp1", config.tp // major)
-    chosen = tensor if config.tp > 1 else ()
-    if expert_counts(graph) and config.spreads_experts:
-        reason = method_folds_obstacle(config)
-        if reason is not None:
-            raise PinError(reason, ("context_method", "ep"))
-        return folded_mesh(config, tensor), chosen
-    data = [Axis(name, size) for name, size in data_axes(config.dp, config.zero_replicas)]
-    axes, groups = [Axis("pp", config.pp), *data], dict[str, tuple[str, ...]]()
-    if len(data) > 1:
-        groups["dp"] = tuple(a.name for a in data)
-    if config.cp > 1:
-        cut = [Axis(name, size) for name, size in sequence_axes(config.cp, product_degree(config))]
-        if len(cut) > 1:
-            groups["cp"] = tuple(a.name for a in cut)
-        axes += cut
-        groups["replicas"] = tuple(a.name for a in axes[1:])
-        if config.zero_replicas > 1:
-            groups["shards"] = ("sdp", *(a.name for a in cut))
-    if len(tensor) > 1:
-        groups["tp"] = ("tp0", "tp1")
-    return Mesh((*axes, *tensor), groups), chosen

@@ -36,12 +36,11 @@ from autoplan.program.context_pins import (
     neighbours_of,
     worth_looking_at,
 )
-from autoplan.program.expert_mesh import folds
 from autoplan.program.facts import Facts
 from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims, folds
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.program.without_sequence_parallel import with_whole_tokens
@@ -217,7 +216,7 @@ class LayoutCache:
 
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
         r, start = self.request, time.perf_counter()
-        _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
+        axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
         settings = IntraSettings(

@@ -22,7 +22,7 @@ from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import combinations, legal_methods, neighbours_of
-from autoplan.program.expert_mesh import folds
+from autoplan.program.parallel_dims import folds
 from autoplan.search.degrees import BEYOND
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
