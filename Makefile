@@ -3,7 +3,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 STAMP := .venv/.installed
 
-.PHONY: venv demo lint test test-all versions
+.PHONY: venv demo lint quick test test-all versions
 
 venv: $(STAMP)
 
@@ -25,12 +25,16 @@ lint: venv
 	$(PY) -m mypy
 	$(BIN)/lint-imports
 
-# Two files at a time, then what waits for timeouts or measures, one after the other.
-test: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not exhaustive and not gpu"
-	$(PY) -m pytest -m "alone and not exhaustive and not gpu"
+# One path through every room of the house: under 2 minutes on 2 cores.
+quick: lint
+	$(PY) -m pytest tests/quick tests/ir tests/house/test_limits.py
 
-# Also the tests marked exhaustive, which the default selection in pyproject.toml leaves out.
+# All but the tests marked slow, two files at a time, then what waits for timeouts or measures, one after the other.
+test: lint
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu"
+	$(PY) -m pytest -m "alone and not slow and not gpu"
+
+# Every test that needs no GPU. CI runs this (.ci/run).
 test-all: lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu"
 	$(PY) -m pytest -m "alone and not gpu"

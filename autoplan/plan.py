@@ -11,7 +11,7 @@ from autoplan.codegen.program import Layouts
 from autoplan.config.parallel import ParallelConfig, executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import chosen_methods
 from autoplan.program.facts import Facts, ModelFacts

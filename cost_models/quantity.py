@@ -54,6 +54,11 @@ class Quantity:
             max(self.tag, other.tag),
         )
 
+    def beyond(self, part: Quantity) -> Quantity:
+        """What is left without `part`, each in its own scenario, never below 0."""
+        low, mid, high = (max(0.0, getattr(self, w) - getattr(part, w)) for w in ("low", "mid", "high"))
+        return Quantity(min(low, mid), mid, max(mid, high), self.tag)
+
     @staticmethod
     def spread(mid: float, relative: float, tag: Tag) -> Quantity:
         """`mid` up to a factor of `1 + relative` either way."""

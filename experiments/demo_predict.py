@@ -17,7 +17,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile, user_folder
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.plan import Plan, estimate_json
 from autoplan.profiler.run import cached_profile, machine_key, resolve
 from autoplan.report.files import write_text

@@ -35,9 +35,10 @@ from autoplan.cost_models.profile import OpRecord, Profile
 from autoplan.plan import make_plan
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.tasks import lowered_tasks
-from autoplan.program.lower import BlockLowering, Op
+from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.pins import layer_calls
+from autoplan.program.statements import Op
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 

@@ -50,7 +50,8 @@ from rich.table import Table
 
 from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.quantity import ZERO, Quantity
-from autoplan.cost_models.time.price import Estimate, Pricer
+from autoplan.cost_models.time.estimate import Estimate
+from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 from autoplan.search.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of

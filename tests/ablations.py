@@ -14,7 +14,7 @@ from published_rows import Shape
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest

@@ -7,9 +7,10 @@
     def test_something():
         results = pool(4).run(job, 3)                          # one result per rank
 
-The workers of a world size are started once per pytest session (spawned, so they inherit no threads and no torch
-state; seconds each) and run every job of that size in one default gloo process group. A job that raises, hangs or
-dies ends the whole pool, since collectives may be half done; the next ``pool(world)`` starts a new one.
+The workers of a world size run every job of that size in one default gloo process group. They are forked from a
+process that has imported torch and the models and has done nothing with them (multiprocessing's fork server), so that
+they inherit no threads and no process groups, and that a pool starts in a moment. A job that raises, hangs or dies ends
+the whole pool, since collectives may be half done; the next ``pool(world)`` starts a new one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +46,10 @@ GRACE_S = 2.0
 
 # On a machine that is slower than the limits of the jobs were meant for: multiplies them.
 PATIENCE = float(os.environ.get("AUTOPLAN_TEST_PATIENCE", "1"))
+
+
+# What most jobs import, the slow parts first.
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transformers", "parity"]
 
 
 class JobError(AssertionError):
@@ -63,15 +70,17 @@ class Pool:
     def __init__(self, world: int, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.world = world
         self.alive, self.num_jobs = True, 0
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
-        # The child imports torch before it can limit its threads otherwise, and reads the interface at first use.
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # The fork server, started here if it is not yet, finds modules by PYTHONPATH alone and must make no threads.
+        with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path)):
             for rank in range(world):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_worker, args=(rank, world, there, group_timeout_s, os.getpid()), daemon=True
+                    target=_worker, args=(rank, world, there, group_timeout_s, environment), daemon=True
                 )
                 process.start()
                 there.close()
@@ -164,7 +173,7 @@ _pools: dict[int, Pool] = {}
 
 # Every process group that a job makes has a thread of gloo for good (torch's caches name the groups, so that they
 # cannot be destroyed) that wakes up a hundred times per second: eight idle workers with 400 threads each take a core.
-MOST_JOBS = 12
+MOST_JOBS = 6
 
 
 def pool(world: int) -> Pool:
@@ -206,11 +215,18 @@ def worker_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, parent: int) -> None:
-    # The kernel ends this process with its parent, also when the parent is killed and this one stuck in a collective.
+def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, environment: dict[str, str]) -> None:
+    # The kernel ends this process with the fork server, which ends with pytest, also when that is killed and this
+    # process is stuck in a collective: the server waits for whoever holds this end of its pipe, so it is not held here.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+    alive = forkserver._forkserver._forkserver_alive_fd
+    assert alive is not None
+    os.close(alive)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
         return
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
 
     try:

@@ -569,8 +569,8 @@ def assert_trains_as_one_device(case: Case) -> None:
 
 
 def spread_out(cases: Sequence[Any], every: int = 3) -> list[Any]:
-    """Parameters of a test: one of `every` in the default selection, all in the exhaustive one."""
-    return [pytest.param(c, marks=[] if i % every == 0 else pytest.mark.exhaustive) for i, c in enumerate(cases)]
+    """Parameters of a test: one of `every` in make test, all in make test-all."""
+    return [pytest.param(c, marks=[] if i % every == 0 else pytest.mark.slow) for i, c in enumerate(cases)]
 
 
 def state_keys(family: str) -> list[str]:

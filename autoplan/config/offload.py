@@ -7,15 +7,45 @@ with it) are those of `ParallelConfig.offload`. A pin says all that is offloaded
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from autoplan.config.recompute import OFFLOAD
 from autoplan.errors import PinError
 
-# What may be on the host: what autograd keeps (as recompute "offload", for all layers), the optimizer's state, or
-# parameters, gradients and that.
-OFFLOADS = ACTIVATIONS, OPTIMIZER, PARAMETERS = ("activations", "optimizer", "parameters")
+
+@dataclass(frozen=True)
+class Offload:
+    """Something that may be in the memory of the host.
+
+    Attributes:
+        name: in pins and plans.
+        does: what is there.
+        state: it is state of the training; else what autograd keeps, which `ParallelConfig.recompute` says by layer.
+        brings: what goes there with it.
+        needs_shards: it is there as ZeRO's shards.
+    """
+
+    name: str
+    does: str
+    state: bool = True
+    brings: tuple[str, ...] = ()
+    needs_shards: bool = False
+
+
+ACTIVATIONS, OPTIMIZER, PARAMETERS = "activations", "optimizer", "parameters"
+KINDS: Mapping[str, Offload] = {
+    kind.name: kind
+    for kind in (
+        Offload(ACTIVATIONS, "what autograd keeps, of all layers (recompute 'offload')", state=False),
+        Offload(OPTIMIZER, "the optimizer's state, with a copy of parameters and gradients as it takes them"),
+        Offload(PARAMETERS, "parameters and gradients", brings=(OPTIMIZER,), needs_shards=True),
+    )
+}
+OFFLOADS = tuple(KINDS)
+_STATES = tuple((kind.name,) for kind in KINDS.values() if kind.state)
 # What a search looks at beside nothing; activations as a step of recompute, of as many layers as it takes.
-SEARCHED = ((OPTIMIZER,), (PARAMETERS,), (ACTIVATIONS,), (ACTIVATIONS, OPTIMIZER), (ACTIVATIONS, PARAMETERS))
+SEARCHED = (*_STATES, (ACTIVATIONS,), *((ACTIVATIONS, *state) for state in _STATES))
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
@@ -28,8 +58,8 @@ def read_offload(value: object) -> tuple[str, ...]:
         raise PinError(
             f"offload={value!r} is not supported; use none, or some of {', '.join(OFFLOADS)} joined by +", ("offload",)
         )
-    found = tuple(name for name in OFFLOADS if name in parts)
-    return tuple(name for name in found if name != OPTIMIZER or PARAMETERS not in found)
+    brought = {name for part in parts for name in KINDS[part].brings}
+    return tuple(name for name in OFFLOADS if name in parts and name not in brought)
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
@@ -40,18 +70,18 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same with what a pin of `offload` says of activations in the pin of `recompute`. PinError if both differ."""
     if "offload" not in pins or ACTIVATIONS not in read_offload(pins["offload"]):
         return pins
-    if pins.get("recompute", "offload") != "offload":
+    if pins.get("recompute", OFFLOAD) != OFFLOAD:
         raise PinError(
             f"offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations that wait on the host are "
             "not computed again",
             ("recompute", "offload"),
         )
-    return {**pins, "recompute": "offload"}
+    return {**pins, "recompute": OFFLOAD}
 
 
 def state_offload(pins: Mapping[str, Any]) -> tuple[str, ...]:
     """What a pin says of state: `ParallelConfig.offload`."""
-    return tuple(name for name in read_offload(pins.get("offload", "none")) if name != ACTIVATIONS)
+    return tuple(name for name in read_offload(pins.get("offload", "none")) if KINDS[name].state)
 
 
 def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> tuple[tuple[str, ...], ...]:
@@ -63,10 +93,10 @@ def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> t
 
 
 def on_host(offload: tuple[str, ...]) -> frozenset[str]:
-    """All that is there: parameters bring the optimizer's state with them."""
-    return frozenset(offload) | ({OPTIMIZER} if PARAMETERS in offload else frozenset())
+    """All that is there, with what each brings."""
+    return frozenset(offload).union(*(KINDS[name].brings for name in offload))
 
 
 def lacks_shards(offload: tuple[str, ...], zero_stage: int, shards: int) -> bool:
-    """True if parameters are to be on the host and nothing shards them. `shards`: ranks that ZeRO shards over."""
-    return PARAMETERS in offload and (zero_stage == 0 or shards < 2)
+    """True if what is to be on the host as shards is not sharded. `shards`: ranks that ZeRO shards over."""
+    return any(KINDS[name].needs_shards for name in offload) and (zero_stage == 0 or shards < 2)

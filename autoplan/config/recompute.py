@@ -7,17 +7,109 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from autoplan.config.numbers import read_list
 from autoplan.errors import PinError
 
-RECOMPUTE = ("none", "selective", "full", "offload")
+NONE, SELECTIVE, FULL, OFFLOAD, REGIONS, MODULES_KIND = "none", "selective", "full", "offload", "regions", "modules"
 # Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
 GROUPS = ("attention", "mlp", "norms")
 # Modules that Megatron computes again (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 _MODULES_PREFIX = "modules:"
+
+
+class Searched(Enum):
+    """When a search looks at a kind for single layers."""
+
+    ALWAYS = "always"
+    BY_OPERATION = "where operations are known one by one"
+    OFFLOADING = "where it may leave activations on the host"
+    NEVER = "only if it is pinned"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way for a layer to keep less for its backward than autograd would.
+
+    Attributes:
+        name: the choice; of a kind with parts, what these are.
+        does: what is kept, computed again or copied.
+        parts: what a choice of this kind names some of; none: its name is the choice.
+        computes_again: a backward runs something that the forward ran. on_host: what would be kept waits on the host.
+        of_all: chosen for all layers it is what all layers do, not a choice of single ones.
+        searched: when a search looks at it for single layers.
+        executed: by the runtime.
+        modes: the modes that it is priced in; none: all.
+    """
+
+    name: str
+    does: str
+    parts: tuple[str, ...] = ()
+    computes_again: bool = False
+    on_host: bool = False
+    of_all: bool = False
+    searched: Searched = Searched.NEVER
+    executed: bool = True
+    modes: tuple[str, ...] = ()
+
+
+_RECORDS = (
+    Kind(NONE, "everything is kept", of_all=True),
+    Kind(
+        SELECTIVE,
+        "the core of attention is computed again, its result is kept (Korthikanti et al., 2022)",
+        computes_again=True,
+        of_all=True,
+    ),
+    Kind(
+        FULL,
+        "the inputs of a layer are kept, all of it is computed again",
+        computes_again=True,
+        of_all=True,
+        searched=Searched.ALWAYS,
+    ),
+    Kind(
+        OFFLOAD,
+        "what a layer keeps is copied to the host and back",
+        on_host=True,
+        searched=Searched.OFFLOADING,
+    ),
+    Kind(
+        REGIONS,
+        "groups of regions are computed again, their results are not kept",
+        GROUPS,
+        computes_again=True,
+        searched=Searched.BY_OPERATION,
+    ),
+    Kind(
+        MODULES_KIND,
+        "modules are Megatron's",
+        MODULES,
+        computes_again=True,
+        executed=False,
+        modes=("fused",),
+    ),
+)
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _RECORDS}
+RECOMPUTE = tuple(kind.name for kind in _RECORDS if not kind.parts)
+
+
+def kind_of(how: str) -> Kind:
+    """The kind of a choice of recompute: `attention+norms` names regions."""
+    if how in RECOMPUTE:
+        return KINDS[how]
+    return KINDS[MODULES_KIND if how.startswith(_MODULES_PREFIX) else REGIONS]
+
+
+def kinds_in(recompute: str | Mapping[str, str] | tuple[int, ...]) -> set[str]:
+    """Names of the kinds that a configuration uses; layers per stage are computed again in full."""
+    if isinstance(recompute, tuple):
+        return {FULL if any(recompute) else NONE}
+    return {kind_of(how).name for how in (recompute.values() if isinstance(recompute, Mapping) else (recompute,))}
 
 
 def modules_of(how: object) -> tuple[str, ...]:
@@ -47,7 +139,7 @@ def modules_choice(modules: Iterable[str]) -> str:
 
 def groups_of(how: str) -> tuple[str, ...]:
     """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
-    if how == "selective":
+    if how == SELECTIVE:
         return ("attention",)
     if how.startswith(_MODULES_PREFIX):
         return ()

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS
 from autoplan.cost_models.work import OpWork, TensorWork
-from autoplan.program.lower import Convert, LoweredBlock, Op
+from autoplan.program.statements import Convert, LoweredBlock, Op
 
 _REDUCTIONS = frozenset(("mean", "sum"))
 _NORMS = frozenset(("layer_norm", "rms_norm"))

@@ -21,7 +21,7 @@ from autoplan.config.choice import is_count
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
 from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
-from autoplan.config.recompute import check_choice, groups_of, modules_of
+from autoplan.config.recompute import KINDS, Kind, check_choice, groups_of, kinds_in, modules_of
 from autoplan.errors import PinError
 from autoplan.program.context_pins import method_obstacle, product_degree
 from autoplan.program.facts import Facts, divisors
@@ -396,8 +396,7 @@ def _shards(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _host_link(c: ParallelConfig, f: Facts) -> str | None:
-    chosen = c.recompute.values() if isinstance(c.recompute, Mapping) else (c.recompute,)
-    if f.host_link or not (c.offload or "offload" in chosen):
+    if f.host_link or not (c.offload or any(KINDS[name].on_host for name in kinds_in(c.recompute))):
         return None
     return f"the catalog has no speed of the host link of {f.device_name}, so offloading has no price"
 
@@ -466,18 +465,22 @@ def _recompute_stages(c: ParallelConfig, f: Facts) -> str | None:
     return None
 
 
-def _modules_mode(c: ParallelConfig, f: Facts) -> str | None:
-    if not modules_of(c.recompute) or f.mode is Mode.FUSED:
-        return None
-    return f"recompute={c.recompute!r}: modules are Megatron's, priced with mode fused and not executed"
+def _kinds(c: ParallelConfig) -> list[Kind]:
+    return [KINDS[name] for name in sorted(kinds_in(c.recompute))]
 
 
-def _modules(c: ParallelConfig, f: Facts) -> str | None:
-    return (
-        f"recompute={c.recompute!r}: modules are Megatron's, priced and not executed"
-        if modules_of(c.recompute)
-        else None
-    )
+def _recompute_mode(c: ParallelConfig, f: Facts) -> str | None:
+    for kind in _kinds(c):
+        if kind.modes and f.mode not in kind.modes:
+            modes = " or ".join(kind.modes)
+            return f"recompute={c.recompute!r}: {kind.does}, priced with mode {modes} and not executed"
+    return None
+
+
+def _recompute_executed(c: ParallelConfig, f: Facts) -> str | None:
+    reasons = (f"recompute={c.recompute!r}: {kind.does}, priced and not executed" for kind in _kinds(c)
+               if not kind.executed)  # fmt: skip
+    return next(reasons, None)
 
 
 def _compiled(c: ParallelConfig, f: Facts) -> str | None:
@@ -587,8 +590,8 @@ RULES: tuple[Rule, ...] = (
     Rule("the schedule is not executed", ("schedule",), _unknown_order, Scope.SEARCHED),
     Rule("recompute names no block", ("recompute",), _recompute_values),
     Rule("recompute per stage", ("recompute", "stages", "pp", "virtual_stages"), _recompute_stages),
-    Rule("modules are priced with mode fused", ("recompute",), _modules_mode),
-    Rule("modules are not executed", ("recompute",), _modules, Scope.EXECUTED),
+    Rule("modules are priced with mode fused", ("recompute",), _recompute_mode),
+    Rule("modules are not executed", ("recompute",), _recompute_executed, Scope.EXECUTED),
     Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
     Rule("the mode is not executed", (), _mode, Scope.EXECUTED),

@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autoplan.program.lower import Convert, Op
 from autoplan.program.regions import Flow, attention_core, variables_of
+from autoplan.program.statements import Convert, Op
 
 DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))
 _LINEAR = frozenset(("linear", "matmul"))

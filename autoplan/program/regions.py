@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from autoplan.config.recompute import GROUPS
 from autoplan.ir.layout import ConversionKind
-from autoplan.program.lower import Convert, Op
 from autoplan.program.megatron_kernels import LOSSES
+from autoplan.program.statements import Convert, Op
 
 Variables = Sequence[tuple[Sequence[str], Sequence[str]]]  # what each statement reads and writes
 _IN_CORE = frozenset("mul_scalar div_scalar add masked_fill where to dropout reshape expand".split())

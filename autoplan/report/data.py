@@ -55,7 +55,7 @@ from typing import Any
 from autoplan.config.choices import config_data, option_data
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.program.legality import not_executed
 from autoplan.program.pins import layer_calls

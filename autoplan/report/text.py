@@ -18,9 +18,9 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import option_texts
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.nodes import NETWORKS
+from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.price import Estimate, StageEstimate
+from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.whole_run import FIGURES, Assumptions, Run
 from autoplan.program.legality import not_executed
 from autoplan.program.pins import layer_calls
@@ -116,6 +116,7 @@ def cluster_line(c: Cluster) -> str:
         text = f"{speed * 8 / 1e9:g} Gbit/s" if level.name in NETWORKS else f"{speed / 1e9:g} GB/s"
         links.append(f"{level.name} {text} over {level.size}")
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
+    nodes += "" if c.fabric is None else f", {len(c.fabric.switches)} switches, {len(c.fabric.links)} links"
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
 
 
@@ -484,12 +485,14 @@ def plan_text(
     _certificate(out, result.certificate)
     prices(out, [request], tokens, assumed)
     _warnings(out, best.estimate, request, tokens, assumed)
-    nodes = request.cluster.num_nodes
+    nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
+    fixed = request.cluster.fabric is not None  # which says how many devices there are
+    varied = f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"
     _next(
         out,
         [
             estimate_command(model, cluster, request, best.config, tokens, assumed),
-            whatif_command(model, cluster, request, f"nodes={nodes}..{4 * nodes}"),
+            whatif_command(model, cluster, request, varied),
         ],
     )
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.report.files import write_text
 
 _MICROSECONDS = 1e6

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.price import Pricer, ranges_of
@@ -172,7 +173,7 @@ class Cutter:
 
     def _selective(self) -> Array:
         p = self.pricer
-        if p.config.recompute != "selective":
+        if p.config.recompute != SELECTIVE:
             return np.zeros(self.num_units)
         return np.array([sum(p.blocks[b].selective.mid for b in unit) for unit in p.workload.units])
 
@@ -206,7 +207,7 @@ class Cutter:
             again, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
             legal &= missing <= 0
             self._reach.append(steps)
-        elif self.fixed == "full":
+        elif self.fixed == FULL:
             legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.capacity
             again = self.again[j] - self.again[i]
         else:
@@ -255,7 +256,7 @@ class Cutter:
         """Prefix of what a pinned mapping frees."""
         m, p = self.pricer.memory, self.pricer
         return _prefix(
-            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_again.get(u, "none")) for u in range(self.num_units)])
+            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_again.get(u, NONE)) for u in range(self.num_units)])
         )
 
     def _repeated(self) -> Array:
@@ -465,7 +466,7 @@ class Cutter:
     def _counts(self, units: range, layers: int) -> list[int]:
         if self.fixed is None:
             return list(range(self.pricer.ladder.height(units) + 1))
-        if self.fixed == "full":
+        if self.fixed == FULL:
             return [layers]
         return [0]
 

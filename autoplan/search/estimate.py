@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import check_choice, modules_of
-from autoplan.cost_models.time.price import Estimate, Pricer, ranges_of
+from autoplan.config.recompute import FULL, check_choice, modules_of
+from autoplan.cost_models.time.estimate import Estimate
+from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.legality import Scope
 from autoplan.program.pins import pipeline_units
-from autoplan.program.workload import ExpertDegrees
 from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter
@@ -141,7 +142,7 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
                     [{"recompute": fewer}],
                 )
         return config.recompute
-    return tuple(layers) if config.recompute == "full" else (0,) * len(chunks)
+    return tuple(layers) if config.recompute == FULL else (0,) * len(chunks)
 
 
 def _has_experts(graph: ModelGraph) -> bool:

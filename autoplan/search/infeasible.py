@@ -126,7 +126,7 @@ def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
     out = [(f"Without the pin {k}={v}", replace(r, pins=without({k: v}))) for k, v in r.pins.items()]
     if len(r.pins) > 1:
         out.append(("Without pins", replace(r, pins={})))
-    if r.executed:  # on the devices of this job
+    if r.executed or r.cluster.fabric is not None:  # on the devices of this job, or of this fabric
         return out
     for pins, text in ((r.pins, ""), ({}, " and without pins")) if r.pins else ((r.pins, ""),):
         for factor in _MORE_NODES:

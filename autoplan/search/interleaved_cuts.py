@@ -20,6 +20,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from autoplan.config.recompute import FULL
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
@@ -207,7 +208,7 @@ class ChunkCutter:
             for _, place in turns:
                 taken.append(tuple(n + (at == place) for at, n in enumerate(taken[-1])))
             return taken
-        if self.fixed == "full":
+        if self.fixed == FULL:
             return [tuple(most)]
         return [tuple(sum(u in self.pricer.pinned_again for u in ranges[k]) for k in mine)]
 

@@ -36,6 +36,7 @@ from autoplan.program.context_pins import (
     neighbours_of,
     worth_looking_at,
 )
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import Facts
 from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
@@ -44,7 +45,7 @@ from autoplan.program.parallel_dims import ParallelDims, folds
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.program.without_sequence_parallel import with_whole_tokens
-from autoplan.program.workload import ExpertDegrees, Lowered, lower_all, workload
+from autoplan.program.workload import Lowered, lower_all, workload
 from autoplan.schedules.schedule import PLAIN, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.degrees import Space

@@ -18,8 +18,9 @@ from typing import Any
 from autoplan.config.choice import is_count
 from autoplan.config.choices import PINS, check_values
 from autoplan.config.context_methods import methods
-from autoplan.config.offload import state_offload
+from autoplan.config.offload import OPTIMIZER, PARAMETERS, state_offload
 from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
+from autoplan.config.recompute import FULL, RECOMPUTE
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import Scope, broken
@@ -195,9 +196,9 @@ def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
 
 def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
     if name == "recompute":
-        return ["full", "none", "selective", "offload"]
+        return sorted(RECOMPUTE, key=lambda how: how != FULL)
     if name == "offload":
-        return ["optimizer", "none", "parameters"]
+        return [OPTIMIZER, "none", PARAMETERS]
     if name == "schedule":
         return sorted(SCHEDULES, key=lambda s: -difflib.SequenceMatcher(None, str(value), s).ratio())
     if name == "context_method":

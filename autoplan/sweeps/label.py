@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.schedules.schedule import num_copies
 
 

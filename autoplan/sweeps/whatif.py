@@ -24,7 +24,7 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDE_RANGES, OVERRIDES, Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, Assumptions, Run, critical_batch_tokens, whole_run
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph

@@ -16,9 +16,10 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
 from autoplan.ir.symbols import SYMBOLS
-from autoplan.program.lower import BlockLowering, LoweredBlock
+from autoplan.program.lower import BlockLowering
 from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
 from autoplan.runtime.program import load_module
 from autoplan.verify.wide import thinned
@@ -61,9 +62,7 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
     free = graph.free_calls()
     stages = (tuple(c.name for c in graph.calls if c.name not in free),)
     program = compile_program(graph, Layouts(dims.mesh, axes, selection, stages, 0, "1F1B", {}))
-    lowered = {
-        name: BlockLowering(graph, block, selection, axes).run() for name, block in graph.blocks.items()
-    }
+    lowered = {name: BlockLowering(graph, block, selection, axes).run() for name, block in graph.blocks.items()}
     return OneDevice(graph, program, lowered)
 
 

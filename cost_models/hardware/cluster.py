@@ -4,6 +4,7 @@ Cluster.parse("16x8xh100-sxm5-80gb")            16 nodes of 8; network, price an
 Cluster.parse("16xp5.48xlarge")                 16 cloud instances: their own network and price
 Cluster.parse("4x8xmi355x-288gb@nic=400")       what the catalog does not know, or shall be otherwise
 Cluster.parse("cluster.yaml")                   see autoplan.cost_models.hardware.cluster_file
+cluster.on_fabric(FabricGraph(...))             links as a graph, see autoplan.cost_models.hardware.fabric_graph
 Cluster.parse("local:4")                        processes of this machine
 cluster.with_(nodes=32, nic=800)                what if
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +24,15 @@ from pathlib import Path
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster_file import nodes_of, read_nodes
-from autoplan.cost_models.hardware.nodes import NETWORK, NETWORKS, Nodes
+from autoplan.cost_models.hardware.fabric_graph import Traffic
+from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import (
     COUNT,
     GB_S,
     GBIT_S,
     MEMORY_GB,
+    NETWORK,
+    NETWORKS,
     USD,
     WATTS,
     Device,
@@ -81,14 +85,19 @@ OVERRIDE_RANGES: dict[str, Range] = {
 }
 
 
+# override -> (field of Device, factor, type)
+_DEVICE_FIELDS: Mapping[str, tuple[str, float, type]] = {
+    "memory_gb": ("memory_bytes", GB, int),
+    "memory_gb_s": ("memory_bytes_per_s", GB, float),
+    "host_memory_gb": ("host_memory_bytes", GB, int),
+    "power": ("power_w", 1, float),
+}
+_LINKS = ("nic", "scaleup")  # overrides of links
+
+
 @dataclass(frozen=True)
 class Cluster(Nodes):
     """Nodes, with what is computed from their figures: levels, memory of the host, what-ifs."""
-
-    @property
-    def num_devices(self) -> int:
-        """World size."""
-        return self.num_nodes * self.devices_per_node
 
     @property
     def host_memory_bytes(self) -> float:
@@ -141,6 +150,10 @@ class Cluster(Nodes):
             )
         return tuple(out)
 
+    def levels_of(self, group: Group, traffic: Traffic) -> tuple[Level, ...]:
+        """The levels as a group of this shape meets them: on a fabric with what all such groups get at once."""
+        return self.levels if self.fabric is None else self.fabric.levels_of(group, traffic, self.levels)
+
     @property
     def domain_size(self) -> int:
         """Devices that reach each other without a network between nodes; 1 where every node has one device."""
@@ -177,47 +190,27 @@ class Cluster(Nodes):
         figures |= {"host_memory_gb": host_memory_gb, "memory_gb_s": memory_gb_s}
         given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
-            known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not known or value < 0 or (value == 0 and name != "price"):
-                least = "at least" if name == "price" else "above"
-                raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
-            OVERRIDE_RANGES[name].check(value, name)
-        device, link, outer = self.device, self.link, self.outer
-        if memory_gb is not None:
-            device = replace(device, memory_bytes=int(memory_gb * GB))
-        if memory_gb_s is not None:
-            device = replace(device, memory_bytes_per_s=memory_gb_s * GB)
-        if host_memory_gb is not None:
-            device = replace(device, host_memory_bytes=int(host_memory_gb * GB))
-        if power is not None:
-            device = replace(device, power_w=float(power))
+            _check_override(name, value)
+        num_nodes = self.num_nodes if nodes is None else nodes
+        per_node = self.devices_per_node if devices_per_node is None else devices_per_node
+        if self.fabric is not None:
+            same = (num_nodes, per_node) == (self.num_nodes, self.devices_per_node)
+            _check_fabric_stays([*(n for n in _LINKS if n in given), *([] if same else ["the number of devices"])])
+        device = {at: kind(given[n] * factor) for n, (at, factor, kind) in _DEVICE_FIELDS.items() if n in given}
+        link, outer = self.link, self.outer
         if scaleup is not None:
-            speed = scaleup * GB
-            if isinstance(link, Level) and link.p2p_bytes_per_s is not None:
-                peer = link.p2p_bytes_per_s * speed / link.bytes_per_s  # the links of a mesh get faster together
-                link = replace(link, bytes_per_s=speed, p2p_bytes_per_s=peer, source="given")
-            else:
-                link = replace(link, bytes_per_s=speed, source="given")
+            link = _faster(link, scaleup * GB)
         if nic is not None:
-            networks = tuple(level for level in outer if level.name in NETWORKS)
-            if not networks:
-                networks = (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
-            if not isinstance(link, Level):
-                link = _within_node(link)
-            rest = tuple(level for level in outer if level.name not in NETWORKS)
-            cards = networks[0].bytes_per_s  # what is beyond a rail group keeps its share of that
-            speeds = [nic * GB / 8 * (level.bytes_per_s / cards) for level in networks]
-            pairs = zip(networks, speeds, strict=True)
-            outer = (*rest, *(replace(level, bytes_per_s=speed, source="given") for level, speed in pairs))
-        return Cluster(
-            self.num_nodes if nodes is None else nodes,
-            self.devices_per_node if devices_per_node is None else devices_per_node,
-            device,
-            link,
-            self.device_type,
-            outer,
-            self.price if price is None else Price(float(price), "given", "given"),
-            tuple(sorted({**dict(self.given), **given}.items())),
+            link, outer = _networked(link, outer, nic * GB / 8)
+        return replace(
+            self,
+            num_nodes=num_nodes,
+            devices_per_node=per_node,
+            device=replace(self.device, **device),
+            link=link,
+            outer=outer,
+            price=self.price if price is None else Price(float(price), "given", "given"),
+            given=tuple(sorted({**dict(self.given), **given}.items())),
         )
 
     @property
@@ -236,6 +229,8 @@ class Cluster(Nodes):
         given = dict(self.given)
         new = Cluster.of_catalog(self.num_nodes, self.devices_per_node, device_id)
         new = new.with_(**given)  # type: ignore[arg-type]
+        if self.fabric is not None:
+            return replace(new, link=self.link, outer=self.outer, fabric=self.fabric)
         if "nic" not in given:
             return new
         outer = tuple(level for level in new.outer if level.name not in NETWORKS)
@@ -293,8 +288,43 @@ class Cluster(Nodes):
         return cluster
 
 
-def _within_node(link: Link) -> Level:
-    return Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+def _check_override(name: str, value: object) -> None:
+    """PinError for a value that the override cannot have."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not known or value < 0 or (value == 0 and name != "price"):  # type: ignore[operator]
+        least = "at least" if name == "price" else "above"
+        raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
+    OVERRIDE_RANGES[name].check(value, name)
+
+
+def _check_fabric_stays(changed: Sequence[str]) -> None:
+    """PinError for overrides of what a fabric says."""
+    if changed:
+        raise PinError(
+            f"{changed[0]} cannot be overridden: the fabric of this cluster says it; change its links (what can be "
+            f"overridden: {', '.join((*_DEVICE_FIELDS, 'price'))})"
+        )
+
+
+def _faster(link: Link, bytes_per_s: float) -> Link:
+    """The scale-up level at another speed; the links of a mesh get faster together."""
+    if not isinstance(link, Level) or link.p2p_bytes_per_s is None:
+        return replace(link, bytes_per_s=bytes_per_s, source="given")
+    peer = link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
+    return replace(link, bytes_per_s=bytes_per_s, p2p_bytes_per_s=peer, source="given")
+
+
+def _networked(link: Link, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:
+    """The levels with cards of another speed; what is beyond a rail group keeps its share of that."""
+    networks = tuple(level for level in outer if level.name in NETWORKS)
+    networks = networks or (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
+    if not isinstance(link, Level):
+        link = Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+    cards = networks[0].bytes_per_s
+    speeds = [bytes_per_s * (level.bytes_per_s / cards) for level in networks]
+    rest = tuple(level for level in outer if level.name not in NETWORKS)
+    pairs = zip(networks, speeds, strict=True)
+    return link, (*rest, *(replace(level, bytes_per_s=speed, source="given") for level, speed in pairs))
 
 
 def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:

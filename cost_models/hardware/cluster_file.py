@@ -29,7 +29,10 @@
 
 Levels of a list have the keys name, gb_s, latency_us, and if they are not the last: size (devices in one unit). All
 take p2p_gb_s (to one peer, in a mesh), oversubscription (3: the level carries a third of what all devices send; 1
-unless given) and fabric (a row of collectives.FABRICS).
+unless given) and fabric (a row of nccl.FABRICS).
+
+In place of levels and nic_gbit_s, `fabric` gives all links as a graph (`fabric_file`): rails, fat trees, tori, groups
+of switches, pairs of bridged devices.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ from typing import Any
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import parts as hardware
 from autoplan.cost_models.hardware.catalog import DTYPES, PEAK_COLUMNS
+from autoplan.cost_models.hardware.fabric_file import fabric_of_mapping
+from autoplan.cost_models.hardware.keys import as_mapping, as_number
 from autoplan.cost_models.hardware.nccl import FABRICS
-from autoplan.cost_models.hardware.nodes import NETWORK, NETWORKS, RAILS, Nodes
-from autoplan.cost_models.hardware.parts import Device, Level, Price
+from autoplan.cost_models.hardware.nodes import Nodes
+from autoplan.cost_models.hardware.parts import NETWORK, NETWORKS, RAILS, Device, Level, Link, Price
 from autoplan.errors import PinError
 from autoplan.units import GB, MICRO, TERA
 
@@ -55,6 +60,7 @@ _TOP = (
     "device",
     "device_overrides",
     "levels",
+    "fabric",
     "nic_gbit_s",
     "price_usd_per_device_hour",
     "price_source",
@@ -110,25 +116,36 @@ def read_nodes(path: str | Path) -> Nodes:
 
 def nodes_of(data: object, where: str) -> Nodes:
     """The nodes of a mapping, as a YAML file holds it."""
-    top = _mapping(data, where, _TOP)
+    top = as_mapping(data, where, _TOP)
     for key in ("nodes",) if "instance" in top else ("nodes", "devices_per_node", "device"):
         if key not in top:
             raise PinError(f"{where}: {key} is missing; needed are nodes and instance, or devices_per_node and device")
-    nodes = int(_number(top, "nodes", where, hardware.COUNT))
+    if "fabric" not in top:
+        return _nodes(top, where)
+    for key in ("levels", "nic_gbit_s"):
+        if key in top:
+            raise PinError(f"{where}: {key} is what the fabric says; take out one of both")
+    nodes = _nodes(top, where)
+    return nodes.on_fabric(fabric_of_mapping(top["fabric"], nodes.num_devices, f"{where}, fabric"))
+
+
+def _nodes(top: Mapping[str, Any], where: str) -> Nodes:
+    """The nodes of a file without its fabric."""
+    nodes = int(as_number(top, "nodes", where, hardware.COUNT))
     given: dict[str, float] = {}
     nic = None
     price = _price(top, where)
     if price is not None:
         given["price"] = price.usd_per_device_hour
     if "nic_gbit_s" in top:
-        nic = given["nic"] = _number(top, "nic_gbit_s", where, hardware.GBIT_S)
+        nic = given["nic"] = as_number(top, "nic_gbit_s", where, hardware.GBIT_S)
     if "instance" in top:
         for key in ("devices_per_node", "device", "device_type"):
             if key in top:
                 raise PinError(f"{where}: {key} is what the instance {top['instance']!r} says; take out one of both")
         cluster = Nodes.of_instances(nodes, str(top["instance"]), nic, price)
         return _overridden(cluster, top, given, where)
-    per_node = int(_number(top, "devices_per_node", where, hardware.COUNT))
+    per_node = int(as_number(top, "devices_per_node", where, hardware.COUNT))
     if isinstance(top["device"], str):
         cluster = Nodes.of_catalog(nodes, per_node, top["device"], nic, price)
         return _overridden(cluster, top, given, where)
@@ -137,6 +154,8 @@ def nodes_of(data: object, where: str) -> Nodes:
     kind = top.get("device_type", "cuda")
     # what whole steps show of accelerators holds for one made by hand, unless its file says otherwise
     device = _device(top["device"], f"{where}, device", None if kind == "cuda" else 0.0)
+    if "fabric" in top:
+        return Nodes(nodes, per_node, device, Link(0.0, 1.0, "fabric"), kind, (), price, tuple(sorted(given.items())))
     levels = _levels(top.get("levels"), nic, f"{where}, levels")
     networks = [level for level in levels[1:] if level.name in NETWORKS]
     if networks:
@@ -151,7 +170,7 @@ def _price(top: Mapping[str, Any], where: str) -> Price | None:
         if told:
             raise PinError(f"{where}: {told[0]} is of a price; price_usd_per_device_hour is missing")
         return None
-    usd = _number(top, "price_usd_per_device_hour", where, hardware.USD)
+    usd = as_number(top, "price_usd_per_device_hour", where, hardware.USD)
     return Price(usd, str(top.get("price_source", where)), str(top.get("price_as_of", "given")))
 
 
@@ -166,24 +185,11 @@ def _overridden(cluster: Nodes, top: Mapping[str, Any], given: Mapping[str, floa
     return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
 
 
-def _mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise PinError(f"{where} must be a mapping with the keys {', '.join(known)}; got {data!r}")
-    for key in data:
-        if key not in known:
-            raise PinError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
-    return data
-
-
-def _number(data: Mapping[str, Any], key: str, where: str, legal: Range) -> float:
-    return float(legal.check(data[key], f"{where}: {key}"))
-
-
 def _fields(data: Mapping[str, Any], table: _Table, where: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, (name, factor, legal) in table.items():
         if key in data:
-            out[name] = _number(data, key, where, legal) * factor
+            out[name] = as_number(data, key, where, legal) * factor
     for whole in ("memory_bytes", "host_memory_bytes", "size"):
         if whole in out:
             out[whole] = int(out[whole])
@@ -191,7 +197,7 @@ def _fields(data: Mapping[str, Any], table: _Table, where: str) -> dict[str, Any
 
 
 def _device_fields(data: object, where: str, base: Device | None) -> dict[str, Any]:
-    given = _mapping(data, where, ("name", "peak_tflops", "source", *_DEVICE))
+    given = as_mapping(data, where, ("name", "peak_tflops", "source", *_DEVICE))
     out = _fields(given, _DEVICE, where)
     for key in ("name", "source"):
         if key in given:
@@ -200,15 +206,15 @@ def _device_fields(data: object, where: str, base: Device | None) -> dict[str, A
         peaks = given["peak_tflops"]
         if isinstance(peaks, Mapping):
             at = f"{where}, peak_tflops"
-            peaks = _mapping(peaks, at, DTYPES)
-            table = {k: _number(peaks, k, at, hardware.TFLOPS) * TERA for k in peaks}
+            peaks = as_mapping(peaks, at, DTYPES)
+            table = {k: as_number(peaks, k, at, hardware.TFLOPS) * TERA for k in peaks}
             table = {**(base.peak_flops_by_dtype if base is not None else {}), **table}
             train = next((d for d in ("bfloat16", "float16", "float32") if d in table), None)
             if train is None:
                 raise PinError(f"{where}: peak_tflops needs one of bfloat16, float16, float32; got {', '.join(table)}")
             out["peak_flops_by_dtype"], out["peak_flops"] = table, table[train]
         else:
-            out["peak_flops"] = _number(given, "peak_tflops", where, hardware.TFLOPS) * TERA
+            out["peak_flops"] = as_number(given, "peak_tflops", where, hardware.TFLOPS) * TERA
             out["peak_flops_by_dtype"] = {}
     return out
 
@@ -231,7 +237,7 @@ def _device(data: object, where: str, overlap_fraction: float | None) -> Device:
 
 
 def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:
-    given = _mapping(data, where, known)
+    given = as_mapping(data, where, known)
     out = _fields(given, _LEVEL, where)
     for key in ("name", "fabric", "source"):
         if key in given:
@@ -250,7 +256,7 @@ def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, d
     figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
     names = [level.name for level in levels if isinstance(level, Level)]
-    given = _mapping(data, where, (*names, RAILS) if NETWORK in names else tuple(names))
+    given = as_mapping(data, where, (*names, RAILS) if NETWORK in names else tuple(names))
     for i, name in enumerate(names):
         if name in given:
             fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from autoplan.cost_models.hardware import catalog
-from autoplan.cost_models.hardware.parts import COUNT, OVERSUBSCRIPTION, Device, Level, Link, Price
+from autoplan.cost_models.hardware.fabric_graph import FabricGraph
+from autoplan.cost_models.hardware.parts import COUNT, NETWORK, OVERSUBSCRIPTION, Device, Level, Link, Price
 from autoplan.errors import PinError
 from autoplan.units import GB
-
-# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
-NETWORKS = RAILS, NETWORK = "rails", "network"
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,7 @@ class Nodes:
 
     `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer). `given`: which
     figures are not the catalog's but the user's, by the names of OVERRIDES; they stay when the device is another.
+    `fabric`: the graph that the levels were found on (`on_fabric`), which says what a group gets; None: the levels do.
     """
 
     num_nodes: int
@@ -31,8 +30,14 @@ class Nodes:
     outer: tuple[Level, ...] = ()
     price: Price | None = None
     given: tuple[tuple[str, float], ...] = field(default=(), compare=False, repr=False)
+    fabric: FabricGraph | None = field(default=None, hash=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.fabric is not None and self.fabric.num_devices != self.num_devices:
+            raise PinError(
+                f"the fabric has {self.fabric.num_devices} devices, {self.num_nodes} nodes of {self.devices_per_node} "
+                f"have {self.num_devices}; give the cluster as many as the fabric"
+            )
         for what, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
@@ -51,6 +56,16 @@ class Nodes:
                     f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
                     f"latency of at least 0, got {min(speeds)} bytes/s and {level.latency_s} s"
                 )
+
+    @property
+    def num_devices(self) -> int:
+        """World size."""
+        return self.num_nodes * self.devices_per_node
+
+    def on_fabric(self, fabric: FabricGraph) -> Self:
+        """The same nodes, linked as a graph says; its levels take the place of theirs."""
+        link, *outer = fabric.levels(self.devices_per_node)
+        return replace(self, link=link, outer=tuple(outer), fabric=fabric)
 
     @classmethod
     def of_catalog(

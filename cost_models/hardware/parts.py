@@ -20,6 +20,9 @@ _ASSUMED_ACHIEVABLE = Quantity(0.5, 0.7, 0.88, Tag.ASSUMED)
 _ACHIEVABLE_SPREAD = 0.05  # of a published MAMF figure: other shapes, clocks and software
 
 
+# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
+NETWORKS = RAILS, NETWORK = "rails", "network"
+
 _LEAST = 1e-9  # of what must be above 0
 COUNT = Range(1, 10**6, whole=True)  # of nodes, or of devices in one
 GBIT_S = Range(_LEAST, 1e6, "Gbit/s")

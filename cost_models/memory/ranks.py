@@ -44,6 +44,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, kind_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import Ladder
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -144,7 +145,7 @@ class MemoryModel:
         self.largest = [max(blocks[b][1] for b in unit) for unit in workload.units]
         self.largest_grad = [max(blocks[b][4] for b in unit) for unit in workload.units]
         self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
-        saved = workload.unit_selective if c.recompute == "selective" else workload.unit_saved
+        saved = workload.unit_selective if c.recompute == SELECTIVE else workload.unit_saved
         self.saved, self.kept = saved, workload.unit_kept
         freed = [a - b for a, b in zip(saved, self.kept, strict=True)]
         self.ladder = Ladder.full_only(workload.layers, freed, [0.0] * len(freed))
@@ -266,9 +267,8 @@ class MemoryModel:
 
     def kept_bytes(self, unit: int, how: str) -> float:
         """What a unit keeps under a choice of recompute."""
-        if how in ("none", "selective"):
-            return self.saved[unit] if how == "none" else self.workload.unit_selective[unit]
-        return self.kept[unit] if how == "full" else self.workload.unit_choices[unit][how]
+        known = {NONE: self.saved, SELECTIVE: self.workload.unit_selective, FULL: self.kept}
+        return known[how][unit] if how in known else self.workload.unit_choices[unit][how]
 
     def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
         w = self.workload
@@ -278,13 +278,13 @@ class MemoryModel:
         held += self.held_once(units.start, units.stop) if units else 0.0
         running = []
         for u in units:
-            how = again.get(u, "none")
+            how = again.get(u, NONE)
             kept = self.kept_bytes(u, how)
             held += kept
             waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
             # while a unit's backward runs, what later ones kept is gone already
             back = w.unit_saved[u] - kept  # what regions make again
-            running.append((held, (self.transient_again[u] if how == "full" else self.transient[u] + back) + waiting))
+            running.append((held, (self.transient_again[u] if how == FULL else self.transient[u] + back) + waiting))
         return _Held(held, tuple(running))
 
     def rank(
@@ -357,7 +357,7 @@ class MemoryModel:
         most = 0.0
         for k in mine:
             again = pinned or self.ladder.choices(chunks[k], recompute[k])
-            most = max(most, sum(self.offloaded[u] for u in chunks[k] if again.get(u) == "offload"))
+            most = max(most, sum(self.offloaded[u] for u in chunks[k] if kind_of(again.get(u, NONE)).on_host))
         out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
         if most:
             out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)

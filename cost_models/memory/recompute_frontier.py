@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-NONE, FULL = "none", "full"
+from autoplan.config.recompute import FULL, NONE
 
 
 @dataclass(frozen=True)

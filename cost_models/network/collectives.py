@@ -40,6 +40,7 @@ from functools import lru_cache
 from typing import Protocol as Interface
 
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.fabric_graph import Traffic, spans
 from autoplan.cost_models.hardware.nccl import FABRICS, KINDS, Fabric, Path, Protocol
 from autoplan.cost_models.hardware.parts import Group, Level, Link
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
@@ -51,7 +52,11 @@ _VOLUME: dict[str, float] = {**dict.fromkeys(KINDS, 1.0), "all_reduce": 2.0}
 # of kernels made for experts (DeepEP): each token goes once to each node and once to each device that it is for
 EXPERT_KINDS = ("ep_dispatch", "ep_combine")
 TOP_K = 8  # experts per token in all measurements of them
-_PAIRWISE = ("all_to_all", "send_recv", *EXPERT_KINDS)
+# Messages between pairs: who sends to whom; all others are rings or trees.
+_PAIRWISE = {
+    **dict.fromkeys(("all_to_all", *EXPERT_KINDS), Traffic.ALL_TO_ALL),
+    "send_recv": Traffic.NEIGHBOURS,
+}
 
 
 class CollectiveProfile(Interface):
@@ -138,15 +143,10 @@ class _Part:
 
 
 def _parts(group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric]) -> list[_Part]:
-    out, inside = [], 1
-    for level in levels:
-        here = min(group.size, max(1, level.size // group.stride))  # units are aligned: a group starts where one starts
-        if level is levels[-1]:
-            here = group.size
-        if here > inside:
-            out.append(_Part(level, fabrics[level.fabric], inside, math.ceil(here / inside)))
-            inside = here
-    return out
+    return [
+        _Part(levels[i], fabrics[levels[i].fabric], inside, math.ceil(here / inside))
+        for i, inside, here in spans(group, levels)
+    ]
 
 
 def distinct_units(units: float, top_k: int) -> float:
@@ -312,4 +312,5 @@ def group_collective_s(
         if measured is not None:
             return measured
         latency = profile.longest_s(kind, group.size, group.stride) or ZERO  # only small messages were measured
-    return _curve(kind, group, cluster.levels, top_k or TOP_K).quantity(num_bytes) + latency
+    levels = cluster.levels_of(group, _PAIRWISE.get(kind, Traffic.RING))
+    return _curve(kind, group, levels, top_k or TOP_K).quantity(num_bytes) + latency

@@ -16,19 +16,20 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
-from autoplan.config.recompute import groups_of
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, groups_of, kind_of
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
-from autoplan.cost_models.memory.ranks import BUCKET_BYTES, NOT_ALLOCATED, MemoryModel
+from autoplan.cost_models.memory.ranks import BUCKET_BYTES, MemoryModel
 from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
-from autoplan.cost_models.time.simulation import ChunkTimes, Event, Timeline, simulate
+from autoplan.cost_models.time.estimate import Estimate, StageEstimate
+from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.cost_models.work import Workload
 from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
@@ -37,77 +38,6 @@ from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_
 # within their interval (experiments/plan_accuracy.py). Priced from the catalog for a device that is in no
 # published timings: assumed.
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """One pipeline rank: its units (one range per chunk), what a micro-batch costs it, and its memory by term."""
-
-    index: int
-    num_layers: int
-    num_recomputed: int
-    forward_s: Quantity
-    backward_s: Quantity
-    in_flight: int
-    memory: Mapping[str, Quantity]  # bytes by term, at the moment of the step when they are most
-    fullest: str = ""  # that moment
-    host_memory: Mapping[str, Quantity] = field(default_factory=dict)  # bytes in the memory of the host, by term
-
-    @property
-    def memory_bytes(self) -> Quantity:
-        """Sum of all terms."""
-        return total(list(self.memory.values()))
-
-    @property
-    def allocated_bytes(self) -> Quantity:
-        """Of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
-        return total([size for name, size in self.memory.items() if name not in NOT_ALLOCATED])
-
-    @property
-    def host_bytes(self) -> Quantity:
-        """Sum of what is in the memory of the host."""
-        return total(list(self.host_memory.values()))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Time and memory of one plan. `breakdown` adds up to the step: seconds of the busiest rank by term.
-
-    `mfu` counts attention in full, as PaLM (appendix B) and NeMo's tables do; `mfu_causal` counts the half of it that a
-    causal mask leaves, as Megatron Bridge does. They are far apart for long sequences.
-    """
-
-    step_time_s: Quantity
-    breakdown: Mapping[str, Quantity]
-    stages: tuple[StageEstimate, ...]
-    tokens_per_step: float
-    tokens_per_s: float
-    tokens_per_s_per_device: float
-    mfu: float
-    mfu_causal: float
-    memory_capacity_bytes: float
-    events: tuple[Event, ...] = field(default=(), repr=False)
-    host_capacity_bytes: float = math.inf  # of a device's share of its host
-
-    @property
-    def peak_memory_bytes(self) -> Quantity:
-        """Of the fullest stage."""
-        return max((s.memory_bytes for s in self.stages), key=lambda q: q.mid)
-
-    @property
-    def fits(self) -> bool:
-        """True if every stage's expected memory is within the device's, and what it offloads within the host's."""
-        return self.peak_memory_bytes.mid <= self.memory_capacity_bytes and self.fits_host
-
-    @property
-    def peak_host_bytes(self) -> Quantity:
-        """In the memory of the host, of the stage with most there."""
-        return max((s.host_bytes for s in self.stages), key=lambda q: q.mid)
-
-    @property
-    def fits_host(self) -> bool:
-        """True if what is offloaded is within a device's share of its host."""
-        return self.peak_host_bytes.mid <= self.host_capacity_bytes
 
 
 def ranges_of(chunks: Sequence[int]) -> list[range]:
@@ -209,8 +139,9 @@ class Pricer:
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
-        self.contention = prices.contention
-        self.hides_once = prices.hides if costs.options.overlap_zero else 0.0  # of computing, for what moves once
+        self.contention = prices.states.contention
+        # of computing, for what moves once
+        self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
@@ -343,7 +274,7 @@ class Pricer:
         for units, again in zip(ranges_of(chunks), recompute, strict=True):
             how = self.recomputed(units, again)
             repeated = sum(table.repeated(u, name) for u, name in how.items())
-            if self.config.recompute == "selective":
+            if self.config.recompute == SELECTIVE:
                 repeated += sum(table.selective[u] for u in units)
             whole = self._whole(units, how)
             out.append(
@@ -364,7 +295,7 @@ class Pricer:
 
     def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
         """The units of which a split backward keeps the layers' together (`Block.whole_backward` of the runtime)."""
-        selective = self.config.recompute == "selective"
+        selective = self.config.recompute == SELECTIVE
         return units if selective or self.costs.mode is Mode.COMPILED else again
 
     def layer_blocks(self, unit: int) -> list[BlockCost]:
@@ -379,13 +310,13 @@ class Pricer:
         `saved` of the memory model), nor is `full` (all steps of the ladder).
         """
         pinned, w = self.config.recompute, self.workload
-        if isinstance(pinned, tuple) or pinned in ("none", "selective", "full"):
+        if isinstance(pinned, tuple) or (isinstance(pinned, str) and kind_of(pinned).of_all):
             return {}
         out = {}
         for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
             layers = [c for c, layer in zip(calls, marked, strict=True) if layer]
-            found = [pinned if isinstance(pinned, str) else pinned.get(c, "none") for c in layers]
-            how = next((name for name in found if name != "none"), "none")
+            found = [pinned if isinstance(pinned, str) else pinned.get(c, NONE) for c in layers]
+            how = next((name for name in found if name != NONE), NONE)
             known = self.choices_of(u)
             if how not in known:  # groups that the layer has
                 how = "+".join(g for g in groups_of(how) if g in known)
@@ -397,7 +328,7 @@ class Pricer:
         """What a unit may compute again."""
         if not self.workload.layers[unit]:
             return []
-        return ["full", "selective", *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
+        return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
     def _ladder(self, searched: bool, activations: bool) -> Ladder:
         """Layers in full, or where it is `searched` all choices, by kind of layer; the host among them if it may."""
@@ -405,12 +336,17 @@ class Pricer:
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
             return Ladder.full_only(w.layers, freed, self.again)
-        left_out = {"selective"} | (set() if activations else {"offload"})
+        looked_at = {
+            Searched.ALWAYS: True,
+            Searched.BY_OPERATION: searched,
+            Searched.OFFLOADING: activations,
+            Searched.NEVER: False,
+        }
         options = [
             [
                 Choice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
                 for how in self.choices_of(u)
-                if how not in left_out and (searched or how in ("full", "offload"))
+                if looked_at[kind_of(how).searched]
             ]
             for u in range(self.num_units)
         ]
@@ -429,6 +365,10 @@ class Pricer:
         if self.pinned_again:
             return {u: self.pinned_again[u] for u in units if u in self.pinned_again}
         return self.ladder.choices(units, level)
+
+    def _again(self, mine: Sequence[int], ranges: Sequence[range], recompute: Sequence[int]) -> list[tuple[int, str]]:
+        """The units of a rank's chunks that do not keep everything, and what they do instead."""
+        return [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
 
     def _timeline(
         self, chunks: Sequence[int], times: list[ChunkTimes], which: str, *, events: bool = False, sends: bool = True
@@ -509,9 +449,7 @@ class Pricer:
                 StageEstimate(
                     index=rank,
                     num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
-                    num_recomputed=sum(
-                        how != "offload" for k in mine for how in self.recomputed(ranges[k], recompute[k]).values()
-                    ),
+                    num_recomputed=sum(kind_of(how).computes_again for _, how in self._again(mine, ranges, recompute)),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
                     in_flight=held[rank].in_flight,
@@ -553,57 +491,74 @@ class Pricer:
         self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
     ) -> dict[str, Quantity]:
         """Where the step goes, on the rank that computes longest. What no other term explains is the bubble."""
-        c, m = self.config, self.runs
-        timeline = self._timeline(chunks, times, "mid", sends=True)
-        unsent = self._timeline(chunks, times, "mid", sends=False)
-        rank_units = self._rank_units(chunks)
-        rank = max(range(c.pp), key=lambda r: timeline.busy_s[r])
-        blocks, ranges = self._blocks_of(rank_units[rank]), ranges_of(chunks)
-        mine = self.chunks_of[rank]
-        again = [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
-        out: dict[str, Quantity] = {}
-        out["compute"] = (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m
-        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
-        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
-        for name in ("recompute", "offload"):
-            chosen = [(u, how) for u, how in again if (how == "offload") is (name == "offload")]
-            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * m
-        if c.recompute == "selective":
-            out["recompute"] += total([b.selective for b in blocks]) * m
-        for family in ("tp", "cp", "ep"):
-            out[f"{family}_comm"] = total([q for b in blocks for (f, _), q in b.comm.items() if f == family]) * m
-        zero = total([b.zero_forward + b.zero_backward for b in blocks]) * m
-        reductions = self._all_reduces(rank_units[rank])
-        once = [b.zero_first + b.zero_last for b in blocks]
-        if not self.chained:
-            exposed = self._once_s(rank_units[rank], self._tables["mid"])
-            once = [
-                Quantity.spread(
-                    exposed, 0.0, max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
-                )
-            ]
-        coupled = total([q for b in blocks for (f, _), q in b.comm.items() if f == "dp"]) * m
-        out["dp_comm"] = zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
-        out["launch"] = total([q for b in blocks for q in b.waited.values()]) * m
-        out["launch"] += total([b.waited_once for b in blocks]) + self._waits(ranges, rank_units[rank], mine)
-        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
-        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges[:-1]]
-        hops = zip(cuts, self._boundaries, strict=True)
-        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
-        out["pp_comm"] = Quantity.spread(sent, 0.0, total(sends).tag)
-        out["accumulate"] = total([b.accumulate for b in blocks]) * m
-        latest = max(range(c.pp), key=lambda r: sum(self.optimizer[u] for u in rank_units[r]))
-        updating = self._blocks_of(rank_units[latest])
-        out["optimizer"] = total([b.optimizer for b in updating])
+        m, ranges, rank_units = self.runs, ranges_of(chunks), self._rank_units(chunks)
+        timeline = self._timeline(chunks, times, "mid")
+        rank = max(range(self.config.pp), key=lambda r: timeline.busy_s[r])
+        units, mine = rank_units[rank], self.chunks_of[rank]
+        blocks, again = self._blocks_of(units), self._again(mine, ranges, recompute)
+        latest = max(rank_units, key=lambda units: sum(self.optimizer[u] for u in units))
+        updating = self._blocks_of(latest)
+        out = {
+            "compute": (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m,
+            **self._repeated(blocks, again),
+            **{f"{family}_comm": _sent(blocks, family) * m for family in ("tp", "cp", "ep")},
+            "dp_comm": self._data_parallel(units, blocks),
+            "launch": total([q for b in blocks for q in b.waited.values()]) * m
+            + (total([b.waited_once for b in blocks]) + self._waits(ranges, units, mine)),
+            "pp_comm": self._transfers(chunks, times, timeline, rank),
+            "accumulate": total([b.accumulate for b in blocks]) * m,
+            "optimizer": total([b.optimizer for b in updating]),
+        }
         out["offload"] += total([b.moved for b in updating])
-        fixed = self.fixed_s + 2 * m * len(mine) * self.action_s
-        whole = self._whole(rank_units[rank], [u for u, _ in again])
-        layers = sum(self.workload.layers[u] for u in rank_units[rank] if u not in whole)
-        fixed += self.costs.overhead_s("split_layer_s") * split * m * layers
-        out["overhead"] = Quantity.spread(fixed, 0.0, Tag.MEASURED)
+        out["overhead"] = self._overhead(rank, units, [u for u, _ in again])
         rest = step_s - sum(q.mid for q in out.values())
         out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))
         return {k: q for k, q in out.items() if q.mid > 0 or k in ("compute", "bubble")}
+
+    def _repeated(self, blocks: Sequence[BlockCost], again: Sequence[tuple[int, str]]) -> dict[str, Quantity]:
+        """What a rank computes again in a step, and what it copies to the host and back instead."""
+        out = {}
+        for name, on_host in (("recompute", False), ("offload", True)):
+            chosen = [(u, how) for u, how in again if kind_of(how).on_host is on_host]
+            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * self.runs
+        if self.config.recompute == SELECTIVE:
+            out["recompute"] += total([b.selective for b in blocks]) * self.runs
+        return out
+
+    def _data_parallel(self, units: Sequence[int], blocks: Sequence[BlockCost]) -> Quantity:
+        """What a rank sends to others with the same parameters, or with parts of its micro-batches, in a step."""
+        zero = total([b.zero_forward + b.zero_backward for b in blocks]) * self.runs
+        reductions = self._all_reduces(units)
+        once = [b.zero_first + b.zero_last for b in blocks]
+        if not self.chained:
+            tag = max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
+            once = [Quantity.spread(self._once_s(units, self._tables["mid"]), 0.0, tag)]
+        coupled = _sent(blocks, "dp") * self.runs
+        return zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
+
+    def _transfers(self, chunks: Sequence[int], times: list[ChunkTimes], timeline: Timeline, rank: int) -> Quantity:
+        """How much earlier a rank would be done if nothing were sent between stages."""
+        unsent = self._timeline(chunks, times, "mid", sends=False)
+        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
+        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges_of(chunks)[:-1]]
+        hops = zip(cuts, self._boundaries, strict=True)
+        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
+        return Quantity.spread(sent, 0.0, total(sends).tag)
+
+    def _overhead(self, rank: int, units: Sequence[int], again: Sequence[int]) -> Quantity:
+        """Measured constants of a step, of actions of the pipeline and of backwards in two parts."""
+        c, m = self.config, self.runs
+        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
+        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
+        whole = self._whole(units, again)
+        layers = sum(self.workload.layers[u] for u in units if u not in whole)
+        fixed = self.fixed_s + 2 * m * len(self.chunks_of[rank]) * self.action_s
+        return Quantity.spread(fixed + self.costs.overhead_s("split_layer_s") * split * m * layers, 0.0, Tag.MEASURED)
+
+
+def _sent(blocks: Sequence[BlockCost], family: str) -> Quantity:
+    """Seconds of the collectives of one family of axes, in one micro-batch."""
+    return total([q for b in blocks for (f, _), q in b.comm.items() if f == family])
 
 
 def _main_dtype(workload: Workload) -> str:

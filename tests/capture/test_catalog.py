@@ -80,7 +80,7 @@ def plain(graph: ModelGraph) -> ModelGraph:
     return replace(graph, blocks=blocks)
 
 
-@pytest.mark.parametrize("name", [n if n in SMALL else pytest.param(n, marks=pytest.mark.exhaustive) for n in CONFIGS])
+@pytest.mark.parametrize("name", [n if n in SMALL else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
 def test_shipped_graphs_are_what_capture_gives_now(name: str) -> None:
     assert plain(catalog.load_model(name)) == plain(catalog.captured(name)), (
         f"{name} has drifted; run python -m autoplan.catalog {name}"
@@ -132,7 +132,7 @@ def test_layouts_are_found(name: str, degree: int) -> None:
     assert all(option == "S(experts)" for option in found.get("experts", ()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_has_a_layout(name: str, degree: int) -> None:

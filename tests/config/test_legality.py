@@ -198,7 +198,7 @@ def test_every_suggestion_is_taken() -> None:
     assert seen["suggestions"] > 100 > 10 * seen["nothing near"] / 2, seen
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 9))
 def test_many_suggestions_are_taken(seed: int) -> None:
     compare_many(seed, 1000, (*CATALOG, "encoder-decoder"))

@@ -18,8 +18,8 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, op_s
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
-from autoplan.cost_models.time.price import Estimate
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
 from autoplan.errors import PinError, ProfileError
 from autoplan.program.megatron_kernels import Kernels

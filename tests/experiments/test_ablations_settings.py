@@ -12,7 +12,7 @@ from ablations import Setup, agrees, peak_bytes, priced, step_s
 from published_rows import Kind, Shape
 
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, RunOptions
-from autoplan.cost_models.time.price import Estimate
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 
 UNFUSED = RunOptions(attention=Attention.UNFUSED, sequence_parallel=False)  # before 2022

@@ -62,14 +62,14 @@ TP_PP = [("tp2 x pp2 ZeRO 0", "TP+SP, 1F1B"), ("tp2 x pp2 ZeRO 0", "TP shared, 1
 ALL = [("dp2 x tp2 x pp2 ZeRO 1", "FSDP2, TP+SP, 1F1B"), ("dp2 x tp2 x pp2 ZeRO 1", "FSDP2, TP shared, 1F1B")]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
     assert_measured(rows_of("composed", 4, tmp_path), FSDP_TP + FSDP_PP + TP_PP)
 
 
 @pytest.mark.processes
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_three_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
     assert_measured(rows_of("composed", 8, tmp_path), ALL)
 

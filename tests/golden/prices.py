@@ -4,6 +4,14 @@
     python tests/golden/prices.py --check --every 9  # every ninth of them
     python tests/golden/prices.py --write            # freeze what is answered now (after a change that means to)
 
+How prices may change. A change that only moves or renames code leaves every answer as it is. Where a cost model is
+corrected, `--check` lists what the correction changes; look whether that is what was meant and nothing else (the other
+models, modes and dimensions are on the list as a check of this), then `--write`, and commit the new answers together
+with the correction and with the figures of experiments/README.md that follow from it. Never refreeze to make a test
+pass whose difference has no explanation.
+
+`make quick` asks every 40th estimate again, `make test` every third, `make test-all` all of them and the plans.
+
 Frozen are all catalog models under the configurations of CONFIGURATIONS, and the plans of PLANS: step time, memory and
 a digest of every number of the answer. Left out are times of the search and what is only repeated from the request. A
 configuration that is refused for a model is frozen as refused, without its words.

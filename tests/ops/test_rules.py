@@ -51,7 +51,7 @@ def test_an_unknown_op_says_which_line_to_write() -> None:
 
 
 def _cases(mesh: str) -> list[object]:
-    slow = [pytest.mark.exhaustive] if mesh == "4" else []
+    slow = [pytest.mark.slow] if mesh == "4" else []
     return [pytest.param(mesh, op, marks=slow, id=f"{mesh}-{op}") for op in GROUPS]
 
 

@@ -25,8 +25,8 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.profile import LinkRecord, OpRecord, Profile, Timing
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_op_s
-from autoplan.cost_models.time.price import Estimate
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph

@@ -362,7 +362,7 @@ def test_no_rank_waits_for_one_that_cannot_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_node_that_fails_is_named(how: str, tmp_path: Path) -> None:
     job = str(Path(__file__).parents[1] / "profiler_dies.py")
     # a node that hangs is waited for; one that dies is seen at once, and a busy machine may be slow to let the two meet

@@ -40,8 +40,9 @@ from autoplan.ops.table import BUILDERS
 from autoplan.plan import make_plan
 from autoplan.program.activation_bytes import Activations, peak_bytes_of, saved_bytes_of
 from autoplan.program.activations import activations
-from autoplan.program.lower import BlockLowering, LoweredBlock, Op
+from autoplan.program.lower import BlockLowering
 from autoplan.program.pins import read_pins
+from autoplan.program.statements import LoweredBlock, Op
 from autoplan.runtime.loss import vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
@@ -240,7 +241,7 @@ def test_strides_are_those_of_torch(seed: int) -> None:
 FAMILIES = [
     *(("llama", 0.0), ("gpt-untied", 0.25), ("t5", 0.0), ("skips", 0.0)),
     *(
-        pytest.param(family, 0.0, marks=pytest.mark.exhaustive)
+        pytest.param(family, 0.0, marks=pytest.mark.slow)
         for family in ("llama-tied", "llama-frozen", "gpt", "encdec", "bart")
     ),
 ]

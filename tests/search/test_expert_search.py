@@ -87,7 +87,7 @@ def degrees_of(r: PlanRequest, devices: int) -> set[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize("latency_s", [1e-7, 1e-4])
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_search_is_exhaustive_enumeration(devices: int, latency_s: float) -> None:
     """With all of the memory, and with as little as leaves one plan: the fastest is found, and proved."""
     r = request(devices, {"pp": 1, "recompute": "none"}, latency_s=latency_s)
@@ -190,9 +190,9 @@ def test_search_with_experts_and_cut_sequences_is_enumeration(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
     [
-        pytest.param("1F1B", 1, marks=pytest.mark.exhaustive),
-        pytest.param("Interleaved1F1B", 2, marks=pytest.mark.exhaustive),
-        pytest.param("ZBV", 2, marks=pytest.mark.exhaustive),
+        pytest.param("1F1B", 1, marks=pytest.mark.slow),
+        pytest.param("Interleaved1F1B", 2, marks=pytest.mark.slow),
+        pytest.param("ZBV", 2, marks=pytest.mark.slow),
     ],
 )
 def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
@@ -237,8 +237,8 @@ def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("windows", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("windows", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method in every block, where a part of 4 tokens is long enough: with all of the memory, with the median of
     what plans need, and with as little as leaves one plan."""

@@ -41,8 +41,8 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("mode", [Mode.COMPILED, pytest.param(Mode.EAGER, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("speed", [FAST, pytest.param(SLOW, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mode", [Mode.COMPILED, pytest.param(Mode.EAGER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("speed", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("pins", "devices"), SMALL)
 def test_the_search_is_enumeration(pins: dict[str, Any], devices: int, speed: float, mode: Mode) -> None:
     """With less and less memory, and with a host that is large, and one that is small."""

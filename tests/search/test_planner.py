@@ -45,7 +45,7 @@ INTERLEAVED = "Interleaved1F1B"
     ("devices", "share", "mode"),
     [
         *((2, share, Mode.COMPILED) for share in (2.0, 0.8, 0.5)),
-        *(pytest.param(4, share, Mode.COMPILED, marks=pytest.mark.exhaustive) for share in (2.0, 0.8, 0.5)),
+        *(pytest.param(4, share, Mode.COMPILED, marks=pytest.mark.slow) for share in (2.0, 0.8, 0.5)),
         *((2, share, Mode.EAGER) for share in (0.8, 0.65, 0.5)),
     ],
 )

@@ -66,8 +66,8 @@ def step(case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
 
 CASES = [
     Case("llama", compile="aot_eager", num_micro_batches=2),
-    pytest.param(Case("gpt-untied", dropout=0.25, compile="aot_eager", recompute="full"), marks=pytest.mark.exhaustive),
-    pytest.param(Case("deepseek", compile="aot_eager"), marks=pytest.mark.exhaustive),
+    pytest.param(Case("gpt-untied", dropout=0.25, compile="aot_eager", recompute="full"), marks=pytest.mark.slow),
+    pytest.param(Case("deepseek", compile="aot_eager"), marks=pytest.mark.slow),
     Case("llama", compile="aot_eager", recompute="offload"),
     pytest.param(Case("llama", compile="inductor"), marks=NEEDS_COMPILER),
 ]
@@ -118,7 +118,7 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
         (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
         (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
         (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
-        pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.exhaustive),
+        pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
         (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
         pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
     ],

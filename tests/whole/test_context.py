@@ -232,7 +232,7 @@ _MESHES: dict[int, tuple[tuple[str, int], ...]] = {2: (("cp", 2),), 4: (("cpr", 
         (4, {"ring": "cp"}),
         (4, {"ulysses": "cpu", "ring": "cpr"}),
         *(
-            pytest.param(world, how, marks=pytest.mark.exhaustive)
+            pytest.param(world, how, marks=pytest.mark.slow)
             for world, how in [
                 (2, {"ring": "cp"}),
                 (2, {"ulysses": "cp"}),

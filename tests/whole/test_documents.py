@@ -171,7 +171,7 @@ def test_over_cut_sequences_every_method_is_looked_at() -> None:
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
-@pytest.mark.parametrize("family", [pytest.param("llama-padded", marks=pytest.mark.exhaustive), "llama-packed"])
+@pytest.mark.parametrize("family", [pytest.param("llama-padded", marks=pytest.mark.slow), "llama-packed"])
 @pytest.mark.parametrize(
     "degrees",
     spread_out(

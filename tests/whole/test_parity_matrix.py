@@ -22,7 +22,7 @@ USUAL = {p for i, p in enumerate(PAIRS) if i % EVERY == 0}
 
 
 @pytest.mark.parametrize(
-    "pair", [pytest.param(p, marks=[] if p in USUAL else pytest.mark.exhaustive) for p in PAIRS], ids=" x ".join
+    "pair", [pytest.param(p, marks=[] if p in USUAL else pytest.mark.slow) for p in PAIRS], ids=" x ".join
 )
 def test_pair_is_equal_or_refused(pair: tuple[str, str]) -> None:
     result = check(case_of(*pair))
@@ -39,7 +39,7 @@ def test_many_at_once(case: Case) -> None:
     assert result.equal, result
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_document_is_true() -> None:
     """It names every pair, and refuses what the search refuses, in its words. That the others run is tested above."""
     found = {pair: Result(refusal(case_of(*pair))) for pair in PAIRS}

@@ -1,0 +1,82 @@
+"""Estimate: what the price of a plan consists of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
+from autoplan.cost_models.quantity import Quantity, total
+from autoplan.cost_models.time.simulation import Event
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One pipeline rank: its units (one range per chunk), what a micro-batch costs it, and its memory by term."""
+
+    index: int
+    num_layers: int
+    num_recomputed: int
+    forward_s: Quantity
+    backward_s: Quantity
+    in_flight: int
+    memory: Mapping[str, Quantity]  # bytes by term, at the moment of the step when they are most
+    fullest: str = ""  # that moment
+    host_memory: Mapping[str, Quantity] = field(default_factory=dict)  # bytes in the memory of the host, by term
+
+    @property
+    def memory_bytes(self) -> Quantity:
+        """Sum of all terms."""
+        return total(list(self.memory.values()))
+
+    @property
+    def allocated_bytes(self) -> Quantity:
+        """Of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
+        return total([size for name, size in self.memory.items() if name not in NOT_ALLOCATED])
+
+    @property
+    def host_bytes(self) -> Quantity:
+        """Sum of what is in the memory of the host."""
+        return total(list(self.host_memory.values()))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time and memory of one plan. `breakdown` adds up to the step: seconds of the busiest rank by term.
+
+    `mfu` counts attention in full, as PaLM (appendix B) and NeMo's tables do; `mfu_causal` counts the half of it that a
+    causal mask leaves, as Megatron Bridge does. They are far apart for long sequences.
+    """
+
+    step_time_s: Quantity
+    breakdown: Mapping[str, Quantity]
+    stages: tuple[StageEstimate, ...]
+    tokens_per_step: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    mfu_causal: float
+    memory_capacity_bytes: float
+    events: tuple[Event, ...] = field(default=(), repr=False)
+    host_capacity_bytes: float = math.inf  # of a device's share of its host
+
+    @property
+    def peak_memory_bytes(self) -> Quantity:
+        """Of the fullest stage."""
+        return max((s.memory_bytes for s in self.stages), key=lambda q: q.mid)
+
+    @property
+    def fits(self) -> bool:
+        """True if every stage's expected memory is within the device's, and what it offloads within the host's."""
+        return self.peak_memory_bytes.mid <= self.memory_capacity_bytes and self.fits_host
+
+    @property
+    def peak_host_bytes(self) -> Quantity:
+        """In the memory of the host, of the stage with most there."""
+        return max((s.host_bytes for s in self.stages), key=lambda q: q.mid)
+
+    @property
+    def fits_host(self) -> bool:
+        """True if what is offloaded is within a device's share of its host."""
+        return self.peak_host_bytes.mid <= self.host_capacity_bytes

@@ -1,0 +1,250 @@
+"""What parameters cost: ZeRO's traffic, sums of gradients over micro-batches and ranks, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Group
+from autoplan.cost_models.profile import PHASES
+from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
+from autoplan.cost_models.work import BlockWork, Gathered, ParamWork
+from autoplan.schedules.schedule import backward_follows, num_copies
+from autoplan.units import dtype_bytes
+
+# Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
+REPLICAS = {False: "replicas", True: "expert_replicas"}
+# Seconds to start one of the copies that a collective of a list of tensors makes, one per rank, from C++: half of what
+# an operation from Python takes. Assumed.
+_LIST_COPY_S = 5e-6
+
+
+@dataclass(frozen=True)
+class ZeroTerms:
+    """What ZeRO adds to a block: in every forward and backward, in the first forward and the last backward; what moves
+    once per step, whole; and what hides behind computing the block again."""
+
+    forward: Quantity
+    backward: Quantity
+    first: Quantity
+    last: Quantity
+    gather_once: Quantity
+    reduce_once: Quantity
+    hidden_again: Quantity = ZERO
+
+
+def narrow(block: BlockWork) -> bool:
+    """True if its products take 8 or 4 bits."""
+    return any(op.matmul_dtype is not None for op in block.ops)
+
+
+class StatePricer:
+    """Prices of the parameters of blocks at given degrees.
+
+    Attributes:
+        hides: the share of computing behind which traffic of ZeRO hides. contention: of what hides, the share that it
+            costs the computing. reduces_beside: ZeRO 0 reduces gradients beside the backward.
+    """
+
+    def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
+        self.config, self.costs, self.precision, self.groups = config, costs, precision, groups
+        given, c = costs.overlap_fraction(), costs.constants
+        self.hides = c.overlap if given is None else given
+        self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
+        if self.by_tensor:
+            self.hides = 0.0
+        self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
+        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs where there are streams.
+        # What others ran op by op is priced as reduced after the backward.
+        emitted = costs.mode is Mode.FUSED or costs.profile is not None
+        beside = emitted and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
+        self.reduces_beside = beside and config.zero_stage == 0
+
+    def share(self, expert: bool) -> int:
+        """Ranks that ZeRO shards a parameter over; 1: it does not."""
+        return self.groups[REPLICAS[expert]].size if self.config.zero_stage else 1
+
+    def sharded(self, block: BlockWork) -> Iterator[tuple[str, int, list[ParamWork]]]:
+        """The parameters that ZeRO shards by who holds a copy: the name of that group, its ranks, the parameters."""
+        for expert, name in REPLICAS.items():
+            mine = [p for p in block.params if p.expert is expert]
+            ranks = self.share(expert)
+            if ranks > 1 and mine:
+                yield name, ranks, mine
+
+    def terms(self, block: BlockWork, forward: Quantity, backward: Quantity, sent: Quantity) -> ZeroTerms:
+        """What ZeRO adds to a block.
+
+        Args:
+            forward, backward: what its operations take.
+            sent: what collectives of its backward take, beside which ZeRO's may run too.
+        """
+        stage = self.config.zero_stage
+        gather, reduce, sharded = self._zero(block)
+        across = self._across_replicas(block)
+        hooks = {p: self.costs.fixed_s(f"zero_block_{p}_s") if sharded else ZERO for p in PHASES}
+        waited = self.costs.wait_s(forward.mid) if sharded else ZERO
+        gathering = self._beside(gather, forward) + waited
+        one, two = ((self.costs.wait_s(backward.mid / n, n) if reduce.mid else ZERO) for n in (1, 2))
+        gather_once = gather if stage in (1, 2) else ZERO
+        reduce_once = (reduce if stage == 1 else ZERO) + across
+        last = self._beside(reduce_once, backward) + (one if stage == 1 else ZERO)
+        if stage < 3:
+            reducing = self._beside(reduce, backward) + one if stage == 2 else ZERO
+            first = gathering if stage else ZERO
+            return ZeroTerms(
+                hooks["forward"], reducing + hooks["backward"], first, last if stage else ZERO, gather_once, reduce_once
+            )
+        # a stream of its own: traffic hides behind all that a backward does, computing the block again included
+        behind = backward + sent
+        moved = (gather if self.gathers_again(block) else ZERO) + reduce
+        wait = two if moved.mid > reduce.mid else one
+        both = self._beside(moved, behind) + wait
+        beside = self._beside(moved, behind + forward) + wait
+        hidden = both.beyond(beside)
+        return ZeroTerms(
+            gathering + hooks["forward"], both + hooks["backward"], ZERO, last, gather_once, reduce_once, hidden
+        )
+
+    def _zero(self, block: BlockWork) -> tuple[Quantity, Quantity, bool]:
+        """Gathering the block's parameters over their replicas, reducing and scattering their gradients, and whether
+        there is anything to gather."""
+        gather, reduce = [], []
+        for name, ranks, mine in self.sharded(block):
+            size = self.gathered_bytes(mine)
+            if self.costs.options.narrow_gather and narrow(block):
+                size /= 2
+            trained = [p for p in mine if p.trainable]
+            grads = self.reduced_bytes(trained)
+            gather.append(self._moved_s("all_gather", size, mine, name))
+            gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))
+            if grads:
+                reduce.append(self._moved_s("reduce_scatter", grads, trained, name))
+                reduce.append(self.costs.zero_copy_s("reduce", grads, len(trained), ranks))
+            # shards come from the host in the stream that gathers, and go there in the one that reduces
+            # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
+            there = [p for p in mine if self._by_policy(p)]
+            if there:
+                shard = sum(p.num_elements * self._shown_bytes(p) for p in there) / ranks
+                gather.append(self.costs.host_copy_s(shard))
+                back = sum(p.num_elements * self._shown_bytes(p) for p in there if p.trainable) / ranks
+                reduce.append(self.costs.host_copy_s(back))
+        return total(gather), total(reduce), bool(gather)
+
+    def _moved_s(self, kind: str, size: float, params: Sequence[ParamWork], name: str) -> Quantity:
+        """One collective of `size` bytes for all of a block's parameters, or one for each, with the copies between the
+        collective's buffer and a tensor per rank."""
+        group = self.groups[name]
+        if not self.by_tensor:
+            return self.costs.collective_s(kind, size, group)
+        whole = sum(p.num_elements for p in params)
+        copies = Quantity.spread(group.size * _LIST_COPY_S, 0.5, Tag.ASSUMED)
+        return total([self.costs.collective_s(kind, size * p.num_elements / whole, group) + copies for p in params])
+
+    def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
+        """What traffic beside computing costs: what the computing does not hide, and a share of what it does."""
+        exposed = moved.less(computed * self.hides)
+        return exposed + moved.beyond(exposed) * self.contention
+
+    def gathers_again(self, block: BlockWork) -> bool:
+        """True if ZeRO 3 gathers the parameters for the backward, too. By hand, all are."""
+        if block.gathered is Gathered.AGAIN or self.costs.mode is Mode.FUSED:
+            return True
+        return block.gathered is Gathered.LAST and not backward_follows(self.config.schedule, self.config.pp)
+
+    def _across_replicas(self, block: BlockWork) -> Quantity:
+        """Summing the gradients' shards over their replicas (hybrid ZeRO), in the last backward of the step."""
+        out = [ZERO]
+        for expert in REPLICAS:
+            mine = [p for p in block.params if p.trainable and p.expert is expert]
+            size = sum(p.num_elements * self.grad_bytes(p.dtype) for p in mine) / self.share(expert)
+            if size and self.groups["zero_replicas"].size > 1:
+                out.append(self.costs.collective_s("all_reduce", size, self.groups["zero_replicas"]))
+        return total(out)
+
+    def reduced(self, block: BlockWork) -> dict[str, float]:
+        out = {}
+        for expert, name in REPLICAS.items():
+            if self.config.zero_stage == 0 and self.groups[name].size > 1:
+                mine = [p for p in block.params if p.trainable and p.expert is expert]
+                out[name] = sum(p.num_elements * self.grad_bytes(p.dtype) for p in mine)
+        return {name: size for name, size in out.items() if size}
+
+    def all_reduces(self, block: BlockWork) -> Quantity:
+        """Gradients that ZeRO 0 reduces beside the backward; else it does so at the end of the step."""
+        sizes = self.reduced(block).items() if self.reduces_beside else ()
+        return total([ZERO, *(self.costs.collective_s("all_reduce", size, self.groups[name]) for name, size in sizes)])
+
+    def _by_policy(self, p: ParamWork) -> bool:
+        """True if `fully_shard` has the parameter and its gradient on the host."""
+        return "parameters" in self.config.offload and self.share(p.expert) > 1
+
+    def _shown_bytes(self, p: ParamWork) -> float:
+        """Per element of what the optimizer is given: a float32 master, or the parameter."""
+        master = self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
+        return MASTER_BYTES if master else dtype_bytes(p.dtype)
+
+    def moved(self, block: BlockWork) -> Quantity:
+        """Shards of gradients to the host and of parameters back, once per step, beside nothing (runtime.offload).
+
+        A master without shards is copied in 16 bits: it is rounded on the host.
+        """
+        if not self.config.offload:
+            return ZERO
+        size = 0.0
+        for p in block.params:
+            if p.trainable and not self._by_policy(p):
+                share, shown = self.share(p.expert), self._shown_bytes(p)
+                back = shown if share > 1 else dtype_bytes(p.dtype)
+                size += p.num_elements / share * (shown + back)
+        return self.costs.host_copy_s(size)
+
+    def accumulate(self, block: BlockWork) -> Quantity:
+        """Every micro-batch but the first adds to gradients that are there: whole ones, or shards if every backward
+        reduces (ZeRO 2 and 3)."""
+        m = self.config.num_micro_batches // num_copies(self.config.schedule)
+        if m == 1:
+            return ZERO
+        out = []
+        for p in block.params:
+            if p.trainable:
+                share = self.share(p.expert) if self.config.zero_stage >= 2 else 1
+                out.append(self.costs.accumulate_s(p.num_elements / share, self.grad_dtype(p.dtype)))
+        return total(out) * ((m - 1) / m)
+
+    def optimizer(self, block: BlockWork) -> Quantity:
+        out = []
+        for expert in REPLICAS:
+            by_dtype: dict[str, float] = {}
+            for p in block.params:
+                if p.trainable and p.expert is expert:
+                    by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self.share(expert)
+            update = self.costs.host_optimizer_s if self.config.offload else self.costs.optimizer_s
+            out += [update(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
+        for p in block.params:
+            if p.trainable:
+                out.append(self.costs.fixed_s(self.tensor_name(p)))
+        return total(out)
+
+    def tensor_name(self, p: ParamWork) -> str:
+        """The constant of a parameter in the optimizer."""
+        return "zero_optimizer_tensor_s" if self.share(p.expert) > 1 else "optimizer_tensor_s"
+
+    @staticmethod
+    def gathered_bytes(params: Sequence[ParamWork]) -> float:
+        return float(sum(p.num_elements * dtype_bytes(p.dtype) for p in params))
+
+    def reduced_bytes(self, params: Sequence[ParamWork]) -> float:
+        """Of the gradients of trained parameters."""
+        return sum(p.num_elements * self.grad_bytes(p.dtype) for p in params)
+
+    def grad_bytes(self, dtype: str) -> float:
+        return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
+
+    def grad_dtype(self, dtype: str) -> str:
+        return dtype if self.grad_bytes(dtype) == dtype_bytes(dtype) else "float32"
+
+    def _state_bytes(self, dtype: str) -> float:
+        return 2.0 * dtype_bytes(dtype) if self.precision.state_bytes is None else self.precision.state_bytes

@@ -1,0 +1,133 @@
+"""Limits of the product's code: no file above 600 lines, no function above a cyclomatic complexity of 20.
+
+Complexity is counted as radon does: 1 and one more for each if, for, while, except, with, conditional expression,
+`case`, for and if of a comprehension, and operand of `and` and `or` beyond the first. (ruff's C901 leaves out boolean
+operators, conditional expressions and comprehensions.)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_LINES, MOST_COMPLEXITY = 600, 20
+
+# What exceeds a limit today, by its limit: the list may only shrink.
+ALLOWED: frozenset[str] = frozenset(
+    {
+        "autoplan/api.py:parallelize",
+        "autoplan/calibration/fit.py:fit",
+        "autoplan/capture/frontend/layer_tracer.py:_wrapper",
+        "autoplan/capture/frontend/layer_tracer.py:run",
+        "autoplan/capture/frontend/lengths.py:length_symbols",
+        "autoplan/capture/frontend/masks.py:ask",
+        "autoplan/capture/frontend/masks.py:mask_function",
+        "autoplan/capture/layers/assemble.py:_segment",
+        "autoplan/capture/layers/assemble.py:_segments",
+        "autoplan/capture/layers/assemble.py:graph",
+        "autoplan/capture/passes/hoist.py:hoist",
+        "autoplan/capture/translate.py:_op",
+        "autoplan/codegen/check.py:_check_stage",
+        "autoplan/codegen/emit.py:_body",
+        "autoplan/codegen/emit.py:convert_text",
+        "autoplan/ops/batch.py:_result",
+        "autoplan/ops/strategies.py:strategies",
+        "autoplan/ops/table.py:align",
+        "autoplan/profiler/run.py:_measure",
+        "autoplan/profiler/topology.py:parse_matrix",
+        "autoplan/program/activations.py:_backward_peak",
+        "autoplan/program/activations.py:_summary",
+        "autoplan/program/legality.py",
+        "autoplan/program/op_costs.py:op_work",
+        "autoplan/program/regions.py:regions",
+        "autoplan/program/workload.py:_block",
+        "autoplan/program/workload.py:workload",
+        "autoplan/report/text.py:_memory",
+        "autoplan/search/planner.py:_restrictions",
+        "autoplan/sweeps/capacity.py:task_of",
+        "autoplan/sweeps/whatif.py:row",
+        "autoplan/verify/wide.py:__torch_function__",
+        "cost_models/kernels/operations.py:roofline_s",
+        "cost_models/memory/ranks.py:__init__",
+        "cost_models/memory/ranks.py:_param_states",
+        "cost_models/memory/ranks.py:rank",
+        "cost_models/network/collectives.py:curve",
+        "cost_models/profile.py",
+        "cost_models/time/host.py:host_s",
+        "cost_models/time/price.py",
+        "cost_models/time/price.py:_breakdown",
+        "runtime/activity.py:place_of",
+        "runtime/attention.py:attention",
+        "runtime/model.py",
+        "runtime/model.py:__init__",
+        "runtime/model.py:full_tensors",
+        "runtime/ranks.py:find_out",
+        "runtime/split_backward.py:_branches",
+        "runtime/split_backward.py:backward_input",
+        "runtime/zero.py:__init__",
+        "runtime/zero.py:apply_zero",
+    }
+)
+
+_ONE = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.With, ast.comprehension, ast.match_case)
+
+
+def complexity(function: ast.AST) -> int:
+    """Cyclomatic complexity of a function, with what is nested in it."""
+    count = 1
+    for node in ast.walk(function):
+        count += isinstance(node, _ONE)
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += len(node.ifs)
+    return count
+
+
+def product_files() -> Iterator[Path]:
+    """Every module of the package once: the links of autoplan/ to folders at the top are not followed."""
+    for folder in ("autoplan", "cost_models", "runtime"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not any(part.is_symlink() for part in path.parents):
+                yield path
+
+
+def beyond(text: str, path: str) -> Iterator[tuple[str, int]]:
+    """What exceeds a limit in a module: its name and the count."""
+    num_lines = text.count("\n")
+    if num_lines > MOST_LINES:
+        yield path, num_lines
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and complexity(node) > MOST_COMPLEXITY:
+            yield f"{path}:{node.name}", complexity(node)
+
+
+def found() -> dict[str, int]:
+    return {
+        name: count for path in product_files() for name, count in beyond(path.read_text(), str(path.relative_to(ROOT)))
+    }
+
+
+def test_nothing_new_exceeds_a_limit() -> None:
+    new = {name: count for name, count in found().items() if name not in ALLOWED}
+    assert not new, f"above {MOST_LINES} lines or a complexity of {MOST_COMPLEXITY}: {new}"
+
+
+def test_the_list_names_only_what_still_exceeds_a_limit() -> None:
+    assert not ALLOWED - found().keys(), "no longer beyond its limit: take it off the list"
+
+
+def test_the_count_is_that_of_radon() -> None:
+    """Each construct once, and what is nested counts."""
+    text = (
+        "def f(x):\n    if x and x > 1 or x < -1:\n        return [y for y in x if y if not y]\n"
+        "    for _ in x:\n        pass\n    while x:\n        x = 1 if x else 2\n"
+        "    try:\n        pass\n    except ValueError:\n        pass\n"
+    )
+    assert complexity(ast.parse(text).body[0]) == 1 + 3 + 3 + 1 + 2 + 1
+    long = "x = 1\n" * (MOST_LINES + 1)
+    deep = "def g(x):\n" + "    if x:\n        pass\n" * MOST_COMPLEXITY
+    assert dict(beyond(long + deep, "m.py")) == {"m.py": long.count("\n") + deep.count("\n"), "m.py:g": 21}
+    assert sum(1 for _ in product_files()) > 150
