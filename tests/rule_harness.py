@@ -23,7 +23,7 @@ from autoplan.codegen.emit import Context, convert_text, op_text
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, AxisType, Layout, conversion
 from autoplan.ops.strategies import Strategy, strategies
-from autoplan.program.lower import Convert, Op
+from autoplan.program.statements import Convert, Op
 from autoplan.runtime import program
 from autoplan.runtime.convert import V, typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh

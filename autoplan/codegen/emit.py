@@ -16,8 +16,8 @@ from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.text import EMITTERS, OpText, py, shape_text
-from autoplan.program.lower import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.program.regions import Region, regions, variables_of
+from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.schedules import schedule_spec
-from autoplan.codegen.sends import attention_sends, document_sends
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import executed_precision
 from autoplan.config.recompute import groups_of, kind_of
@@ -20,18 +18,10 @@ from autoplan.ir.symbols import SYMBOLS, Expr
 from autoplan.ops.saved import backward_reads_params
 from autoplan.ops.text import py
 from autoplan.program.expert_mesh import canonical
-from autoplan.program.lower import (
-    BlockLowering,
-    LoweredBlock,
-    Op,
-    collectives,
-    identifier,
-    local_bytes,
-    local_factors,
-    local_shape,
-)
+from autoplan.program.lower import BlockLowering, identifier
+from autoplan.program.passes import executed, rewritten
 from autoplan.program.problem import Selection
-from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
+from autoplan.program.statements import Collective, LoweredBlock, Op, local_bytes, local_factors, local_shape
 from autoplan.runtime.spec import (
     BufferSpec,
     CarriedSpec,
@@ -109,8 +99,9 @@ class _Compiler:
         self.ctx = Context(
             graph.factors, layouts.axes, groups, self.dispatch, self.inner, self.context, batch=layouts.mesh.size("dp")
         )
+        stack = executed(layouts.mesh, layouts.context)
         self.lowered: dict[str, LoweredBlock] = {
-            name: BlockLowering(graph, block, layouts.selection, layouts.axes).run()
+            name: rewritten(BlockLowering(graph, block, layouts.selection, layouts.axes).run(), stack)
             for name, block in graph.blocks.items()
         }
         self.calls = {c.name: c for c in graph.calls}
@@ -250,8 +241,9 @@ class _Compiler:
                 )
                 pending = tuple(a.name for a, s, u in zip(self.layouts.axes, p.stored, p.used, strict=True) if s != u)
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
-                if p.value.name in self._travelled_to(lowered):
-                    shards, pending, used = self._spread(lowered, p.value.name), (), self._used_by_own()
+                if p.spread:
+                    shards = tuple(ShardSpec(s.axis, s.dim, s.position) for s in p.spread)
+                    pending, used = (), self._used_by_own()
                 params.append(
                     ParamSpec(
                         block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used
@@ -269,17 +261,6 @@ class _Compiler:
             tuple(self._carried_spec(v) for v in (self._carried(index - 1) if index else [])),
             tuple(self._carried_spec(v) for v in (self._carried(index) if index < last else [])),
         )
-
-    def _travelled_to(self, lowered: LoweredBlock) -> frozenset[str]:
-        """Weights of experts that tokens travel to."""
-        return expert_weights(lowered.block) if self.dispatch is not None else frozenset()
-
-    def _spread(self, lowered: LoweredBlock, name: str) -> tuple[ShardSpec, ...]:
-        """Over what the weights of such experts are spread. Their gradients are summed over `edp` (runtime.zero)."""
-        spread = [ShardSpec("ep", 0, 0)]
-        if self.inner is not None:
-            spread.append(ShardSpec("etp", *inner_place(lowered.block, name)))
-        return tuple(spread)
 
     def _used_by_own(self) -> tuple[tuple[str, str], ...]:
         """Types of their weights on the atoms of tp: each rank has others, or a copy for its own tokens."""
@@ -304,15 +285,10 @@ class _Compiler:
         out = []
         for name in self.layouts.stages[index]:
             lowered = self.lowered[self.calls[name].block]
-            for c in collectives(lowered, self.graph.factors, self.layouts.axes):
-                if c.per == "step" and c.what in self._travelled_to(lowered):
-                    continue  # reduced over their own replicas, with those of data parallelism
+            for c in (c for s in (*lowered.statements, *lowered.params) for c in s.collectives):
                 axis = canonical(self.layouts.mesh, c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
-                size = c.bytes.scale(self._gradient_width(c.what, lowered)) if c.per == "step" else c.bytes
+                size = c.num_elements * self._sent_width(c)
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
-            out += self._dispatches(index, name)
-            out += self._contexts(index, name)
-            out += self._batch_sums(index, name)
         last = len(self.layouts.stages) - 1
         homes = self._stage_ranks()  # what stays on a rank is not sent
         sends = [(v, "forward") for v in self._carried(index)] if homes[index] != homes[min(index + 1, last)] else []
@@ -323,86 +299,10 @@ class _Compiler:
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
 
-    def _gradient_width(self, param: str, lowered: LoweredBlock) -> Fraction:
-        """Bytes of a gradient that is summed once per step, over those of its parameter."""
-        dtype = lowered.block.values[param].dtype
-        wide = self.precision.gradients if dtype == self.precision.compute else None
-        return Fraction(DTYPE_BYTES[wide or dtype], DTYPE_BYTES[dtype])
-
-    def _contexts(self, index: int, call: str) -> list[LedgerEntry]:
-        """What attention of cut sequences sends, by its method (`autoplan.runtime.context`)."""
-        if self.context is None:
-            return []
-        out, lowered = [], self.lowered[self.calls[call].block]
-        for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "attention"):
-            values = [*zip(op.inputs, op.strategy.inputs, strict=True)][:3]
-            values.append((op.values[0], op.strategy.outputs[0]))
-            sizes = [local_bytes(v, layout, self.graph.factors, self.layouts.axes) for v, layout in values]
-            heads = [local_shape(v, layout, self.graph.factors, self.layouts.axes)[1].value for v, layout in values]
-            sent = attention_sends(
-                self.layouts.context[lowered.block.name],
-                [v.name for v, _ in values],
-                sizes,
-                [self._number(Expr.of(h)) if h is not None else 0 for h in heads],
-                [v.requires_grad for v, _ in values],
-            )
-            if op.node.attrs.get("documents"):
-                ids = op.inputs[3]
-                size = local_bytes(ids, op.strategy.inputs[3], self.graph.factors, self.layouts.axes)
-                sent += document_sends(self.layouts.context[lowered.block.name], ids.name, size)
-            for name, kind, over, size, phase in sent:
-                axis = canonical(self.layouts.mesh, over)
-                out.append(LedgerEntry(index, call, name, kind, axis, terms(size), phase, "micro_batch"))
-        return out
-
-    def _batch_sums(self, index: int, call: str) -> list[LedgerEntry]:
-        """Sums over the ranks that share a micro-batch."""
-        out = []
-        for op in (s for s in self.lowered[self.calls[call].block].statements if isinstance(s, Op)):
-            axis = self.ctx.sharing(op.node.attrs["over"]) if op.node.op == "batch_sum" else ""
-            if axis:
-                value, layout = op.inputs[0], op.strategy.inputs[0]
-                size = terms(local_bytes(value, layout, self.graph.factors, self.layouts.axes))
-                over = canonical(self.layouts.mesh, axis)
-                out += [
-                    LedgerEntry(index, call, value.name, "all_reduce", over, size, phase, "micro_batch")
-                    for phase in ("forward", "backward")[: 1 + value.requires_grad]
-                ]
-        return out
-
-    def _dispatches(self, index: int, call: str) -> list[LedgerEntry]:
-        """Tokens to their experts and back: a row per token and chosen expert; before it, how many go where. Where
-        experts are split, what arrived goes to all parts, and what they make of it comes back."""
-        if self.dispatch is None:
-            return []
-        out, lowered = [], self.lowered[self.calls[call].block]
-        spread = canonical(self.layouts.mesh, "ep") if self.dispatch.size > 1 else None
-        inner = canonical(self.layouts.mesh, "etp") if self.inner is not None else None
-        for op in (s for s in lowered.statements if isinstance(s, Op) and s.node.op == "experts"):
-            node, hidden = op.node, op.inputs[0]
-            size = local_bytes(hidden, op.strategy.inputs[0], self.graph.factors, self.layouts.axes)
-            rows, counts = (
-                size * int(node.attrs["top_k"]),
-                Expr.of(int(node.attrs["num_experts"]) * DTYPE_BYTES["int64"]),
-            )
-            for axis, ways, there, back in (
-                (spread, 1, "dispatch", "combine"),
-                (inner, self._ways, "gather", "scatter"),
-            ):
-                if axis is None:
-                    continue
-                sizes = [("counts", counts, "forward")]
-                sizes += [(what, rows, phase) for phase in ("forward", "backward") for what in (there, back)]
-                for what, each, phase in sizes:
-                    name = f"{node.name} {what}"
-                    out.append(
-                        LedgerEntry(index, call, name, "all_to_all", axis, terms(each * ways), phase, "micro_batch")
-                    )
-        return out
-
-    @property
-    def _ways(self) -> int:
-        return 1 if self.inner is None else self.inner.size
+    def _sent_width(self, c: Collective) -> int:
+        """Bytes of an element. Gradients of a parameter may be summed in another dtype than that of the parameter."""
+        wide = self.precision.gradients if c.per == "step" and c.dtype == self.precision.compute else None
+        return DTYPE_BYTES[wide or c.dtype]
 
     def _source(self, index: int, spec: StageSpec) -> str:
         free = self._free_calls(index)

@@ -93,6 +93,10 @@ class Mesh:
     axes: tuple[Axis, ...]
     groups: Mapping[str, tuple[str, ...]]  # e.g. {"tp": ("tp0", "tp1")}
 
+    def has(self, name: str) -> bool:
+        """True if there is an axis or a named product of this name."""
+        return name in self.groups or any(a.name == name for a in self.axes)
+
     def size(self, name: str) -> int:
         """Size of an axis or of a named product. LayoutError names an unknown axis."""
         for axis in self.axes:

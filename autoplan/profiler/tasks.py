@@ -12,8 +12,8 @@ from autoplan.cost_models.work import OpWork
 from autoplan.ir.graph import Block, Node
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.profiler.ops import Task, compiled
-from autoplan.program.lower import LoweredBlock, Op
 from autoplan.program.op_costs import OpCosts
+from autoplan.program.statements import LoweredBlock, Op
 
 # Their text needs the runtime's mesh, or torch's own rule for meta tensors gives other strides than the kernels do.
 _NOT_ON_META = frozenset(("attention", "dropout", "experts"))

@@ -39,10 +39,10 @@ from autoplan.ops.saved import (
 from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped, view_strides
 from autoplan.program import megatron_kernels as handwritten
 from autoplan.program.activation_bytes import OFFLOAD, Activations
-from autoplan.program.lower import Convert, LoweredBlock, Op
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import Module, modules
 from autoplan.program.regions import Region, attention_core, choices, logits, regions
+from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
 
 Ints = tuple[int, ...]

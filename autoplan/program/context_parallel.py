@@ -6,12 +6,14 @@ before and [b, h / u, s / r, d] behind the exchange of Ulysses, with c = u r.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autoplan.config.context_methods import ContextMethod
-from autoplan.cost_models.work import CommWork, OpWork
+from autoplan.errors import RuleError
+from autoplan.ir.symbols import Expr
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, saved_rule, workspace_bytes
+from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
 from autoplan.units import DTYPE_BYTES
 
 Shape = tuple[int, ...]
@@ -24,34 +26,113 @@ def exchanged(shape: Shape, method: ContextMethod) -> Shape:
     return (b, heads * method.repeats(heads) // u, s * u, d)
 
 
-def context_comms(work: OpWork, method: ContextMethod) -> list[CommWork]:
-    """Collectives of one attention, whose `work` has the shapes behind the exchange and whole keys."""
-    u, r = method.ulysses, method.ranks
-    query, key, value = work.inputs[:3]
-    local = (query.num_bytes, key.num_bytes // r, value.num_bytes // r, work.outputs[0].num_bytes)
-    grads = (query.requires_grad, key.requires_grad, value.requires_grad, work.has_backward)
-    out: list[CommWork] = []
+def context_parallelism(
+    degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, handwritten: bool = False
+) -> Pass:
+    """The pass that lists what attention over cut sequences sends, and over which axes it works.
 
-    def add(name: str, kind: str, size: float, phase: str, part: tuple[int, int], ring: int = 0) -> None:
-        out.append(CommWork(name, kind, float(size), "cp", phase, part=part, behind_attention=ring))
+    Args:
+        degree: ranks that a sequence is cut over.
+        methods: by block. A block without one, and hand-written kernels outside of Ulysses, gather keys and values as
+            Megatron-LM does.
+        fused: they are gathered again for the backward, not kept.
+    """
 
-    names = ("query", "key", "value", "output")
-    if u > 1:
-        for name, size, grad in zip(names, local, grads, strict=True):
-            for phase in ("forward", "backward")[: 1 + grad]:
-                add(name, "all_to_all", size, phase, (u, 1))
-    for name, size, grad in list(zip(names, local, grads, strict=True))[1:3]:
-        if method.inner == "gather":
-            add(name, "all_gather", size * r, "forward", (r, u))
-            if grad:
-                add(name, "reduce_scatter", size * r, "backward", (r, u))
-    if method.inner == "ring":
-        size, both = local[1] + local[2], (grads[0] or grads[1] or grads[2]) + (grads[1] or grads[2])
-        for _ in range(r - 1):
-            add("key and value", "send_recv", size, "forward", (r, u), r)
-            for _ in range(both):
-                add("key and value", "send_recv", size, "backward", (r, u), r)
+    def rewritten(lowered: LoweredBlock) -> LoweredBlock:
+        method = methods.get(lowered.block.name)
+        if method is None or (handwritten and method.ulysses == 1):
+            return lowered.map_ops("attention", lambda op: _as_megatron(lowered, op, degree, fused))
+        return lowered.map_ops("attention", lambda op: _by_method(lowered, op, method))
+
+    return rewritten
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """One of queries, keys, values and output on one rank, before any exchange, with repeated heads."""
+
+    name: str
+    num_elements: Expr
+    dtype: str
+    requires_grad: bool
+
+    def collective(self, kind: str, over: str, phase: str, part: tuple[int, int] | None, ways: int = 1) -> Collective:
+        """Of `ways` times what one rank has."""
+        return Collective(self.name, kind, (over,), self.num_elements * ways, self.dtype, phase, part=part)
+
+
+def _tensors(lowered: LoweredBlock, op: Op, method: ContextMethod | None = None) -> list[_Sent]:
+    given = [*zip(op.inputs, op.strategy.inputs, strict=True)]
+    pairs = [*given[:3], (op.values[0], op.strategy.outputs[0])]
+    out = []
+    for k, (value, layout) in enumerate(pairs):
+        size, heads = lowered.elements(value, layout), lowered.shape(value, layout)[1].value
+        if method is not None and heads is not None and k in (1, 2):
+            size = size * method.repeats(heads)
+        out.append(_Sent(value.name, size, value.dtype, value.requires_grad))
     return out
+
+
+def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, again: bool) -> Op:
+    """Keys and values of the whole sequence are gathered, `again` for the backward (else they are kept), their
+    gradients reduced and scattered."""
+    out = []
+    for sent in _tensors(lowered, op)[1:3]:
+        kinds = [("all_gather", "forward")]
+        if sent.requires_grad:
+            kinds += [("all_gather", "backward")] * again + [("reduce_scatter", "backward")]
+        out += [sent.collective(kind, "cp", phase, None, degree) for kind, phase in kinds]
+    return replace(op, collectives=tuple(out))
+
+
+def _by_method(lowered: LoweredBlock, op: Op, method: ContextMethod) -> Op:
+    """As `autoplan.runtime.context` does it. RuleError for heads that the method cannot spread."""
+    heads, kv = (lowered.shape(op.inputs[k], op.strategy.inputs[k])[1].value for k in (0, 1))
+    obstacle = method.heads_obstacle(heads or 0, kv or 0)
+    if obstacle is not None:
+        raise RuleError(f"attention over cut sequences by {method.name}: {obstacle}")
+    tensors = _tensors(lowered, op, method)
+    neighbours, groups = ("cpu", "cpr") if method.is_product else ("cp", "cp")
+    out, over = list[Collective](), list[tuple[str, str]]()
+    if method.ulysses > 1:
+        over.append(("ulysses", neighbours))
+        for sent in tensors:
+            phases = ("forward", "backward")[: 1 + sent.requires_grad]
+            out += [sent.collective("all_to_all", neighbours, phase, (method.ulysses, 1)) for phase in phases]
+    if method.inner:
+        over.append((method.inner, groups))
+        out += _INNER[method.inner](tensors, method, groups)
+    if op.node.attrs.get("documents"):  # every rank learns whose tokens are whose
+        ids, ways = op.inputs[3], 1
+        for ranks, axis in ((method.ulysses, neighbours), (method.ranks, groups)):
+            ways *= ranks
+            size = lowered.elements(ids, op.strategy.inputs[3]) * ways
+            if ranks > 1:
+                out.append(Collective(ids.name, "all_gather", (axis,), size, ids.dtype, "forward", priced=False))
+    return replace(op, collectives=tuple(out), over=tuple(over))
+
+
+def _gathered_keys(tensors: Sequence[_Sent], method: ContextMethod, over: str) -> list[Collective]:
+    out, part = [], (method.ranks, method.ulysses)
+    for sent in tensors[1:3]:
+        out.append(sent.collective("all_gather", over, "forward", part, method.ranks))
+        if sent.requires_grad:
+            out.append(sent.collective("reduce_scatter", over, "backward", part, method.ranks))
+    return out
+
+
+def _ring(tensors: Sequence[_Sent], method: ContextMethod, over: str) -> list[Collective]:
+    """Every step hands on keys and values; in the backward also their gradients."""
+    query, key, value, _ = tensors
+    both = key.requires_grad or value.requires_grad
+    travelling = replace(key, name=f"{key.name}, {value.name}", num_elements=key.num_elements + value.num_elements)
+    phases = ["forward"] + ["backward"] * ((query.requires_grad or both) + both)
+    part = (method.ranks, method.ulysses)
+    steps = [travelling.collective("send_recv", over, phase, part) for phase in phases] * (method.ranks - 1)
+    return [replace(step, behind_attention=method.ranks) for step in steps]
+
+
+_INNER = {"gather": _gathered_keys, "ring": _ring}
 
 
 def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused: bool) -> SavedRule:

@@ -1,76 +1,19 @@
-"""Lower a ModelGraph with chosen layouts to per-stage programs: statements with local shapes, and the ledger.
-
-Planning on plain values only: pricing reads the statements, `autoplan.codegen.emit` turns them into source text.
-"""
+"""Lower the blocks of a ModelGraph to statements, under chosen layouts: one type per value and sub-axis."""
 
 from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout, Step, conversion
 from autoplan.ir.symbols import Expr, product
 from autoplan.ops.strategies import Strategy
-from autoplan.program.problem import Option, Selection
-from autoplan.units import dtype_bytes
-
-
-@dataclass(frozen=True)
-class Convert:
-    """`target = conversion(source)`; `layout` is the source's layout before the step."""
-
-    target: str
-    source: str
-    value: Value
-    step: Step
-    layout: Layout
-    result: Layout
-
-
-@dataclass(frozen=True)
-class Op:
-    """`targets = op(args)` under a strategy. `bias` is a fused addition."""
-
-    targets: tuple[str, ...]
-    node: Node
-    args: tuple[str | None, ...]
-    strategy: Strategy
-    values: tuple[Value, ...]  # outputs
-    inputs: tuple[Value, ...]
-    bias: str | None = None
-
-
-Statement = Convert | Op
-
-
-@dataclass(frozen=True)
-class BlockParam:
-    """A parameter as the emitted block holds it."""
-
-    attr: str
-    value: Value
-    stored: Layout
-    used: Layout  # the type its uses see; differs from stored where the reduction is deferred
-
-
-@dataclass(frozen=True)
-class LoweredBlock:
-    """One emitted class."""
-
-    block: Block
-    class_name: str
-    inputs: tuple[tuple[str, Value, Layout], ...]
-    params: tuple[BlockParam, ...]
-    buffers: tuple[tuple[str, Value], ...]
-    statements: tuple[Statement, ...]
-    outputs: tuple[str, ...]
-    output_layouts: tuple[Layout, ...]
-    num_dropouts: int
+from autoplan.program.problem import COPIES, Option, Selection
+from autoplan.program.statements import BlockParam, Collective, Convert, LoweredBlock, Op, Statement, local_shape
 
 
 def identifier(name: str) -> str:
@@ -155,6 +98,8 @@ class BlockLowering:
             layouts.append(layout)
         return LoweredBlock(
             block=self.block,
+            factors=self.graph.factors,
+            axes=self.axes,
             class_name=class_name(self.block.name),
             inputs=tuple(inputs),
             params=tuple(params),
@@ -183,7 +128,31 @@ class BlockLowering:
             used = next(iter(uses))
         self.var[name, used] = f"self.{attr}"
         self.native[name] = used
-        return BlockParam(attr, value, stored, used)
+        pending = [i for i, (a, b) in enumerate(zip(stored, used, strict=True)) if a != b]
+        sums: tuple[Collective, ...] = ()
+        if pending and value.requires_grad:
+            size = product(local_shape(value, stored, self.graph.factors, self.axes))
+            sums = (self._collective(value, "all_reduce", pending, size, "backward", "step"),)
+        return BlockParam(attr, value, stored, used, sums)
+
+    def _collective(
+        self, value: Value, kind: str, axes: Sequence[int], size: Expr, phase: str, per: str = "micro_batch"
+    ) -> Collective:
+        names = tuple(self.axes[i].name for i in axes)
+        return Collective(value.name, kind, names, size, value.dtype, phase, per, of_layout=True)
+
+    def _sends(self, value: Value, step: Step, layout: Layout) -> tuple[Collective, ...]:
+        """The collectives of one conversion of a value that has `layout`."""
+        forward, backward = step.collectives
+        kinds = [("forward", forward)] if forward else []
+        kinds += [("backward", backward)] if backward and value.requires_grad else []
+        if not kinds:
+            return ()
+        size = product(local_shape(value, layout, self.graph.factors, self.axes))
+        if step.kind is ConversionKind.ALL_GATHER:
+            for i in step.axes:
+                size = size * self.axes[i].size
+        return tuple(self._collective(value, kind, step.axes, size, phase) for phase, kind in kinds)
 
     def _fused_biases(self) -> dict[str, Node]:
         """linear node -> the bias addition that can be computed with it."""
@@ -255,80 +224,11 @@ class BlockLowering:
         for step in steps:
             after = tuple(step.target if i in step.axes else t for i, t in enumerate(current))
             if (name, after) not in self.var:
-                target = self.names.fresh(f"{name}_{_TAG[step.target.kind_name]}")
+                target, value = self.names.fresh(f"{name}_{_TAG[step.target.kind_name]}"), self.block.values[name]
+                sends, copies = self._sends(value, step, current), step.kind in COPIES
                 self.statements.append(
-                    Convert(target, self.var[name, current], self.block.values[name], step, current, after)
+                    Convert(target, self.var[name, current], value, step, current, after, sends, copies)
                 )
                 self.var[name, after] = target
             current = after
         return self.var[name, layout]
-
-
-def local_factors(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[list[Expr]]:
-    """Per dim the local sizes of its factors."""
-    out = [[factors[f] for f in dim] for dim in value.dims or ()]
-    for axis, kind in zip(axes, layout, strict=True):
-        if kind.is_shard:
-            out[kind.dim][kind.factor] = out[kind.dim][kind.factor].scale(Fraction(1, axis.size))
-    return out
-
-
-def local_shape(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[Expr]:
-    """Local size of every dim."""
-    return [product(dim) for dim in local_factors(value, layout, factors, axes)]
-
-
-def local_bytes(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> Expr:
-    """Bytes of the local tensor."""
-    return product(local_shape(value, layout, factors, axes)) * dtype_bytes(value.dtype)
-
-
-@dataclass(frozen=True)
-class PlannedCollective:
-    """A collective of a block: what the ledger lists for each of its calls."""
-
-    what: str
-    kind: str
-    axes: tuple[str, ...]
-    bytes: Expr
-    phase: str
-    per: str
-
-
-def collectives(lowered: LoweredBlock, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[PlannedCollective]:
-    """Every collective of one call of the block, forward, backward and once per step."""
-    out = []
-
-    def group(indices: Sequence[int]) -> tuple[str, ...]:
-        return tuple(axes[i].name for i in indices)
-
-    for statement in lowered.statements:
-        if isinstance(statement, Convert):
-            step = statement.step
-            size = local_bytes(statement.value, statement.layout, factors, axes)
-            if step.kind is ConversionKind.ALL_GATHER:
-                for i in step.axes:
-                    size = size * axes[i].size
-            forward, backward = step.collectives
-            if forward:
-                out.append(
-                    PlannedCollective(statement.value.name, forward, group(step.axes), size, "forward", "micro_batch")
-                )
-            if backward and statement.value.requires_grad:
-                out.append(
-                    PlannedCollective(statement.value.name, backward, group(step.axes), size, "backward", "micro_batch")
-                )
-        elif statement.strategy.special == "vocab_cross_entropy":
-            logits, target = statement.inputs
-            width = dtype_bytes(logits.dtype) if logits.dtype not in ("bfloat16", "float16") else 4
-            tokens = product(local_shape(target, statement.strategy.inputs[1], factors, axes)) * width
-            sums = 3 if statement.node.attrs.get("label_smoothing") else 2
-            name, over = statement.node.name, tuple(a.name for a in axes)
-            out.append(PlannedCollective(name, "all_reduce", over, tokens, "forward", "micro_batch"))
-            out.append(PlannedCollective(name, "all_reduce", over, tokens * sums, "forward", "micro_batch"))
-    for param in lowered.params:
-        pending = [i for i, (a, b) in enumerate(zip(param.stored, param.used, strict=True)) if a != b]
-        if pending and param.value.requires_grad:
-            size = local_bytes(param.value, param.stored, factors, axes)
-            out.append(PlannedCollective(param.value.name, "all_reduce", group(pending), size, "backward", "step"))
-    return out

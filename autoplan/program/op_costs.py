@@ -22,6 +22,7 @@ from autoplan.ops.table import flops, rule_for, window_share
 from autoplan.program.context_parallel import exchanged
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.pins import layer_calls
+from autoplan.program.statements import Collective
 from autoplan.units import DTYPE_BYTES
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
@@ -97,6 +98,12 @@ class OpCosts:
     def width(self, value: Value) -> int:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype(value)]
+
+    def sent_width(self, collective: Collective) -> float:
+        """Bytes of one element of what is sent. Gradients that are summed once per step have their own width."""
+        if collective.per == "step" and self.precision.grad_bytes is not None:
+            return self.precision.grad_bytes
+        return DTYPE_BYTES[self.remapped.get(collective.dtype, collective.dtype)]
 
     def local(self, block: str, value: Value, layout: Layout) -> tuple[int, ...]:
         """Local shape of a value of a block."""

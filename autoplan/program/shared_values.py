@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from autoplan.cost_models.work import SharedValue
 from autoplan.ir.graph import Call, ModelGraph
 from autoplan.program.activation_bytes import Activations
-from autoplan.program.lower import LoweredBlock
 from autoplan.program.op_costs import OpCosts
+from autoplan.program.statements import LoweredBlock
 
 
 def shared_values(

@@ -29,37 +29,47 @@ sequence parallelism: where the layout has it on whole values, its operations ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 from autoplan.config.parallel import Dispatcher
 from autoplan.cost_models.network.collectives import distinct_units
-from autoplan.cost_models.work import CommWork, OpWork, TensorWork
+from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, Node
 from autoplan.ir.layout import ConversionKind, Layout, R
-from autoplan.program.lower import Convert, LoweredBlock, Op, Statement
+from autoplan.ir.symbols import Expr, product
+from autoplan.program.expert_degrees import ExpertDegrees, Spread
 from autoplan.program.op_costs import OpCosts
+from autoplan.program.statements import Collective, Convert, LoweredBlock, Op, Pass, Statement, reads_of, writes_of
+from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 from autoplan.units import DTYPE_BYTES
 
 Collectives = tuple[str | None, str | None]  # forward, backward
 
 
-@dataclass(frozen=True)
-class ExpertDegrees:
-    """Expert parallelism: experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp.
+def token_dispatch(degrees: ExpertDegrees) -> Pass:
+    """The pass that sends tokens to experts over ep x etp and back, and what they make of the layout's conversions."""
 
-    `executed`: the layout was solved for it and is run as it is (`own_tokens`), so that nothing is rerouted; rows
-    travel over etp as they do over ep.
-    """
+    def rewritten(lowered: LoweredBlock) -> LoweredBlock:
+        weights = expert_weights(lowered.block)
+        if not weights:
+            return lowered
+        spread = {name: _spread(lowered.block, name, degrees) for name in weights}
+        params = tuple(
+            replace(p, collectives=(), spread=spread[p.value.name]) if p.value.name in weights else p
+            for p in lowered.params
+        )
+        around = lowered if degrees.executed else _rerouted(lowered)
+        return replace(around.map_ops("experts", lambda op: _dispatched(lowered, op, degrees)), params=params)
 
-    ep: int = 1
-    etp: int = 1
-    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
-    executed: bool = False
+    return rewritten
 
-    def dispatches(self, tp: int) -> bool:
-        """False if experts are where tensor parallelism has the rest of the layer: then its layout holds for them."""
-        return self.ep > 1 or self.etp != tp
+
+def _spread(block: Block, name: str, degrees: ExpertDegrees) -> tuple[Spread, ...]:
+    inner = (Spread("etp", degrees.etp, *inner_place(block, name)),) if degrees.etp > 1 else ()
+    return (Spread("ep", degrees.ep, 0, 0), *inner)
 
 
 # Conversions of what only the router and the experts read, and of what the experts return: what is left of them by
@@ -77,14 +87,6 @@ _AFTER: dict[tuple[ConversionKind, str], Collectives] = {
 _TRANSPOSED: Collectives = ("all_to_all", "all_to_all")  # split over the hidden size: to and from a split over tokens
 
 
-def _names(statement: Statement) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Variables that a statement reads and makes."""
-    if isinstance(statement, Convert):
-        return (statement.source,), (statement.target,)
-    read = tuple(a for a in (*statement.args, statement.bias) if a is not None)
-    return read, statement.targets
-
-
 def _is_experts(statement: Statement) -> bool:
     return not isinstance(statement, Convert) and statement.node.op == "experts"
 
@@ -93,12 +95,12 @@ def only_for_experts(lowered: LoweredBlock) -> set[int]:
     """Statements that nothing but the experts needs: the router, and conversions before it."""
     readers: dict[str, set[int]] = {}
     for k, statement in enumerate(lowered.statements):
-        for name in _names(statement)[0]:
+        for name in reads_of(statement):
             readers.setdefault(name, set()).add(k)
     ends = {k for k, statement in enumerate(lowered.statements) if _is_experts(statement)}
     found: set[int] = set()
     for k in reversed(range(len(lowered.statements))):
-        made = _names(lowered.statements[k])[1]
+        made = writes_of(lowered.statements[k])
         users = set().union(*(readers.get(name, set()) for name in made))
         if users and users <= ends | found and not set(made) & set(lowered.outputs):
             found.add(k)
@@ -128,46 +130,93 @@ def _sums_of_experts(lowered: LoweredBlock) -> set[int]:
     return found
 
 
-def rerouted(lowered: LoweredBlock) -> Mapping[int, Collectives]:
-    """Conversions around dispatched experts, by statement, with the collectives that are left of each."""
-    out: dict[int, Collectives] = {}
-    for table, places in ((_BEFORE, only_for_experts(lowered)), (_AFTER, _sums_of_experts(lowered))):
-        for k in sorted(places):
-            statement = lowered.statements[k]
-            if isinstance(statement, Convert):
-                step = statement.step
-                left = table.get((step.kind, step.target.kind_name))
-                split = next((t for t in (step.source, step.target) if t.is_shard), None)
-                if left is not None:
-                    hidden = len(statement.value.dims or ()) - 1
-                    out[k] = _TRANSPOSED if split is not None and split.dim == hidden else left
-    return out
+def _rerouted(lowered: LoweredBlock) -> LoweredBlock:
+    """The block with what is left of its conversions around experts; the router is on each rank's own tokens."""
+    router, ranks = only_for_experts(lowered), math.prod(axis.size for axis in lowered.axes)
+    places = (*((k, _BEFORE) for k in router), *((k, _AFTER) for k in _sums_of_experts(lowered)))
+    statements = list(lowered.statements)
+    for k, table in places:
+        statement = statements[k]
+        if isinstance(statement, Op):
+            statements[k] = replace(statement, token_ranks=ranks) if _on_whole_values(statement) else statement
+            continue
+        step, hidden = statement.step, len(statement.value.dims or ()) - 1
+        left = table.get((step.kind, step.target.kind_name))
+        split = next((t for t in (step.source, step.target) if t.is_shard), None)
+        if left is not None:
+            left = _TRANSPOSED if split is not None and split.dim == hidden else left
+            statements[k] = _left_of(lowered, statement, left)
+    return replace(lowered, statements=tuple(statements))
 
 
-def rerouted_comms(statement: Convert, left: Collectives, axis: str, works: OpCosts, block: str) -> list[CommWork]:
-    """What is left of one conversion."""
-    sizes = [works.num_bytes(block, statement.value, layout) for layout in (statement.layout, statement.result)]
-    out = []
+def _left_of(lowered: LoweredBlock, statement: Convert, left: Collectives) -> Convert:
+    """A conversion with the collectives that are left of it."""
+    value, gathers = statement.value, statement.step.source.is_shard
+    small, large = (statement.layout, statement.result) if gathers else (statement.result, statement.layout)
+    axes, out = tuple(lowered.axes[i].name for i in statement.step.axes), []
     for kind, phase in zip(left, ("forward", "backward"), strict=True):
-        if kind is not None and (phase == "forward" or statement.value.requires_grad):
-            size = min(sizes) if kind == "all_to_all" else max(sizes)
-            out.append(CommWork(statement.value.name, kind, size, axis, phase))
-    return out
+        if kind is not None and (phase == "forward" or value.requires_grad):
+            size = lowered.elements(value, small if kind == "all_to_all" else large)
+            out.append(Collective(value.name, kind, axes, size, value.dtype, phase))
+    return replace(statement, collectives=tuple(out), copies=statement.copies and left != (None, None))
 
 
-def _tp(works: OpCosts) -> int:
+def _on_whole_values(op: Op) -> bool:
+    return not any(t.is_shard for layout in (*op.strategy.inputs, *op.strategy.outputs) for t in layout)
+
+
+def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
+    """Rows travel to their experts and back, in both passes; before them, how many go where. Where experts are split,
+    what arrived goes to all parts, and what they make of it comes back."""
+    tokens = op.strategy.inputs[0]
+    if degrees.executed and not all(kind.is_shard and kind.dim == 0 for kind in tokens):
+        raise LayoutError(
+            f"{op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
+            "autoplan.program.token_dispatch_layouts"
+        )
+    hidden, made = op.inputs[0], op.values[0]
+    ranks = math.prod(axis.size for axis in lowered.axes)
+    size = product(list(hidden.shape)).scale(Fraction(int(op.node.attrs["top_k"]), ranks))
+    counts = Expr.of(int(op.node.attrs["num_experts"]))
+    there, kinds, top_k = (size, hidden.dtype), ("all_to_all", "all_to_all"), 0
+    if degrees.dispatcher is not Dispatcher.ALL_TO_ALL:
+        kinds, top_k = ("ep_dispatch", "ep_combine"), int(op.node.attrs["top_k"])
+    if degrees.dispatcher is Dispatcher.FLEX_FP8:
+        there = (size.scale(_FP8_BYTES), "uint8")
+    out: list[Collective] = []
+
+    def travel(axis: str, ways: int, whats: Sequence[str], kinds: Sequence[str], first: tuple[Expr, str]) -> None:
+        names = [f"{op.node.name} {what}" for what in ("counts", *whats)]
+        out.append(Collective(names[0], "all_to_all", (axis,), counts * ways, "int64", "forward", priced=False))
+        for phase, given, taken in (("forward", hidden, made), ("backward", made, hidden)):
+            pairs = zip(names[1:] if phase == "forward" else names[:0:-1], (given, taken), kinds, strict=True)
+            for (what, value, kind), (num, dtype) in zip(pairs, (first, (size, hidden.dtype)), strict=True):
+                if phase == "forward" or value.requires_grad:
+                    out.append(Collective(what, kind, (axis,), num * ways, dtype, phase, top_k=top_k))
+
+    if degrees.ep > 1:
+        travel("ep", 1, ("dispatch", "combine"), kinds, there)
+    if degrees.etp > 1:
+        kinds, top_k = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter"), 0
+        travel("etp", degrees.etp, ("gather", "scatter"), kinds, (size, hidden.dtype))
+    over = (("dispatch", "ep"), *((("inner", "etp"),) if degrees.etp > 1 else ()))
+    return replace(op, collectives=tuple(out), over=over, experts=degrees)
+
+
+# Bytes per element of rows in 8 bits with a 32-bit scale for each 128 elements (DeepSeek-V3, section 3.3.2).
+_FP8_BYTES = Fraction(1) + Fraction(4, 128)
+
+
+def _ranks(works: OpCosts) -> int:
     return math.prod(axis.size for axis in works.axes)
 
 
-def on_own_tokens(work: OpWork, statement: Op, works: OpCosts) -> OpWork:
-    """An operation of the router on one rank's share of the tokens, where its strategy has it on whole values.
+def on_own_tokens(work: OpWork, ways: int, works: OpCosts) -> OpWork:
+    """An operation of the router on whole values, as one of `ways` ranks computes it for its own tokens.
 
     Dividing sizes, not adding them up anew: a value counts as split where its first dims are the tokens.
     """
-    ways, tokens = _tp(works), works.env["b"] * works.env["s"]
-    layouts = (*statement.strategy.inputs, *statement.strategy.outputs)
-    if ways == 1 or any(t.is_shard for layout in layouts for t in layout):
-        return work
+    tokens = works.env["b"] * works.env["s"]
 
     def own(t: TensorWork) -> TensorWork:
         for last in range(len(t.shape)):
@@ -185,34 +234,7 @@ def on_own_tokens(work: OpWork, statement: Op, works: OpCosts) -> OpWork:
 def _rows(block: Block, node: Node, works: OpCosts) -> float:
     """Rows that one rank dispatches: its share of the tokens, once per expert that takes them."""
     tokens = works.number(block.values[node.tensor_inputs[0]].shape[0])
-    return tokens * float(node.attrs["top_k"]) / _tp(works)
-
-
-# Bytes per element of rows in 8 bits with a 32-bit scale for each 128 elements (DeepSeek-V3, section 3.3.2).
-_FP8_BYTES = 1 + 4 / 128
-
-
-def dispatch_comms(block: Block, node: Node, works: OpCosts, degrees: ExpertDegrees) -> list[CommWork]:
-    """Rows travel to their experts and back, forward and backward (dispatch and combine)."""
-    hidden = block.values[node.tensor_inputs[0]]
-    elements = _rows(block, node, works) * works.number(hidden.shape[-1])
-    size = elements * works.width(hidden)
-    plain = degrees.dispatcher is Dispatcher.ALL_TO_ALL
-    there = elements * _FP8_BYTES if degrees.dispatcher is Dispatcher.FLEX_FP8 else size
-    top_k = 0 if plain else int(node.attrs["top_k"])
-    phases = ("forward", "backward") if hidden.requires_grad else ("forward",)
-    out = []
-    for phase in phases:
-        gather, scatter = ("dispatch", "combine") if phase == "forward" else ("combine", "dispatch")
-        if degrees.ep > 1:
-            kinds = ("all_to_all", "all_to_all") if plain else ("ep_dispatch", "ep_combine")
-            for what, kind, num_bytes in zip((gather, scatter), kinds, (there, size), strict=True):
-                out.append(CommWork(what, kind, num_bytes, "ep", phase, top_k=top_k))
-        if degrees.etp > 1:
-            kinds = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter")
-            for what, kind in zip((gather, scatter), kinds, strict=True):
-                out.append(CommWork(what, kind, size * degrees.etp, "etp", phase))
-    return out
+    return tokens * float(node.attrs["top_k"]) / _ranks(works)
 
 
 def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
@@ -259,6 +281,6 @@ def local_products(work: OpWork, block: Block, node: Node, works: OpCosts, degre
         inputs=inputs,
         outputs=outputs,
         attrs=(*work.attrs, ("row_passes", passes)),
-        flops=works.flops(block, node) / _tp(works),
+        flops=works.flops(block, node) / _ranks(works),
         moved_bytes=moved,
     )

@@ -20,33 +20,22 @@ from autoplan.cost_models.work import (
 )
 from autoplan.errors import PinError
 from autoplan.ir.graph import Block, Call, ModelGraph, Node
-from autoplan.ir.layout import Axis
+from autoplan.ir.layout import ConversionKind
 from autoplan.ops.saved import backward_reads_params
 from autoplan.ops.table import flops, rule_for, window_share
 from autoplan.program.activation_bytes import OFFLOAD, Activations, peak_bytes_of, saved_bytes_of
 from autoplan.program.activations import activations
-from autoplan.program.context_parallel import context_comms
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.fusion import fused_works, joined_ops
-from autoplan.program.lower import BlockLowering, BlockParam, Convert, LoweredBlock, Op, collectives
-from autoplan.program.megatron_kernels import LOSSES
+from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
+from autoplan.program.passes import Stack, rewritten
 from autoplan.program.pins import layer_calls, pipeline_units
-from autoplan.program.problem import COPIES, Selection, copy_work
-from autoplan.program.regions import logits
+from autoplan.program.problem import Selection, copy_work
 from autoplan.program.shared_values import shared_values
-from autoplan.program.token_dispatch import (
-    ExpertDegrees,
-    dispatch_comms,
-    local_products,
-    on_own_tokens,
-    only_for_experts,
-    rerouted,
-    rerouted_comms,
-    travelled_bytes,
-)
-from autoplan.units import DTYPE_BYTES
-
-__all__ = ["ExpertDegrees", "Lowered", "lower_all", "workload"]
+from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
+from autoplan.program.token_dispatch import local_products, on_own_tokens, travelled_bytes
+from autoplan.program.token_dispatch_layouts import expert_weights
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,9 @@ def workload(
     made = lower_all(graph, selection, works) if made is None else made
     lowered, held = made.blocks, made.held
     _check_modules(works.kernels.modules, held)
-    blocks = {n: _block(low, held[n], works, experts) for n, low in lowered.items()}
+    stack = Stack(works.context, works.methods, experts, works.kernels)
+    lowered = {n: rewritten(low, stack) for n, low in lowered.items()}
+    blocks = {n: _block(low, held[n], works) for n, low in lowered.items()}
     end = graph.calls[-1].block
     if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
         blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
@@ -308,103 +299,89 @@ def _cuts(
     return tuple(out)
 
 
-def _block(lowered: LoweredBlock, held: Activations, works: OpCosts, experts: ExpertDegrees | None) -> BlockWork:
+def _block(lowered: LoweredBlock, held: Activations, works: OpCosts) -> BlockWork:
+    """The work of one call of a block: the sum over its statements."""
     block = lowered.block
     ops: list[OpWork] = []
-    comms: list[CommWork] = []
     position: dict[int, int] = {}  # statement -> op
-    elsewhere = experts is not None and not experts.executed  # than where the layout has them
-    instead = rerouted(lowered) if elsewhere else {}
-    router = only_for_experts(lowered) if elsewhere else set()
-    narrow = dict.fromkeys(logits(lowered.statements), "") if works.kernels.fused_loss else {}
-    made: dict[int, tuple[int, int]] = {}  # statement -> of `comms`, those that it makes beside conversions
     for k, statement in enumerate(lowered.statements):
-        if k:
-            made[k - 1] = (made.get(k - 2, (0, 0))[1], len(comms))
-        if isinstance(statement, Convert):
-            if k in instead:
-                axis = _axis_name([works.axes[i].name for i in statement.step.axes])
-                comms += rerouted_comms(statement, instead[k], axis, works, block.name)
-                if instead[k] == (None, None):
-                    continue
-            if statement.step.kind in COPIES:
-                size = works.num_bytes(block.name, statement.value, statement.layout)
-                if statement.step.kind.name == "ALL_GATHER":
-                    size *= _span(works.axes, statement.step.axes)
-                position[k] = len(ops)
-                ops.append(copy_work(size, works.dtype(statement.value)))
-            continue
-        work = works.op_work(block, statement.node, statement.strategy, statement.bias is not None)
-        if works.kernels.fused_loss:
-            work = _read_narrow(work, statement, narrow)
-        if k in router:
-            work = on_own_tokens(work, statement, works)
-        if statement.node.op == "experts" and experts is not None:
-            comms += dispatch_comms(block, statement.node, works, experts)
-            work = local_products(work, block, statement.node, works, experts)
-        if statement.node.op == "batch_sum":
-            comms += _batch_comms(work, statement.node)
-        if statement.node.op == "attention" and works.context > 1:
-            method = works.methods.get(block.name)
-            if method is None or (works.kernels.handwritten and method.ulysses == 1):
-                comms += _context_comms(work, again=works.kernels.fused)
-            else:
-                comms += context_comms(work, method)
-        position[k] = len(ops)
-        ops.append(work)
+        if isinstance(statement, Op) or statement.copies:
+            position[k] = len(ops)
+            ops.append(
+                _op_work(block, statement, works) if isinstance(statement, Op) else _copy(statement, block, works)
+            )
     joined: frozenset[int] = frozenset()
     if works.fused:
         joined = joined_ops(lowered, ops, position)
         ops = fused_works(lowered, ops, position)
-    ratio = {v.name: works.width(v) / DTYPE_BYTES[v.dtype] for v in block.values.values()}
-    params = tuple(_param(lowered, i, works, experts) for i in range(len(lowered.params)))
-    # gradients of dispatched experts are reduced over their own replicas
-    away = {p.name for p in params if p.expert and experts is not None}
-    last = len(lowered.statements) - 1
-    made[last] = (made.get(last - 1, (0, 0))[1], len(comms))
-    sent = {k: comms[first:end] for k, (first, end) in made.items()}
-
-    def works_of(statements: tuple[Op | Convert, ...], params: tuple[BlockParam, ...]) -> list[CommWork]:
-        out = []
-        kept = replace(lowered, statements=statements, params=params)
-        for c in collectives(kept, works.graph.factors, works.axes):
-            if c.per == "micro_batch" or c.what not in away:
-                scale = ratio.get(c.what, 1.0)
-                if c.per == "step" and works.precision.grad_bytes is not None:  # a sum of gradients
-                    scale = works.precision.grad_bytes / DTYPE_BYTES[block.values[c.what].dtype]
-                size = works.number(c.bytes) * scale
-                out.append(CommWork(c.what, c.kind, size, _axis_name(c.axes), c.phase, c.per))
-        return out
-
-    comms += works_of(tuple(s for k, s in enumerate(lowered.statements) if k not in instead), lowered.params)
+    sent = [_sends(statement, works) for statement in lowered.statements]
+    of_layout = [_sends(statement, works, of_layout=True) for statement in (*lowered.statements, *lowered.params)]
+    modules = None
     if works.kernels.modules:
-        for k, statement in enumerate(lowered.statements):
-            sent[k] += works_of((statement,), ()) if k not in instead else []
+        both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
+        modules = _again(held, ops, position, both)
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
-        comms=tuple(comms),
-        params=params,
+        comms=tuple(c for comms in (*sent, *of_layout) for c in comms),  # sums of seconds are made in this order
+        params=tuple(_param(p, lowered, works) for p in lowered.params),
         selective_ops=frozenset(position[k] for k in held.selective_ops if k in position),
         joined_ops=joined,
         group_ops={g: frozenset(position[k] for k in at if k in position) for g, at in held.group_ops.items()},
         offloaded_bytes=float(held.saved_bytes - held.choice_bytes[OFFLOAD]),
-        modules=_again(lowered, held, ops, position, sent) if works.kernels.modules else None,
+        modules=modules,
         gathered=Gathered.AGAIN if backward_reads_params(block) else Gathered.DROP,
     )
 
 
+def _op_work(block: Block, op: Op, works: OpCosts) -> OpWork:
+    """The work of one operation, as passes have changed it."""
+    work = works.op_work(block, op.node, op.strategy, op.bias is not None)
+    if op.logits_dtype is not None:
+        work = _of_narrow_logits(work, works.remapped.get(op.logits_dtype, op.logits_dtype))
+    if op.token_ranks > 1:
+        work = on_own_tokens(work, op.token_ranks, works)
+    if op.experts is not None:
+        work = local_products(work, block, op.node, works, op.experts)
+    return work
+
+
+def _copy(statement: Convert, block: Block, works: OpCosts) -> OpWork:
+    size = works.num_bytes(block.name, statement.value, statement.layout)
+    if statement.step.kind is ConversionKind.ALL_GATHER:
+        size *= math.prod(works.axes[i].size for i in statement.step.axes)
+    return copy_work(size, works.dtype(statement.value))
+
+
+_PRICED_AXES = {"cpu": "cp", "cpr": "cp", "replicas": "batch"}  # of the mesh; parts of cp are said by `part`
+
+
+def _sends(statement: Statement | BlockParam, works: OpCosts, of_layout: bool = False) -> list[CommWork]:
+    """The priced collectives of a statement: those that follow from the layouts alone, or the others."""
+    out = []
+    for c in statement.collectives:
+        if c.priced and c.of_layout == of_layout:
+            axis = c.axes[0] if len(c.axes) == 1 else "tp"
+            size = works.number(c.num_elements) * works.sent_width(c)
+            out.append(
+                CommWork(
+                    c.what, c.kind, size, _PRICED_AXES.get(axis, axis), c.phase, c.per,
+                    c.top_k, c.part, c.behind_attention,
+                )
+            )  # fmt: skip
+    return out
+
+
 def _again(
-    lowered: LoweredBlock,
     held: Activations,
     ops: Sequence[OpWork],
     position: Mapping[int, int],
-    sent: Mapping[int, Sequence[CommWork]],
+    sent: Sequence[Sequence[CommWork]],
 ) -> Again:
     """What the modules that are computed again do.
 
     Args:
-        sent: collectives of the forward by the statement that they belong to.
+        sent: collectives by statement.
     """
     found = [m for mine in held.modules.values() for m in mine]
     whole = sorted({k for m in found if m.name != "moe_act" for k in m.statements})
@@ -412,7 +389,7 @@ def _again(
     return Again(
         frozenset(position[k] for k in whole if k in position),
         tuple(_expert_activation(op) for op in beside),
-        tuple(c for k in whole for c in sent.get(k, ()) if c.phase == "forward"),
+        tuple(c for k in whole for c in sent[k] if c.phase == "forward"),
     )
 
 
@@ -426,64 +403,20 @@ def _expert_activation(experts: OpWork) -> OpWork:
     return OpWork("silu", (given,), (made,), (), float(made.num_elements), float(given.num_bytes + made.num_bytes))
 
 
-def _read_narrow(work: OpWork, statement: Op, narrow: dict[str, str]) -> OpWork:
-    """What a fused loss leaves of an operation: logits are not cast, the loss reads them as the product left them.
-
-    Args:
-        narrow: dtypes of the logits so far, by variable; "" of those that were not made yet.
-    """
-    if not statement.args:
-        return work
-    source, target = str(statement.args[0]), statement.targets[0]
-    if target in narrow:
-        made = work.inputs[0] if statement.node.op == "to" else work.outputs[0]
-        narrow[target] = narrow.get(source) or made.dtype
-        return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0) if statement.node.op == "to" else work
-    if statement.node.op in LOSSES and narrow.get(source):
-        first, *others = work.inputs
-        return replace(work, inputs=(replace(first, dtype=narrow[source]), *others))
-    return work
+def _of_narrow_logits(work: OpWork, dtype: str) -> OpWork:
+    """What a fused loss leaves of an operation: logits are not cast, it reads them in the dtype of the product."""
+    if work.op == "to":
+        return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0)
+    first, *others = work.inputs
+    return replace(work, inputs=(replace(first, dtype=dtype), *others))
 
 
-def _axis_name(axes: Sequence[str]) -> str:
-    return axes[0] if len(axes) == 1 else "tp"
-
-
-def _span(axes: tuple[Axis, ...], indices: tuple[int, ...]) -> int:
-    out = 1
-    for i in indices:
-        out *= axes[i].size
-    return out
-
-
-def _param(lowered: LoweredBlock, index: int, works: OpCosts, experts: ExpertDegrees | None) -> ParamWork:
-    p = lowered.params[index]
-    block = lowered.block
-    expert = any(n.op == "experts" and p.value.name in n.tensor_inputs for n in block.nodes)
-    if expert and experts is not None:  # laid out over ep x etp instead of the selection's sub-axes
-        whole = math.prod(int(works.number(size)) for size in p.value.shape)
-        elements = whole // (experts.ep * experts.etp)
+def _param(p: BlockParam, lowered: LoweredBlock, works: OpCosts) -> ParamWork:
+    """A parameter as one rank stores it: laid out over the ranks of experts instead of the selection's sub-axes if it
+    is spread over them."""
+    if p.spread:
+        elements = math.prod(int(works.number(size)) for size in p.value.shape) // math.prod(s.ways for s in p.spread)
     else:
-        elements = math.prod(works.local(block.name, p.value, p.stored))
+        elements = math.prod(works.local(lowered.block.name, p.value, p.stored))
+    expert = p.value.name in expert_weights(lowered.block)
     return ParamWork(p.value.name, elements, works.dtype(p.value), p.value.requires_grad, expert)
-
-
-def _batch_comms(work: OpWork, node: Node) -> list[CommWork]:
-    """A sum over the ranks that share a micro-batch, of its gradient as well."""
-    over, tensor = node.attrs["over"], work.inputs[0]
-    axis = "batch" if len(over) > 1 else {"b": "dp", "s": "cp"}[over[0]]
-    phases = ("forward", "backward")[: 1 + tensor.requires_grad]
-    return [CommWork(node.name, "all_reduce", float(tensor.num_bytes), axis, phase) for phase in phases]
-
-
-def _context_comms(work: OpWork, again: bool) -> list[CommWork]:
-    """Keys and values of the whole sequence are gathered, `again` for the backward (else they are kept), their
-    gradients reduced and scattered."""
-    out = []
-    for name, tensor in zip(("key", "value"), work.inputs[1:3], strict=True):
-        out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "forward"))
-        if tensor.requires_grad:
-            if again:
-                out.append(CommWork(name, "all_gather", float(tensor.num_bytes), "cp", "backward"))
-            out.append(CommWork(name, "reduce_scatter", float(tensor.num_bytes), "cp", "backward"))
-    return out

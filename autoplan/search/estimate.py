@@ -15,10 +15,10 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.expert_mesh import inner_degree
 from autoplan.program.legality import Scope
 from autoplan.program.pins import pipeline_units
-from autoplan.program.workload import ExpertDegrees
 from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter

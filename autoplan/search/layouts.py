@@ -35,6 +35,7 @@ from autoplan.program.context_pins import (
     neighbours_of,
     worth_looking_at,
 )
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.expert_mesh import folds
 from autoplan.program.facts import Facts
 from autoplan.program.legality import Scope
@@ -44,7 +45,7 @@ from autoplan.program.pins import make_mesh
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.program.without_sequence_parallel import with_whole_tokens
-from autoplan.program.workload import ExpertDegrees, Lowered, lower_all, workload
+from autoplan.program.workload import Lowered, lower_all, workload
 from autoplan.schedules.schedule import PLAIN, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter

@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.ir.graph import Call, Node
-from autoplan.program.lower import Op, identifier
+from autoplan.program.lower import identifier
+from autoplan.program.statements import Op
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
 from autoplan.verify.runs import ADVICE, Task, Tensors, Wrong, run_graph, run_module
 

@@ -16,9 +16,10 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
 from autoplan.ir.symbols import SYMBOLS
-from autoplan.program.lower import BlockLowering, LoweredBlock
+from autoplan.program.lower import BlockLowering
 from autoplan.program.pins import make_mesh
 from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
 from autoplan.runtime.program import load_module
 from autoplan.verify.wide import thinned

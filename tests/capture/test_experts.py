@@ -24,7 +24,7 @@ from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, saved_rule
 from autoplan.ops.saved import kept as saved_names
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import flops, rule_for
-from autoplan.program.lower import Op
+from autoplan.program.statements import Op
 from autoplan.runtime.experts import experts as runtime_experts
 
 

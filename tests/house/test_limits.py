@@ -43,7 +43,6 @@ ALLOWED: frozenset[str] = frozenset(
         "autoplan/program/legality.py",
         "autoplan/program/op_costs.py:op_work",
         "autoplan/program/regions.py:regions",
-        "autoplan/program/workload.py:_block",
         "autoplan/program/workload.py:workload",
         "autoplan/report/text.py:_memory",
         "autoplan/search/planner.py:_restrictions",
@@ -53,6 +52,10 @@ ALLOWED: frozenset[str] = frozenset(
         "cost_models/kernels/operations.py:roofline_s",
         "cost_models/network/collectives.py:curve",
         "cost_models/profile.py",
+<<<<<<< HEAD
+=======
+        "cost_models/time/host.py:host_s",
+>>>>>>> main
         "runtime/activity.py:place_of",
         "runtime/attention.py:attention",
         "runtime/model.py",

@@ -12,10 +12,10 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import I, R
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.pins import make_mesh
 from autoplan.program.problem import Choice, IntraSettings, Option, Selection, build_problem
-from autoplan.program.token_dispatch import ExpertDegrees
 from autoplan.program.workload import workload
 from autoplan.search.intra import solve
 from autoplan.search.planner import PlanRequest, estimate_config
@@ -88,7 +88,9 @@ def test_experts_over_ep_do_not_pay_for_tp_too() -> None:
     assert sent(apart.comms, "tp") == attention
     before = sent(plain.comms, "tp")  # scores of the router may be gathered too, by what is cheaper
     assert sum(what != "gate" for what, _, _ in before) == 8
-    rows = {(w, "all_to_all", p): DISPATCHED for w in ("dispatch", "combine") for p in ("forward", "backward")}
+    rows = {
+        (f"experts {w}", "all_to_all", p): DISPATCHED for w in ("dispatch", "combine") for p in ("forward", "backward")
+    }
     assert sent(apart.comms, "ep") == rows and not sent(apart.comms, "etp")
     assert {c.axis for c in apart.comms} == {"tp", "ep"}
     # as many copies less as conversions are gone
@@ -128,10 +130,10 @@ def test_products_are_those_of_the_local_experts() -> None:
         assert sum(p.num_elements for p in block.params if p.expert) == weights
         rows = 2 * (2.0 * ROWS * etp * HIDDEN)  # read and written, 2 bytes each
         assert work.moved_bytes == pytest.approx(2 * weights + rows, rel=0.01)
-        gathered = {("dispatch", "all_gather", "forward"): DISPATCHED * etp}
-        gathered |= {("combine", "reduce_scatter", "forward"): DISPATCHED * etp}
-        gathered |= {("combine", "all_gather", "backward"): DISPATCHED * etp}
-        gathered |= {("dispatch", "reduce_scatter", "backward"): DISPATCHED * etp}
+        gathered = {("experts gather", "all_gather", "forward"): DISPATCHED * etp}
+        gathered |= {("experts scatter", "reduce_scatter", "forward"): DISPATCHED * etp}
+        gathered |= {("experts scatter", "all_gather", "backward"): DISPATCHED * etp}
+        gathered |= {("experts gather", "reduce_scatter", "backward"): DISPATCHED * etp}
         assert sent(block.comms, "etp") == (gathered if etp > 1 else {})
         assert bool(sent(block.comms, "ep")) == (ep > 1)
 
@@ -143,11 +145,12 @@ def test_dispatchers_differ_in_kind_bytes_and_passes() -> None:
         block = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(4, 1, dispatcher)))
         found[dispatcher] = sent(block.comms, "ep"), dict(products(block).attrs)["row_passes"]
         assert {c.top_k for c in block.comms if c.axis == "ep"} == {0 if dispatcher is Dispatcher.ALL_TO_ALL else TOP}
-    there = {("dispatch", "ep_dispatch", "forward"): DISPATCHED, ("combine", "ep_dispatch", "backward"): DISPATCHED}
-    back = {("combine", "ep_combine", "forward"): DISPATCHED, ("dispatch", "ep_combine", "backward"): DISPATCHED}
-    assert found[Dispatcher.FLEX][0] == there | back
+    sent_out, sent_back = "experts dispatch", "experts combine"
+    there = {(sent_out, "ep_dispatch", "forward"): DISPATCHED, (sent_back, "ep_dispatch", "backward"): DISPATCHED}
+    home = {(sent_back, "ep_combine", "forward"): DISPATCHED, (sent_out, "ep_combine", "backward"): DISPATCHED}
+    assert found[Dispatcher.FLEX][0] == there | home
     eight_bits = {key: size * (1 + 4 / 128) / 2 for key, size in there.items()}
-    assert found[Dispatcher.FLEX_FP8][0] == pytest.approx(eight_bits | back)
+    assert found[Dispatcher.FLEX_FP8][0] == pytest.approx(eight_bits | home)
     # gathered and put back once per token and expert, sorted by the two local experts; of 2 copies 1.75 arrive
     passes = [found[d][1] for d in (Dispatcher.ALL_TO_ALL, Dispatcher.FLEX)]
     assert passes == pytest.approx([2 * (1 + 1 / 2) + 4, 2 * (1 + 1.75 / 2)])

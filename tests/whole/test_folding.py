@@ -28,11 +28,12 @@ from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Mesh
 from autoplan.ir.symbols import Expr
 from autoplan.plan import make_plan, searched_plan
+from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.expert_mesh import canonical, folded_mesh, folds
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.pins import make_mesh, read_pins
 from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.token_dispatch import ExpertDegrees, travelled_bytes
+from autoplan.program.token_dispatch import travelled_bytes
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.runtime.experts import experts
 from autoplan.runtime.spec import evaluate

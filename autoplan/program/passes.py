@@ -1,0 +1,144 @@
+"""What the layouts of a block do not say: passes from statements to statements, in the order of `passes`.
+
+Programs that run and programs that are only priced differ in the passes that they take: Megatron-LM gathers keys and
+values where the runtime here has a ring, and experts over ep x etp can be priced beside a layout that was solved with
+experts over tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autoplan.config.context_methods import ContextMethod
+from autoplan.ir.layout import Mesh
+from autoplan.program.context_parallel import context_parallelism
+from autoplan.program.expert_degrees import ExpertDegrees
+from autoplan.program.megatron_kernels import LOSSES, Kernels
+from autoplan.program.regions import logits
+from autoplan.program.statements import Collective, LoweredBlock, Op, Pass, Statement
+from autoplan.program.token_dispatch import token_dispatch
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What decides which passes a program takes.
+
+    Attributes:
+        context: ranks that every sequence is cut over; methods: how attention sees all of it, by block.
+        experts: where experts are if not where the layout has them.
+        kernels: whose they are.
+        mesh: of a program that runs; None where the numbers of ranks are not known yet.
+    """
+
+    context: int = 1
+    methods: Mapping[str, ContextMethod] = field(default_factory=dict)
+    experts: ExpertDegrees | None = None
+    kernels: Kernels = field(default_factory=Kernels)
+    mesh: Mesh | None = None
+
+
+def executed(mesh: Mesh, methods: Mapping[str, ContextMethod]) -> Stack:
+    """The stack of a program that runs on `mesh`."""
+    experts = None
+    if mesh.has("ep"):
+        experts = ExpertDegrees(mesh.size("ep"), mesh.size("etp") if mesh.has("etp") else 1, executed=True)
+    return Stack(mesh.size("cp") if mesh.has("cp") else 1, methods, experts, mesh=mesh)
+
+
+def passes(stack: Stack) -> tuple[Pass, ...]:
+    """The passes of a stack, in order."""
+    out: list[Pass] = [vocabulary_losses, batch_sums(stack.mesh)]
+    if stack.context > 1:
+        kernels = stack.kernels
+        out.append(
+            context_parallelism(stack.context, stack.methods, fused=kernels.fused, handwritten=kernels.handwritten)
+        )
+    if stack.experts is not None:
+        out.append(token_dispatch(stack.experts))
+    if stack.kernels.fused_loss:
+        out.append(fused_losses)
+    return tuple(out)
+
+
+def rewritten(lowered: LoweredBlock, stack: Stack) -> LoweredBlock:
+    """The statements of a block after all passes of a stack."""
+    for change in passes(stack):
+        lowered = change(lowered)
+    return lowered
+
+
+def vocabulary_losses(lowered: LoweredBlock) -> LoweredBlock:
+    """Losses over a sharded vocabulary: the largest logit of every token, then its sums, are reduced over all ranks."""
+
+    def sent(op: Op) -> Op:
+        if op.strategy.special != "vocab_cross_entropy":
+            return op
+        (given, target), over = op.inputs, tuple(a.name for a in lowered.axes)
+        dtype = "float32" if given.dtype in ("bfloat16", "float16") else given.dtype
+        tokens, sums = lowered.elements(target, op.strategy.inputs[1]), 3 if op.node.attrs.get("label_smoothing") else 2
+        sizes = (tokens, tokens * sums)
+        return replace(
+            op,
+            collectives=tuple(
+                Collective(op.node.name, "all_reduce", over, size, dtype, "forward", of_layout=True) for size in sizes
+            ),
+        )
+
+    return lowered.map_ops("cross_entropy_sum", sent)
+
+
+_PARTS = {"b": "dp", "s": "cp"}  # which ranks have the parts of a micro-batch along a symbol
+
+
+def batch_sums(mesh: Mesh | None) -> Pass:
+    """Losses that couple samples: sums over the ranks that share a micro-batch, of their gradients as well.
+
+    Args:
+        mesh: axes of one rank are left out. Without one it is not known which these are.
+    """
+
+    def axis_of(op: Op) -> str:
+        """Over which ranks; empty where it is one."""
+        axes = [axis for symbol, axis in _PARTS.items() if symbol in op.node.attrs["over"]]
+        if mesh is not None:
+            axes = [a for a in axes if mesh.has(a) and mesh.size(a) > 1]
+        return "replicas" if len(axes) > 1 else axes[0] if axes else ""
+
+    def keywords(op: Op) -> Op:
+        axis = axis_of(op)
+        return replace(op, over=(("axis", axis),)) if axis else op
+
+    def rewritten(lowered: LoweredBlock) -> LoweredBlock:
+        def summed(op: Op) -> Op:
+            axis, value = axis_of(op), op.inputs[0]
+            size = lowered.elements(value, op.strategy.inputs[0])
+            phases = ("forward", "backward")[: 1 + value.requires_grad] if axis else ()
+            sends = (Collective(value.name, "all_reduce", (axis,), size, value.dtype, phase) for phase in phases)
+            return replace(keywords(op), collectives=tuple(sends))
+
+        return lowered.map_ops("batch_sum", summed).map_ops("batch_part", keywords)
+
+    return rewritten
+
+
+def fused_losses(lowered: LoweredBlock) -> LoweredBlock:
+    """A fused loss reads the logits as the product left them: casts between the two are not made."""
+    found: dict[str, str] = dict.fromkeys(logits(lowered.statements), "")  # dtype of the product, by variable
+    out: list[Statement] = []
+    for statement in lowered.statements:
+        if isinstance(statement, Op) and statement.args:
+            statement = _read_narrow(statement, found)
+        out.append(statement)
+    return replace(lowered, statements=tuple(out))
+
+
+def _read_narrow(op: Op, found: dict[str, str]) -> Op:
+    source, target = str(op.args[0]), op.targets[0]
+    if target in found:
+        casts = op.node.op == "to"
+        found[target] = found.get(source) or (op.inputs[0] if casts else op.values[0]).dtype
+        return replace(op, logits_dtype=found[target]) if casts else op
+    if op.node.op in LOSSES and found.get(source):
+        return replace(op, logits_dtype=found[source])
+    return op

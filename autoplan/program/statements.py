@@ -1,0 +1,190 @@
+"""Statements of a lowered block: operations and conversions, each with the collectives that it performs.
+
+Pricing, the ledger and the emitted text are all read off these. `autoplan.program.lower` makes them of layouts,
+`autoplan.program.passes` rewrites them for what the layouts do not say: experts that tokens travel to, sequences that
+are cut, sums over a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autoplan.ir.graph import Block, Node, Value
+from autoplan.ir.layout import Axis, Layout, Step
+from autoplan.ir.symbols import Expr, product
+from autoplan.ops.strategies import Strategy
+from autoplan.program.expert_degrees import ExpertDegrees, Spread
+from autoplan.units import dtype_bytes
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a statement performs in every micro-batch, or for a parameter once per step.
+
+    Attributes:
+        what: name of the value that is sent.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv; priced only: ep_dispatch, ep_combine.
+        axes: names of the mesh: one axis or product, or the adjacent sub-axes of a product.
+        num_elements: of the gathered or reduced tensor on one rank (all_to_all: the local one).
+        dtype: in the graph. A price takes the dtype that this one is computed in.
+        phase: forward or backward.
+        per: micro_batch or step.
+        of_layout: it follows from the layouts alone: a conversion, a loss over a sharded vocabulary, a gradient.
+        priced: False for a few integers beside the rest (numbers of rows, ids of documents).
+        top_k, part, behind_attention: see `cost_models.work.CommWork`.
+    """
+
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    num_elements: Expr
+    dtype: str
+    phase: str
+    per: str = "micro_batch"
+    of_layout: bool = False
+    priced: bool = True
+    top_k: int = 0
+    part: tuple[int, int] | None = None
+    behind_attention: int = 0
+
+    @property
+    def num_bytes(self) -> Expr:
+        """Bytes in the dtype of the graph."""
+        return self.num_elements * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Convert:
+    """`target = conversion(source)`.
+
+    Attributes:
+        layout, result: layouts of the value before and after the step.
+        copies: the conversion copies what it sends or cuts out.
+    """
+
+    target: str
+    source: str
+    value: Value
+    step: Step
+    layout: Layout
+    result: Layout
+    collectives: tuple[Collective, ...] = ()
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """`targets = op(args)` under a strategy.
+
+    Attributes:
+        values, inputs: the values behind `targets` and behind `args`.
+        bias: a fused addition.
+        collectives: what the runtime function of the operation sends.
+        over: keyword arguments of that function with the axes that it works over.
+        experts: how the experts of the operation are spread, where that is not as its strategy says. Priced.
+        token_ranks: ranks that each compute the operation for their own part of the tokens. Priced.
+        logits_dtype: dtype of the logits that a fused loss reads as the product left them: of the loss, and of the cast
+            that it makes needless. Priced.
+    """
+
+    targets: tuple[str, ...]
+    node: Node
+    args: tuple[str | None, ...]
+    strategy: Strategy
+    values: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    bias: str | None = None
+    collectives: tuple[Collective, ...] = ()
+    over: tuple[tuple[str, str], ...] = ()
+    experts: ExpertDegrees | None = None
+    token_ranks: int = 1
+    logits_dtype: str | None = None
+
+
+Statement = Convert | Op
+
+
+@dataclass(frozen=True)
+class BlockParam:
+    """A parameter as the emitted block holds it.
+
+    Attributes:
+        used: the type its uses see; differs from `stored` where the reduction of its gradient is deferred.
+        collectives: that reduction, once per step.
+        spread: of experts that tokens travel to: the axes that split the parameter, instead of `stored`.
+    """
+
+    attr: str
+    value: Value
+    stored: Layout
+    used: Layout
+    collectives: tuple[Collective, ...] = ()
+    spread: tuple[Spread, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoweredBlock:
+    """One emitted class: the statements of a block on the sub-axes that its layouts are chosen on."""
+
+    block: Block
+    factors: Mapping[str, Expr]
+    axes: tuple[Axis, ...]
+    class_name: str
+    inputs: tuple[tuple[str, Value, Layout], ...]
+    params: tuple[BlockParam, ...]
+    buffers: tuple[tuple[str, Value], ...]
+    statements: tuple[Statement, ...]
+    outputs: tuple[str, ...]
+    output_layouts: tuple[Layout, ...]
+    num_dropouts: int
+
+    def elements(self, value: Value, layout: Layout) -> Expr:
+        """Element count of a value on one rank."""
+        return product(self.shape(value, layout))
+
+    def shape(self, value: Value, layout: Layout) -> list[Expr]:
+        """Local size of every dim."""
+        return local_shape(value, layout, self.factors, self.axes)
+
+    def map_ops(self, name: str, change: Callable[[Op], Op]) -> LoweredBlock:
+        """The block with `change` applied to its operations called `name`."""
+        if all(node.op != name for node in self.block.nodes):
+            return self
+        statements = (change(s) if isinstance(s, Op) and s.node.op == name else s for s in self.statements)
+        return replace(self, statements=tuple(statements))
+
+
+Pass = Callable[[LoweredBlock], LoweredBlock]  # statements to statements
+
+
+def local_factors(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[list[Expr]]:
+    """Per dim the local sizes of its factors."""
+    out = [[factors[f] for f in dim] for dim in value.dims or ()]
+    for axis, kind in zip(axes, layout, strict=True):
+        if kind.is_shard:
+            out[kind.dim][kind.factor] = out[kind.dim][kind.factor].scale(Fraction(1, axis.size))
+    return out
+
+
+def local_shape(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[Expr]:
+    """Local size of every dim."""
+    return [product(dim) for dim in local_factors(value, layout, factors, axes)]
+
+
+def local_bytes(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> Expr:
+    """Bytes of the local tensor."""
+    return product(local_shape(value, layout, factors, axes)) * dtype_bytes(value.dtype)
+
+
+def reads_of(statement: Statement) -> tuple[str, ...]:
+    """Variables that a statement reads."""
+    if isinstance(statement, Convert):
+        return (statement.source,)
+    return tuple(a for a in (*statement.args, statement.bias) if a is not None)
+
+
+def writes_of(statement: Statement) -> tuple[str, ...]:
+    """Variables that a statement makes."""
+    return (statement.target,) if isinstance(statement, Convert) else statement.targets
