@@ -52,10 +52,6 @@ ALLOWED: frozenset[str] = frozenset(
         "cost_models/kernels/operations.py:roofline_s",
         "cost_models/network/collectives.py:curve",
         "cost_models/profile.py",
-<<<<<<< HEAD
-=======
-        "cost_models/time/host.py:host_s",
->>>>>>> main
         "runtime/activity.py:place_of",
         "runtime/attention.py:attention",
         "runtime/model.py",
