@@ -99,27 +99,20 @@ class ParallelDims:
         axes += [Axis(a.name, 1) for a in (*left, *right) if a.name not in present and a.name not in ("cp", "etp")]
         axes += [Axis(name, size) for name, (_, _, size) in zip(names, cuts, strict=True)]
         known, groups = {a.name for a in axes}, dict[str, tuple[str, ...]]()
-
-        def group(name: str, of: Sequence[str]) -> None:
+        for name, of in self._groups([a.name for a in right[:-2]]):
             members = tuple(n for n, cut in zip(names, cuts, strict=True) if cut[0] in of or cut[1] in of)
             if name not in known and members:
                 groups[name] = members
-
-        data, parts, tensor = ([a.name for a in each] for each in (self.data, self.sequence, self.tensor))
-        for name in (*data, *parts, *tensor):
-            group(name, [name])
-        group("dp", data)
-        group("tp", tensor)
-        if c.cp > 1:
-            group("cp", parts)
-            group("replicas", [*data, *parts])
-            if c.zero_replicas > 1:
-                group("shards", ["sdp", *parts])
-        own = [a.name for a in right[:-2]]
-        for name in ("ep", *own, "etp"):
-            group(name, [name])
-        group("edp", own)
         return Mesh(tuple(axes), groups)
+
+    def _groups(self, own: list[str]) -> list[tuple[str, list[str]]]:
+        """The named products of a folded mesh, with the axes that they are made of. `own`: of the experts' replicas."""
+        data, parts, tensor = ([a.name for a in each] for each in (self.data, self.sequence, self.tensor))
+        out = [*((name, [name]) for name in (*data, *parts, *tensor)), ("dp", data), ("tp", tensor)]
+        if self.config.cp > 1:
+            out += [("cp", parts), ("replicas", [*data, *parts])]
+            out += [("shards", ["sdp", *parts])] if self.config.zero_replicas > 1 else []
+        return [*out, *((name, [name]) for name in ("ep", *own, "etp")), ("edp", own)]
 
 
 def _named(name: str, axes: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
