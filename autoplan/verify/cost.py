@@ -15,7 +15,7 @@ from autoplan.program.op_costs import OpCosts
 
 LIMIT_S = 5.0  # what verification may cost; more is done only where it is required
 USUAL_S = 0.3  # up to here longer sequences are worth it
-# of a core of a server in float64, small matrices: measured by experiments/verification.py, rounded down
+# of a core of a server in float64, small matrices: measured by experiments/plans/verification.py, rounded down
 _FLOPS_PER_CORE = 4e9
 _BYTES_PER_S = 4e9
 _NODE_S = 4e-5  # an operation, forward or backward, under the mode that makes it float64

@@ -37,7 +37,7 @@ from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 
 # What the parts do not explain of a step, either way. Priced from a profile: with it 37 to 40 of 40 measured plans lie
-# within their interval (experiments/plan_accuracy.py). Priced from the catalog for a device that is in no
+# within their interval (experiments/plans/plan_accuracy.py). Priced from the catalog for a device that is in no
 # published timings: assumed.
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 

@@ -10,7 +10,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from live_memory import LiveBytes, measure_step
 from one_stage import predicted, stage_of
 from parity import (
     SEQ,
@@ -46,6 +45,7 @@ from autoplan.program.statements import LoweredBlock, Op
 from autoplan.runtime.loss import vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
+from experiments.plans.live_memory import LiveBytes, measure_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
