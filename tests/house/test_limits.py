@@ -54,14 +54,9 @@ ALLOWED: frozenset[str] = frozenset(
         "cost_models/profile.py",
         "runtime/activity.py:place_of",
         "runtime/attention.py:attention",
-        "runtime/model.py",
-        "runtime/model.py:__init__",
-        "runtime/model.py:full_tensors",
         "runtime/ranks.py:find_out",
         "runtime/split_backward.py:_branches",
         "runtime/split_backward.py:backward_input",
-        "runtime/zero.py:__init__",
-        "runtime/zero.py:apply_zero",
     }
 )
 
