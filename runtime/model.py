@@ -17,7 +17,7 @@ from autoplan.files import write_whole
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.compiled import compile_blocks
-from autoplan.runtime.compression import Compression, PowerSGD
+from autoplan.runtime.compression import Compression
 from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.norm import scale_, square_sum
@@ -32,7 +32,7 @@ from autoplan.runtime.params import (
     unshard,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
-from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
+from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
 from autoplan.runtime.program import copy_beside_computing, load_module
 from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
@@ -104,7 +104,7 @@ class ParallelModel:
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
-        _check_precision(spec, self.precision, dtype, gradient_compression)
+        check_precision(spec, self.precision, dtype, gradient_compression)
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
@@ -587,21 +587,6 @@ class ParallelModel:
         micro_batches = f"{self.num_micro_batches} micro-batches"
         held = f"stage {', '.join(map(str, self.stages))}"
         return f"ParallelModel({self.spec.model}, {degrees}, {held}, {micro_batches})"
-
-
-def _check_precision(
-    spec: ProgramSpec, precision: MixedPrecision | None, dtype: torch.dtype | None, compression: Compression | None
-) -> None:
-    """Raise ValueError for what a program in mixed precision does not take."""
-    if precision is None:
-        return
-    if dtype is not None:
-        raise ValueError(f"dtype={dtype}: this program computes in {spec.compute_dtype} whatever its parameters are")
-    if precision.scales_loss and isinstance(compression, PowerSGD):
-        raise ValueError(
-            "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
-            "scale; use bf16"
-        )
 
 
 def _itself(parameter: nn.Parameter) -> nn.Parameter:
