@@ -45,7 +45,6 @@ ALLOWED: frozenset[str] = frozenset(
         "autoplan/program/regions.py:regions",
         "autoplan/program/workload.py:workload",
         "autoplan/report/text.py:_memory",
-        "autoplan/search/planner.py:_restrictions",
         "autoplan/sweeps/capacity.py:task_of",
         "autoplan/sweeps/whatif.py:row",
         "autoplan/verify/wide.py:__torch_function__",
