@@ -47,7 +47,7 @@ from autoplan.profiler.tasks import model_tasks
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope, broken
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.runtime.failure import RankFailure, guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
@@ -516,7 +516,7 @@ def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int
         config = ParallelConfig(tp=tp)
         if broken(config, Facts(tp, ModelFacts(graph)), Scope.PRICED) is not None:
             continue
-        _, axes = make_mesh(graph, config)
+        axes = ParallelDims.of(graph, config).layout_axes
         for task in model_tasks(OpCosts(graph, axes, env)):
             found.setdefault(task.work.key, task)
     return list(found.values())

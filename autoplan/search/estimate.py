@@ -16,7 +16,6 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.expert_mesh import inner_degree
 from autoplan.program.legality import Scope
 from autoplan.program.pins import pipeline_units
 from autoplan.schedules.schedule import SCHEDULES, num_copies
@@ -55,7 +54,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_config(r, config)
     experts = None
     if _has_experts(r.graph):
-        experts = ExpertDegrees(config.ep, inner_degree(config), request.options.dispatcher, request.executed)
+        experts = ExpertDegrees(config.ep, config.expert_tp, request.options.dispatcher, request.executed)
     points, ends = LayoutCache(r), ends_apart(r.graph, config)
     if config.cp > 1 and config.context_method is None and r.executed:
         return _cheapest(points, config, experts, ends)

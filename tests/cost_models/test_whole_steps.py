@@ -24,7 +24,7 @@ from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, W
 from autoplan.errors import PinError, ProfileError
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.estimate import estimate_config
@@ -38,7 +38,7 @@ NODES = Cluster.parse("8x8xh100-sxm5-80gb")
 @lru_cache(maxsize=8)
 def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload:
     graph = load_model(model)
-    _, axes = make_mesh(graph, ParallelConfig(tp=tp))
+    axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
     env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
     settings = IntraSettings(axes, NODE, env, 4, 1.02, None, Mode.FUSED, dtypes)
     works = OpCosts(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))

@@ -39,7 +39,6 @@ ALLOWED: frozenset[str] = frozenset(
         "autoplan/profiler/topology.py:parse_matrix",
         "autoplan/program/activations.py:_backward_peak",
         "autoplan/program/activations.py:_summary",
-        "autoplan/program/expert_mesh.py:folded_mesh",
         "autoplan/program/legality.py",
         "autoplan/program/op_costs.py:op_work",
         "autoplan/program/regions.py:regions",
