@@ -36,6 +36,8 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.memory.recompute_frontier import as_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import MAX_ACTIONS, Space, search_order
@@ -464,7 +466,7 @@ class _Search:
     def _of_degrees(self, checked: Space) -> Iterator[str]:
         """What narrows how experts and sequences are spread."""
         cut = any(c.cp > 1 for c in checked.candidates)
-        if any(n.op == "experts" for b in self.request.graph.blocks.values() for n in b.nodes):
+        if nodes_of(self.request.graph, OpKind.EXPERTS):
             yield _EXPERTS
         if "cp" not in self.request.pins:
             least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
