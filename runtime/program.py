@@ -101,7 +101,8 @@ class Block(nn.Module):
         """`compute`, with what `recompute` says of its activations."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)
-        return _RUNS.get(self.recompute, Block._run_regions)(self, *args, **kwargs)
+        run: Callable[..., Any] = _RUNS.get(self.recompute, Block._run_regions)
+        return run(self, *args, **kwargs)
 
     def _run_full(self, *args: Any, **kwargs: Any) -> Any:
         # no generator state to restore: dropout here is a function of its position
