@@ -33,8 +33,6 @@ ALLOWED: frozenset[str] = frozenset(
         "autoplan/codegen/emit.py:_body",
         "autoplan/codegen/emit.py:convert_text",
         "autoplan/ops/batch.py:_result",
-        "autoplan/ops/strategies.py:strategies",
-        "autoplan/ops/table.py:align",
         "autoplan/profiler/run.py:_measure",
         "autoplan/profiler/topology.py:parse_matrix",
         "autoplan/program/activations.py:_backward_peak",
