@@ -150,7 +150,7 @@ PROCESSES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 2), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
