@@ -124,7 +124,7 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
             pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
         ],
-        3,
+        8,
         unpack=True,
     ),
     ids=str,
