@@ -1,24 +1,22 @@
 """Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
 
-The text of each op is in `autoplan.ops.text`; here stands what depends on mesh and methods.
+The text of each op is in `autoplan.ops.text`; the axes that it works over are given by its statement.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from autoplan.config.context_methods import ContextMethod
-from autoplan.errors import LayoutError, RuleError
+from autoplan.errors import RuleError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.text import EMITTERS, OpText, py, shape_text
 from autoplan.program.regions import Region, regions, variables_of
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
-from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 _SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}
@@ -31,37 +29,14 @@ class Context:
     factors: Mapping[str, Expr]
     axes: tuple[Axis, ...]
     groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
-    dispatch: Axis | None = None  # over which experts are spread and tokens travel to them
-    inner: Axis | None = None  # over which each of these experts is split
-    context: Axis | None = None  # over which sequences are cut
-    method: ContextMethod | None = None  # how attention of this block sees all of them
-    batch: int = 1  # ranks of data parallelism, which share a micro-batch
-    cut: bool = True  # this block sees a part of a sequence that is cut
+    parts: Mapping[str, int] = field(default_factory=dict)  # symbol -> ranks that each have a part of it
 
     def whole(self, size: Expr) -> Expr:
         """A size of the model in the sizes of this rank: b and s are parts of the whole micro-batch and sequence."""
-        ways = {"b": self.batch, "s": self.context.size if self.context is not None and self.cut else 1}
         out = Expr(())
         for symbols, coefficient in size.terms:
-            out += Expr(((symbols, coefficient * math.prod(ways.get(x, 1) for x in symbols)),))
+            out += Expr(((symbols, coefficient * math.prod(self.parts.get(x, 1) for x in symbols)),))
         return out
-
-    def sharing(self, symbols: Sequence[str]) -> str:
-        """The axis of the ranks that have the parts of a micro-batch along `symbols`; empty where it is one rank."""
-        axes = [a for a, there in (("dp", "b" in symbols), ("cp", "s" in symbols)) if there]
-        sizes = {"dp": self.batch, "cp": self.context.size if self.context is not None else 1}
-        axes = [a for a in axes if sizes[a] > 1]
-        return "replicas" if len(axes) > 1 else axes[0] if axes else ""
-
-    def over(self) -> str:
-        """Keywords of attention: the axes that its method works over."""
-        m = self.method
-        if self.context is None or m is None:
-            return ""
-        whole = self.context.name
-        axes = {"ulysses": "cpu" if m.is_product else whole, m.inner: "cpr" if m.is_product else whole}
-        names = (*(("ulysses",) if m.ulysses > 1 else ()), *((m.inner,) if m.inner else ()))
-        return "".join(f", {name}={axes[name]!r}" for name in names)
 
     def axis(self, indices: Sequence[int]) -> str:
         """Name of one sub-axis or of a product."""
@@ -81,28 +56,18 @@ def describe(value: Value, layout: Layout, ctx: Context) -> str:
     return f"{_SHORT.get(value.dtype, value.dtype)}[{shape}] {' '.join(types)}".rstrip()
 
 
-def _special_axes(op: Op, ctx: Context) -> str:
-    """The axes of a special form, as a Python tuple or name; empty if the op is in none."""
-    return repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
+def _over(op: Op, ctx: Context, site: int) -> str:
+    """The axes that an op works over, as arguments of its function; of a dropout, the parts of its output."""
+    if op.node.op == "dropout":
+        return _dropout_parts(op, ctx, site)
+    special = repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
+    if op.node.op not in _KEYWORDS:
+        return special or "".join(repr(axis) for _, axis in op.over)
+    given = [("axes", special)] if special else []
+    return "".join(f", {name}={axis}" for name, axis in (*given, *((name, repr(axis)) for name, axis in op.over)))
 
 
-def _sharing(op: Op, ctx: Context) -> str:
-    axis = ctx.sharing(op.node.attrs["over"])
-    return repr(axis) if axis else ""
-
-
-def _expert_axes(op: Op, ctx: Context) -> str:
-    axes = _special_axes(op, ctx)
-    here = f", axes={axes}" if axes else ""
-    if ctx.dispatch is None:
-        return here
-    if not all(kind.is_shard and kind.dim == 0 for kind in op.strategy.inputs[0]):
-        raise LayoutError(
-            f"{op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
-            "autoplan.program.token_dispatch_layouts"
-        )
-    here += f", dispatch={ctx.dispatch.name!r}"
-    return here if ctx.inner is None else f"{here}, inner={ctx.inner.name!r}"
+_KEYWORDS = frozenset(("attention", "experts"))  # whose functions take the axes by keyword
 
 
 def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
@@ -129,21 +94,11 @@ def _num_partial(op: Op, ctx: Context) -> int:
     return math.prod(axis.size for axis, kind, c in kinds if kind.kind_name == "P" and c.factor is not None)
 
 
-# what depends on mesh and methods in the text of an op; of every other op the axes of a special form
-_OVER: dict[str, Callable[[Op, Context], str]] = {
-    "attention": lambda op, ctx: ctx.over(),
-    "experts": _expert_axes,
-    "batch_sum": _sharing,
-    "batch_part": _sharing,
-}
-
-
 def op_text(op: Op, ctx: Context, site: int) -> str:
     """Right-hand side of an op. RuleError for an op without an emitter."""
     name = op.node.op
     if name not in EMITTERS:
         raise RuleError(f"op {name!r} ({op.node.source}) has no emitter; add one line to autoplan.ops.text.EMITTERS")
-    over = _dropout_parts(op, ctx, site) if name == "dropout" else _OVER.get(name, _special_axes)(op, ctx)
     text = EMITTERS[name](
         OpText(
             args=tuple(x for x in op.args if x is not None),
@@ -154,7 +109,7 @@ def op_text(op: Op, ctx: Context, site: int) -> str:
                 for v, layout in zip(op.values, op.strategy.outputs, strict=True)
             ),
             whole=ctx.whole,
-            over=over,
+            over=_over(op, ctx, site),
             bias=op.bias or "",
             num_partial=_num_partial(op, ctx),
         )
@@ -344,13 +299,11 @@ def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
     for param in lowered.params:
         sizes = local_shape(param.value, param.stored, ctx.factors, ctx.axes)
         made, used = describe(param.value, param.stored, ctx), ""
-        if ctx.dispatch is not None and param.value.name in expert_weights(lowered.block):
-            sizes = [sizes[0].scale(Fraction(1, ctx.dispatch.size)), *sizes[1:]]
-            made, used = describe(param.value, (), replace(ctx, axes=())), f" {ctx.dispatch.name}:S(experts)"
-            if ctx.inner is not None:
-                dim, position = inner_place(lowered.block, param.value.name)
-                sizes[dim] = sizes[dim].scale(Fraction(1, ctx.inner.size))
-                used += f" {ctx.inner.name}:S({(param.value.dims or ())[dim][position]})"
+        if param.spread:
+            made = describe(param.value, (), replace(ctx, axes=()))
+            for part in param.spread:
+                sizes[part.dim] = sizes[part.dim].scale(Fraction(1, part.ways))
+                used += f" {part.axis}:S({(param.value.dims or ())[part.dim][part.position]})"
         elif param.used != param.stored:
             used = f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         shape = shape_text(sizes)
