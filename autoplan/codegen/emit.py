@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Value
-from autoplan.ir.layout import Axis, ConversionKind, Layout
+from autoplan.ir.layout import Axis, AxisType, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.text import EMITTERS, OpText, py, shape_text
 from autoplan.program.regions import Region, regions, variables_of
@@ -130,43 +130,49 @@ def op_text(op: Op, ctx: Context, site: int) -> str:
     return f"vary({text}, {', '.join(map(repr, made))})" if made else text
 
 
+_CONVERSIONS = {
+    ConversionKind.ALL_REDUCE: "all_reduce({x}, {axis}, dst={target})",
+    ConversionKind.REDUCE_SCATTER: "reduce_scatter({x}, {axis}, dim={cut})",
+    ConversionKind.ALL_GATHER: "all_gather({x}, {axis}, dim={joined}, dst={target})",
+    ConversionKind.SLICE: "slice_({x}, {axis}, dim={cut}, src={source})",
+    ConversionKind.TO_REPLICATE: "to_replicate({x}, {axis})",
+    ConversionKind.ALL_TO_ALL: "all_to_all({x}, {axis}, src_dim={joined}, dst_dim={cut})",
+    ConversionKind.TO_PARTIAL: "to_partial({x}, {axis}, src={source})",
+}
+
+
 def convert_text(c: Convert, ctx: Context) -> str:
     """Right-hand side of a conversion; a factor inside a dim gets a dim of its own for the time of the collective."""
     local = local_factors(c.value, c.layout, ctx.factors, ctx.axes)
-    after = local_factors(c.value, c.result, ctx.factors, ctx.axes)
-    step = c.step
-    shards = [t for t in (step.source, step.target) if t.is_shard]
-    inner = {t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])}
-    within = {step.source.dim} if len({t.dim for t in shards}) < len(shards) else set()  # between factors of one dim
-    opened = sorted(inner | within)
+    source, target = c.step.source, c.step.target
+    opened = _opened_dims(local, [t for t in (source, target) if t.is_shard])
+
+    def place(t: AxisType) -> int:
+        """The dim of a shard's factor, counted with those that are opened."""
+        before = sum(len(local[d]) if d in opened else 1 for d in range(t.dim))
+        return before + (t.factor if t.dim in opened else 0)
+
     x = c.source
     if opened:
         sizes = [s for d, dim in enumerate(local) for s in (dim if d in opened else [product(dim)])]
         x = f"{x}.reshape({shape_text(sizes)})"
+    text = _CONVERSIONS[c.step.kind].format(
+        x=x,
+        axis=repr(ctx.axis(c.step.axes)),
+        source=source.kind_name,
+        target=target.kind_name,
+        joined=place(source) if source.is_shard else None,
+        cut=place(target) if target.is_shard else None,
+    )
+    after = local_shape(c.value, c.result, ctx.factors, ctx.axes)
+    return f"{text}.reshape({shape_text(after)})" if opened else text
 
-    def at(dim: int, factor: int) -> int:
-        before = sum(len(local[d]) if d in opened else 1 for d in range(dim))
-        return before + (factor if dim in opened else 0)
 
-    axis = repr(ctx.axis(step.axes))
-    if step.kind is ConversionKind.ALL_REDUCE:
-        text = f"all_reduce({x}, {axis}, dst={step.target.kind_name})"
-    elif step.kind is ConversionKind.REDUCE_SCATTER:
-        text = f"reduce_scatter({x}, {axis}, dim={at(step.target.dim, step.target.factor)})"
-    elif step.kind is ConversionKind.ALL_GATHER:
-        text = f"all_gather({x}, {axis}, dim={at(step.source.dim, step.source.factor)}, dst={step.target.kind_name})"
-    elif step.kind is ConversionKind.SLICE:
-        text = f"slice_({x}, {axis}, dim={at(step.target.dim, step.target.factor)}, src={step.source.kind_name})"
-    elif step.kind is ConversionKind.TO_REPLICATE:
-        text = f"to_replicate({x}, {axis})"
-    elif step.kind is ConversionKind.ALL_TO_ALL:
-        source, target = at(step.source.dim, step.source.factor), at(step.target.dim, step.target.factor)
-        text = f"all_to_all({x}, {axis}, src_dim={source}, dst_dim={target})"
-    else:
-        text = f"to_partial({x}, {axis}, src={step.source.kind_name})"
-    if opened:
-        text += f".reshape({shape_text([product(dim) for dim in after])})"
-    return text
+def _opened_dims(local: Sequence[Sequence[Expr]], shards: Sequence[AxisType]) -> list[int]:
+    """Dims that a collective sees factor by factor: what is cut or joined is not their first factor."""
+    inner = {t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])}
+    dims = [t.dim for t in shards]
+    return sorted(inner | {d for d in dims if dims.count(d) > 1})  # from one factor of a dim to another
 
 
 def block_source(
@@ -205,9 +211,8 @@ def block_source(
         lines += _init_lines(lowered, ctx, free)
     args = [f"{var}: Tensor" for var, _, _ in lowered.inputs]
     star = ["*"] if extra else []
-    returns = "Tensor" if len(lowered.outputs) == 1 else f"tuple[{', '.join(['Tensor'] * len(lowered.outputs))}]"
     name = "forward" if free else "compute"
-    lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {returns}:")
+    lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
     for var, value, layout in lowered.inputs:
         lines.append(f"        # {var}: {describe(value, layout, ctx)}")
     lines += [f"        {line}" for line in body]
@@ -225,7 +230,7 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
     variables = variables_of(lowered.statements)
     at = {region.statements[-1]: region for region in apart}
     inside = {i for region in apart for i in region.statements}
-    names = {v for reads, writes in variables for v in (*reads, *writes)} | {v for v, _, _ in lowered.inputs}
+    names = {v for pair in variables for side in pair for v in side} | {v for v, _, _ in lowered.inputs}
     order = [i for i in range(len(lines)) if i not in inside or i in at]
     reads = {i: at[i].reads if i in at else variables[i][0] for i in order}
     writes = {i: at[i].writes if i in at else variables[i][1] for i in order}
@@ -241,16 +246,22 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
         if i not in at:
             body.append(lines[i])
             continue
-        region, results = at[i], ", ".join(at[i].writes)
-        name = _unused(f"{region.group}_region", names)
-        signature = ", ".join(f"{v}: Tensor" for v in region.reads)
-        made = "Tensor" if len(region.writes) == 1 else f"tuple[{', '.join(['Tensor'] * len(region.writes))}]"
-        body.append(f"def {name}({signature}) -> {made}:  # may be computed again")
-        body += [f"    {lines[k]}" for k in region.statements]
-        body.append(f"    return {results}")
-        arguments = ", ".join([repr(region.group), name, *region.reads])
-        body.append(f"{results} = self.again({arguments})")
+        body += _region_lines(at[i], lines, _unused(f"{at[i].group}_region", names))
     return body
+
+
+def _region_lines(region: Region, lines: Sequence[str], name: str) -> list[str]:
+    """A function of the statements of a region, and its call."""
+    results = ", ".join(region.writes)
+    signature = ", ".join(f"{v}: Tensor" for v in region.reads)
+    body = [f"def {name}({signature}) -> {_returns(len(region.writes))}:  # may be computed again"]
+    body += [f"    {lines[k]}" for k in region.statements]
+    arguments = ", ".join([repr(region.group), name, *region.reads])
+    return [*body, f"    return {results}", f"{results} = self.again({arguments})"]
+
+
+def _returns(count: int) -> str:
+    return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 def _unused(name: str, names: set[str]) -> str:
