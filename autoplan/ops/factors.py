@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoplan.errors import GraphError, RuleError
+from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, Dim, ModelGraph, Value, check
 from autoplan.ir.symbols import Expr
 from autoplan.ops.language import OpRule
@@ -35,25 +36,18 @@ _HINTS: dict[tuple[str, str], str] = {
 }
 
 
-class _Factors:
-    """Union-find over factors; a factor may be split into an ordered list of others."""
+class _Factors(Classes[int]):
+    """Factors that are equal to each other; a factor may be split into an ordered list of others."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.size: list[Expr] = []
-        self.parent: list[int] = []
         self.split: dict[int, tuple[int, ...]] = {}
         self.hints: dict[int, list[str]] = {}
 
     def new(self, size: Expr) -> int:
         self.size.append(size)
-        self.parent.append(len(self.parent))
-        return len(self.parent) - 1
-
-    def find(self, factor: int) -> int:
-        while self.parent[factor] != factor:
-            self.parent[factor] = self.parent[self.parent[factor]]
-            factor = self.parent[factor]
-        return factor
+        return len(self.size) - 1
 
     def atoms(self, factors: list[int]) -> list[int]:
         out: list[int] = []
@@ -78,7 +72,7 @@ class _Factors:
                 continue
             sx, sy = self.size[x], self.size[y]
             if sx == sy:
-                self.parent[x] = y
+                self.join(x, y)
                 self.hints.setdefault(y, []).extend(self.hints.pop(x, []))
                 a, b = a[1:], b[1:]
                 continue

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS
 from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.ir.dataflow import Classes
 from autoplan.program.statements import Convert, LoweredBlock, Op, reads_of, writes_of
 
 _REDUCTIONS = frozenset(("mean", "sum"))
@@ -31,22 +32,22 @@ _PASSING = frozenset(("add", "sub", "neg", "clone", "add_scalar")) | VIEWS  # of
 
 
 class _Kernels:
-    """Which statements of a block run together, by union-find."""
+    """Which statements of a block run together."""
 
     def __init__(self, lowered: LoweredBlock) -> None:
         self.lowered = lowered
         self.made: dict[str, int] = {}  # value -> statement
-        self.group: dict[int, int] = {}
+        self.classes = Classes[int]()
         level: dict[int, int] = {}
         for k, statement in enumerate(lowered.statements):
             read = reads_of(statement)
             before = [self.made[name] for name in read if name in self.made]
             level[k] = max((level[p] + (not self._fused(p)) for p in before), default=0)
             if self._fused(k):
-                self.group[k] = k
+                self.classes.find(k)
                 for p in before:
                     if self._fused(p) and level[p] == level[k]:
-                        self.group[self.root(p)] = self.root(k)
+                        self.classes.join(p, k)
             for name in writes_of(statement):
                 self.made[name] = k
 
@@ -54,18 +55,9 @@ class _Kernels:
         statement = self.lowered.statements[k]
         return isinstance(statement, Op) and statement.node.op in _FUSED and statement.bias is None
 
-    def root(self, k: int) -> int:
-        """Representative of the kernel of a statement."""
-        while self.group[k] != k:
-            k = self.group[k]
-        return k
-
-    def members(self) -> dict[int, list[int]]:
-        """Statements by kernel."""
-        out: dict[int, list[int]] = {}
-        for k in self.group:
-            out.setdefault(self.root(k), []).append(k)
-        return out
+    def kernels(self) -> list[list[int]]:
+        """The statements of each kernel."""
+        return list(self.classes.members().values())
 
     def base(self, name: str) -> str:
         """What a value is a view of."""
@@ -94,7 +86,7 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
             tensors.update(zip(reads_of(statement), work.inputs, strict=False))
             tensors.update(zip(statement.targets, work.outputs, strict=False))
     out = list(ops)
-    for members in kernels.members().values():
+    for members in kernels.kernels():
         inside = set(members)
         computing = [k for k in members if ops[position[k]].op not in VIEWS]
         if not computing:
@@ -135,7 +127,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
             readers.setdefault(kernels.base(name), []).append(k)
     first: dict[tuple[str, bool], str] = {}  # (input, trained) -> what the first product of it made
     same: dict[str, str] = {}  # what a joined product made -> what the one that it is joined with did
-    out = {position[k] for k in kernels.group if k in position}
+    out = {position[k] for members in kernels.kernels() for k in members if k in position}
     for k, statement in enumerate(lowered.statements):
         if k not in position or not isinstance(statement, Op):
             continue

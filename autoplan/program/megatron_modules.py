@@ -22,7 +22,7 @@ are checkpoints of what goes in: who keeps their output goes on doing so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.program.regions import Flow, attention_core, variables_of
@@ -64,19 +64,6 @@ def modules(statements: Sequence[Op | Convert], outputs: Sequence[str]) -> dict[
     return _Modules(statements, outputs).found()
 
 
-def _reached(
-    found: Iterable[int], way: Sequence[Sequence[int]], through: Callable[[int], bool] = lambda _: True
-) -> set[int]:
-    """Statements that `way` leads to from `found`, over those that it goes `through`."""
-    out, queue = set[int](), list(found)
-    while queue:
-        for k in way[queue.pop()]:
-            if k not in out and through(k):
-                out.add(k)
-                queue.append(k)
-    return out
-
-
 class _Modules:
     def __init__(self, statements: Sequence[Op | Convert], outputs: Sequence[str]) -> None:
         self.variables = variables_of(statements)
@@ -90,7 +77,7 @@ class _Modules:
         out: dict[str, tuple[Module, ...]] = {}
         if self.core:
             out["core_attn"] = (self._module("core_attn", self.core),)
-        norms = self.flow.connected(self.flow.norms())
+        norms = self.flow.parts(self.flow.norms())
         up = self._up_projections()
         if norms and (self.core or self.experts):
             of_layer = [part for part in norms if self._from_residual(part)]
@@ -147,33 +134,24 @@ class _Modules:
 
     def _views_before(self, found: Iterable[int]) -> set[int]:
         """Views and conversions of what these read."""
-        return _reached(found, self.flow.before, self._is_view)
+        return self.flow.leading_to(found, self._is_view)
 
     def _feeds_latent(self, part: Sequence[int]) -> bool:
         up = self._up_projections()
-        return bool(up) and bool(self._ancestors(up) & set(part))
+        return bool(up) and bool(self.flow.leading_to(up) & set(part))
 
     # -- latent attention ----------------------------------------------------------------------------------------------
 
-    def _ancestors(self, found: Iterable[int]) -> set[int]:
-        return _reached(found, self.flow.before)
-
-    def _nearest_products(self, start: Iterable[int]) -> tuple[set[int], set[int]]:
+    def _nearest_products(self, start: Collection[int]) -> tuple[set[int], set[int]]:
         """Products before `start`, and what is between."""
-        products, between, queue = set[int](), set[int](), list(start)
-        while queue:
-            for k in self.flow.before[queue.pop()]:
-                if self.ops[k] in _PRODUCTS:
-                    products.add(k)
-                elif k not in between:
-                    between.add(k)
-                    queue.append(k)
+        between = self.flow.leading_to(start, lambda k: self.ops[k] not in _PRODUCTS)
+        products = {b for k in {*start, *between} for b in self.flow.before[k] if self.ops[b] in _PRODUCTS}
         return products, between
 
     def _up_projections(self) -> set[int]:
         """Between the products that compress queries, keys and values and the core; none without such products."""
         last, between = self._nearest_products(self.core)
-        down = {k for k in last if any(k in self._ancestors((other,)) for other in last - {k})}
+        down = {k for k in last if any(k in self.flow.leading_to((other,)) for other in last - {k})}
         further: dict[int, tuple[set[int], set[int]]] = {k: self._nearest_products((k,)) for k in last - down}
         for found, inner in further.values():  # with a norm of what is compressed; adapters have none
             down |= found if any(self.ops[k] in _NORM_OPS for k in inner) else set()
@@ -182,11 +160,8 @@ class _Modules:
         out = (last | between) - down - self.core
         for products, inner in further.values():
             out |= inner if products else set()
-        below = self._descendants(down) | (last - down) | self._descendants(last - down)
+        below = self.flow.following(down) | (last - down) | self.flow.following(last - down)
         return {k for k in out if k in below}  # tables of the rotary embedding come from elsewhere
-
-    def _descendants(self, found: Iterable[int]) -> set[int]:
-        return _reached(found, self.flow.after)
 
     # -- MLPs and experts ----------------------------------------------------------------------------------------------
 
@@ -198,21 +173,21 @@ class _Modules:
             return set()
         first, between = self._nearest_products(pointwise)
         gathered = self._views_before(first)
-        found = first | {k for k in between if k in self._descendants(first)} | pointwise
+        found = first | {k for k in between if k in self.flow.following(first)} | pointwise
         last = {k for p in pointwise for k in self.flow.after[p] if self.ops[k] in _PRODUCTS}
         found |= last | {k for p in last for k in self.flow.after[p] if isinstance(self.statements[k], Convert)}
         if self.experts:
             return found  # the gather of the layer's input is the experts' as well
         found |= gathered
         for part in norms:
-            after = self._descendants(part)
+            after = self.flow.following(part)
             if self._in_product(part) and after & first and not after & self.core:
                 found |= set(part)
         return found
 
     def _from_norm(self, experts: int, norms: Sequence[Sequence[int]]) -> set[int]:
         """All that follows from the norm before the experts, up to where it joins what layers hand on."""
-        before = self._ancestors((experts,))
+        before = self.flow.leading_to((experts,))
         part = max((p for p in norms if before.intersection(p)), key=lambda p: p[-1])
         root = set(part)
         out: set[int] = set()
@@ -225,5 +200,5 @@ class _Modules:
             if self.ops[k] == "add" and k > experts and others:
                 break
             out.add(k)
-        constants = {k for k in self._ancestors(out) if not self.flow.before[k] and not self.variables[k][0]}
+        constants = {k for k in self.flow.leading_to(out) if not self.flow.before[k] and not self.variables[k][0]}
         return out | constants

@@ -25,6 +25,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.errors import InfeasibleError
+from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
 from autoplan.ops.strategies import Strategy, strategies
@@ -147,27 +148,6 @@ class IntraSettings:
         return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
-class _Classes:
-    """Union-find over values."""
-
-    def __init__(self) -> None:
-        self.parent: dict[ValueKey, ValueKey] = {}
-
-    def find(self, key: ValueKey) -> ValueKey:
-        while self.parent.setdefault(key, key) != key:
-            key = self.parent[key]
-        return key
-
-    def join(self, a: ValueKey, b: ValueKey) -> None:
-        self.parent[self.find(a)] = self.find(b)
-
-    def members(self) -> dict[ValueKey, list[ValueKey]]:
-        out: dict[ValueKey, list[ValueKey]] = {}
-        for key in list(self.parent):
-            out.setdefault(self.find(key), []).append(key)
-        return out
-
-
 class _Build:
     def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
         self.graph, self.settings, self.costs = graph, settings, settings.costs
@@ -249,7 +229,7 @@ class _Build:
     def _storage(self) -> None:
         """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
         uses: dict[str, ValueKey] = {}
-        classes = _Classes()
+        classes = Classes[ValueKey]()
         for call in self.graph.calls:
             for local, full in call.params.items():
                 classes.join((call.block, local), uses.setdefault(full, (call.block, local)))
@@ -315,7 +295,7 @@ class _Build:
 
     def _boundaries(self) -> None:
         """One layout per class of values that blocks hand to each other; inputs are R, the loss is I."""
-        links = _Classes()
+        links = Classes[ValueKey]()
         for call in self.graph.calls:
             block = self.graph.blocks[call.block]
             for actual, formal in [
@@ -324,7 +304,7 @@ class _Build:
             ]:
                 links.join(("", actual), (block.name, formal))
         classes = links.members()
-        fixed = {links.find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in links.parent}
+        fixed = {links.find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in links}
         fixed[links.find(("", self.graph.output))] = self.all_i
         for root, keys in classes.items():
             provides = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].inputs]

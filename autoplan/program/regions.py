@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from autoplan.config.recompute import GROUPS
+from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.layout import ConversionKind
 from autoplan.program.megatron_kernels import LOSSES
 from autoplan.program.statements import Convert, Op, reads_of, writes_of
@@ -68,7 +69,7 @@ def regions(
     for group in GROUPS:
         if group not in groups:
             continue
-        for part in flow.connected(found[group]() - taken):
+        for part in flow.parts(found[group]() - taken):
             region = _region(group, part, flow, outputs)
             if region is not None:
                 out.append(region)
@@ -87,33 +88,13 @@ def _region(group: str, part: tuple[int, ...], flow: Flow, outputs: Sequence[str
     return Region(group, part, tuple(v for v in reads if not v.startswith("self.")), writes)
 
 
-class Flow:
-    """Who makes and who reads the variables of a block."""
+class Flow(Dataflow):
+    """Who makes and who reads the variables of a block, and what its operations are."""
 
     def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
-        self.statements, self.variables = statements, variables
+        super().__init__(variables)
+        self.variables = variables
         self.ops = ["" if isinstance(s, Convert) else s.node.op for s in statements]
-        self.makes = {v: i for i, (_, writes) in enumerate(variables) for v in writes}
-        self.readers: dict[str, list[int]] = {}
-        for i, (reads, _) in enumerate(variables):
-            for v in dict.fromkeys(reads):
-                self.readers.setdefault(v, []).append(i)
-        self.after = [[k for v in writes for k in self.readers.get(v, ())] for _, writes in variables]
-        self.before = [[self.makes[v] for v in reads if v in self.makes] for reads, _ in variables]
-
-    def connected(self, chosen: set[int]) -> list[tuple[int, ...]]:
-        """Parts of it that hang together."""
-        out, left = [], set(chosen)
-        while left:
-            part, queue = set[int](), [min(left)]
-            while queue:
-                i = queue.pop()
-                if i in left:
-                    left.remove(i)
-                    part.add(i)
-                    queue += [*self.after[i], *self.before[i]]
-            out.append(tuple(sorted(part)))
-        return out
 
     def activation_functions(self, products: Set[str] = _LINEAR, views: Set[str] = frozenset()) -> set[int]:
         """Pointwise operations, and `views`, from an activation function on to the product that takes their result."""
@@ -186,17 +167,12 @@ def attention_core(
     ops = ["" if isinstance(s, Convert) else s.node.op for s in statements]
     if "attention" not in ops and "softmax" not in ops:
         return []
-    makes = {v: i for i, (_, writes) in enumerate(variables) for v in writes}
-    before = [[makes[v] for v in reads if v in makes] for reads, _ in variables]
-    after: list[list[int]] = [[] for _ in variables]
-    for i, sources in enumerate(before):
-        for k in sources:
-            after[k].append(i)
+    flow = Dataflow(variables)
     for i, op in enumerate(ops):
         if op == "attention":
             out.add(i)
         elif op == "softmax":
-            reach = [_until_matmul(i, ops, way) for way in (before, after)]
+            reach = [_until_matmul(i, ops, way) for way in (flow.before, flow.after)]
             if all(reach):
                 out |= {i, *reach[0], *reach[1]}
     return sorted(out)
