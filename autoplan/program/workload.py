@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.config.recompute import MODULES, modules_choice
@@ -14,16 +14,15 @@ from autoplan.cost_models.work import (
     Gathered,
     OpWork,
     ParamWork,
-    SharedValue,
     TensorWork,
     Workload,
 )
 from autoplan.errors import PinError
-from autoplan.ir.graph import Block, Call, ModelGraph, Node
+from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.saved import backward_reads_params
 from autoplan.ops.table import flops, rule_for, window_share
-from autoplan.program.activation_bytes import OFFLOAD, Activations, peak_bytes_of, saved_bytes_of
+from autoplan.program.activation_bytes import OFFLOAD, Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.fusion import fused_works, joined_ops
@@ -34,8 +33,9 @@ from autoplan.program.pins import layer_calls, pipeline_units
 from autoplan.program.problem import Selection, copy_work
 from autoplan.program.shared_values import shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
-from autoplan.program.token_dispatch import local_products, on_own_tokens, travelled_bytes
+from autoplan.program.token_dispatch import local_products, on_own_tokens
 from autoplan.program.token_dispatch_layouts import expert_weights
+from autoplan.program.unit_memory import unit_memory, with_dispatch
 
 
 @dataclass(frozen=True)
@@ -81,33 +81,26 @@ def workload(
         experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
         ends: embedding and head are units of their own (see `pipeline_units`).
 
-    Its `model_flops` are those of the published definition of MFU (see `_model_flops`), whatever the kernels compute.
+    Its `model_flops` are those of the published definition of MFU (see `_node_flops`), whatever the kernels compute.
     """
     if experts is not None and not experts.dispatches(math.prod(a.size for a in works.axes)):
         experts = None
     made = lower_all(graph, selection, works) if made is None else made
-    lowered, held = made.blocks, made.held
-    _check_modules(works.kernels.modules, held)
+    _check_modules(works.kernels.modules, made.held)
     stack = Stack(works.context, works.methods, experts, works.kernels)
-    lowered = {n: rewritten(low, stack) for n, low in lowered.items()}
-    blocks = {n: _block(low, held[n], works) for n, low in lowered.items()}
+    lowered = {n: rewritten(low, stack) for n, low in made.blocks.items()}
+    blocks = {n: _block(low, made.held[n], works) for n, low in lowered.items()}
     end = graph.calls[-1].block
     if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
         blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
-    if experts is not None:
-        held = {n: _without_other_experts(held[n], low, blocks[n], works) for n, low in lowered.items()}
-        if experts.executed:
-            held = {n: _with_travelled_rows(held[n], low, works, experts) for n, low in lowered.items()}
-    calls = {c.name: c for c in graph.calls}
-    units = pipeline_units(graph, ends)
-    layers = set(layer_calls(graph))
-    free_calls = graph.free_calls()
-    free_names = [c.name for c in graph.calls if c.name in free_calls]
-    memory = [_unit_memory([calls[n] for n in unit], held, blocks, layers) for unit in units]
+    held = {n: with_dispatch(made.held[n], low, blocks[n], works, experts) for n, low in lowered.items()}
+    calls, units, free = {c.name: c for c in graph.calls}, pipeline_units(graph, ends), graph.free_calls()
+    free_calls, layers = [c for c in graph.calls if c.name in free], set(layer_calls(graph))
     shared = shared_values(graph, units, lowered, held, works, frozenset(layers))
-    if shared:
-        memory = [_without(m, u, shared) for u, m in enumerate(memory)]
-    per_call = {n: _block_flops(blk, works) for n, blk in graph.blocks.items()}
+    memory = [
+        unit_memory([calls[n] for n in unit], held, layers).without_shared(u, shared) for u, unit in enumerate(units)
+    ]
+    model_flops, masked_flops = _model_flops(graph, works)
     return Workload(
         model=graph.name,
         axes=tuple((a.name, a.size) for a in works.axes),
@@ -116,34 +109,22 @@ def workload(
         unit_calls=units,
         layers=tuple(any(n in layers for n in unit) for unit in units),
         is_layer=tuple(tuple(n in layers for n in unit) for unit in units),
-        free=tuple(calls[n].block for n in free_names),
+        free=tuple(c.block for c in free_calls),
         cut_bytes=_cuts(graph, units, lowered, works),
         unit_saved=tuple(m.saved for m in memory),
-        unit_selective=tuple(
-            size - sum(held[calls[n].block].saved_bytes - held[calls[n].block].selective_bytes for n in unit)
-            for size, unit in zip((m.saved for m in memory), units, strict=True)
-        ),
+        unit_selective=tuple(m.selective for m in memory),
         unit_kept=tuple(m.kept for m in memory),
         unit_transient=tuple(m.transient for m in memory),
         unit_transient_again=tuple(m.transient_again for m in memory),
         tied=_tied(graph, units, lowered, works),
-        free_saved=float(saved_bytes_of([calls[n] for n in free_names], held)),
+        free_saved=float(saved_bytes_of(free_calls, held)),
         tokens=float(works.env["b"] * works.env["s"] * works.context),
-        model_flops=works.context * sum(per_call[c.block][0] for c in graph.calls),
-        masked_flops=works.context * sum(per_call[c.block][1] for c in graph.calls),
+        model_flops=model_flops,
+        masked_flops=masked_flops,
         micro_batch_size=works.env["b"],
         seq_len=works.env["s"] * works.context,
-        held={
-            n: (
-                *(h.saved_bytes, h.kept_bytes, h.transient_bytes, h.selective_bytes, h.recompute_transient_bytes),
-                *(h.choice_bytes[choice] for choice in sorted(h.choice_bytes)),
-            )
-            for n, h in held.items()
-        },
-        unit_choices=tuple(
-            _unit_choices([calls[n] for n in unit if n in layers], held, m.saved)
-            for m, unit in zip(memory, units, strict=True)
-        ),
+        held={n: h.figures for n, h in held.items()},
+        unit_choices=tuple(m.choices for m in memory),
         shared=shared,
     )
 
@@ -162,17 +143,23 @@ def _check_modules(asked: Sequence[str], held: Mapping[str, Activations]) -> Non
 _COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
 
 
-def _block_flops(block: Block, works: OpCosts) -> tuple[float, float]:
-    """Model flops of a block's nodes, and of them what causal attention does not see: half of its scores."""
-    total = masked = 0.0
-    for node in block.nodes:
-        counted = _model_flops(block, node, works)
-        total += counted
-        masked += counted / 2 if node.op == "attention" and node.attrs.get("causal") else 0.0
-    return total, masked
+def _model_flops(graph: ModelGraph, works: OpCosts) -> tuple[float, float]:
+    """Model flops of all calls, and of them what causal attention does not see: half of its scores."""
+    found = {}
+    for name, block in graph.blocks.items():
+        total = masked = 0.0
+        for node in block.nodes:
+            counted = _node_flops(block, node, works)
+            total += counted
+            masked += counted / 2 if node.op == "attention" and node.attrs.get("causal") else 0.0
+        found[name] = total, masked
+    return (
+        works.context * sum(found[c.block][0] for c in graph.calls),
+        works.context * sum(found[c.block][1] for c in graph.calls),
+    )
 
 
-def _model_flops(block: Block, node: Node, works: OpCosts) -> float:
+def _node_flops(block: Block, node: Node, works: OpCosts) -> float:
     """Model flops of one node as the field counts them, forward and backward, of one context-parallel rank's tokens.
 
     6 N + 12 L H Q S per token (Chowdhery et al., PaLM, 2022, appendix B; Megatron-LM counts alike): matrix products
@@ -187,77 +174,6 @@ def _model_flops(block: Block, node: Node, works: OpCosts) -> float:
         forward *= works.context * (2.0 if node.attrs.get("causal") else 1.0)
         forward *= window_share(node, works.num_keys(block, node))  # as Megatron Bridge counts
     return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
-
-
-@dataclass(frozen=True)
-class _UnitMemory:
-    """Bytes of one unit; the transients count beyond what it and the units before it keep."""
-
-    saved: float
-    kept: float
-    transient: float
-    transient_again: float
-
-
-def _unit_memory(
-    calls: Sequence[Call], held: Mapping[str, Activations], blocks: Mapping[str, BlockWork], layers: Set[str]
-) -> _UnitMemory:
-    """Walks the unit as `activations.peak_bytes_of` walks a stage."""
-    again = frozenset(c.name for c in calls if c.name in layers)
-    plain, repeated = (
-        (
-            sum(held[c.block].kept_bytes if c.name in names else held[c.block].saved_bytes for c in calls),
-            peak_bytes_of(calls, held, names),
-        )
-        for names in (frozenset[str](), again)
-    )
-    return _UnitMemory(
-        float(plain[0]), float(repeated[0]), float(plain[1] - plain[0]), float(repeated[1] - repeated[0])
-    )
-
-
-def _unit_choices(layers: Sequence[Call], held: Mapping[str, Activations], saved: float) -> dict[str, float]:
-    """Bytes that a unit keeps under every choice that all of its layers know."""
-    names = [held[c.block].choice_bytes.keys() for c in layers]
-    common = [n for n in names[0] if all(n in other for other in names)] if names else []
-    return {n: saved - sum(held[c.block].saved_bytes - held[c.block].choice_bytes[n] for c in layers) for n in common}
-
-
-def _without(memory: _UnitMemory, unit: int, shared: Sequence[SharedValue]) -> _UnitMemory:
-    """A unit's memory without what is held once by all units of a stage together."""
-    saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
-    again = sum(v.num_bytes * v.kept_again.count(unit) for v in shared)
-    return replace(memory, saved=memory.saved - saved, kept=memory.kept - again)
-
-
-def _without_other_experts(held: Activations, lowered: LoweredBlock, block: BlockWork, works: OpCosts) -> Activations:
-    """Gradients of the experts that other ranks hold are not made here."""
-    if works.kernels.handwritten:
-        return held  # nor are those of the experts that are here, see `autoplan.program.megatron_kernels`
-    away = 0
-    for stored, p in zip(lowered.params, block.params, strict=True):
-        if p.expert:
-            whole = math.prod(works.local(lowered.block.name, stored.value, stored.stored))
-            away = max(away, (whole - p.num_elements) * works.width(stored.value))
-    return replace(
-        held,
-        transient_bytes=max(0, held.transient_bytes - away),
-        recompute_transient_bytes=max(0, held.recompute_transient_bytes - away),
-    )
-
-
-def _with_travelled_rows(
-    held: Activations, lowered: LoweredBlock, works: OpCosts, experts: ExpertDegrees
-) -> Activations:
-    """Rows that came from other ranks, and what experts elsewhere made of ours, are kept as well."""
-    block = lowered.block
-    size = sum(travelled_bytes(block, node, works, experts) for node in block.nodes if node.op == "experts")
-    return replace(
-        held,
-        saved_bytes=held.saved_bytes + size,
-        selective_bytes=held.selective_bytes + size,
-        recompute_transient_bytes=held.recompute_transient_bytes + size,
-    )
 
 
 def _tied(
