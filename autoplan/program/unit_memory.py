@@ -47,7 +47,17 @@ class UnitMemory:
         )
 
 
-def unit_memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], layers: Set[str]) -> UnitMemory:
+def unit_memories(
+    units: Sequence[Sequence[Call]],
+    activation_bytes: Mapping[str, Activations],
+    layers: Set[str],
+    shared: Sequence[SharedValue],
+) -> list[UnitMemory]:
+    """The memory of every unit, without the values that several units of a stage hold once together."""
+    return [_memory(calls, activation_bytes, layers).without_shared(u, shared) for u, calls in enumerate(units)]
+
+
+def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], layers: Set[str]) -> UnitMemory:
     """The memory of the unit of these calls. Walks it as `activation_bytes.peak_bytes_of` walks a stage.
 
     Args:

@@ -35,7 +35,7 @@ from autoplan.program.shared_values import shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
 from autoplan.program.token_dispatch import local_products, on_own_tokens
 from autoplan.program.token_dispatch_layouts import expert_weights
-from autoplan.program.unit_memory import unit_memory, with_dispatch
+from autoplan.program.unit_memory import unit_memories, with_dispatch
 
 
 @dataclass(frozen=True)
@@ -87,36 +87,32 @@ def workload(
         experts = None
     made = lower_all(graph, selection, works) if made is None else made
     _check_modules(works.kernels.modules, made.held)
-    stack = Stack(works.context, works.methods, experts, works.kernels)
-    lowered = {n: rewritten(low, stack) for n, low in made.blocks.items()}
-    blocks = {n: _block(low, made.held[n], works) for n, low in lowered.items()}
-    end = graph.calls[-1].block
-    if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
-        blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
+    lowered, blocks = _blocks(graph, made, experts)
     held = {n: with_dispatch(made.held[n], low, blocks[n], works, experts) for n, low in lowered.items()}
-    calls, units, free = {c.name: c for c in graph.calls}, pipeline_units(graph, ends), graph.free_calls()
-    free_calls, layers = [c for c in graph.calls if c.name in free], set(layer_calls(graph))
-    shared = shared_values(graph, units, lowered, held, works, frozenset(layers))
-    memory = [
-        unit_memory([calls[n] for n in unit], held, layers).without_shared(u, shared) for u, unit in enumerate(units)
-    ]
+    unit_calls, layers = pipeline_units(graph, ends), frozenset(layer_calls(graph))
+    by_name, free = {c.name: c for c in graph.calls}, graph.free_calls()
+    units = [[by_name[n] for n in unit] for unit in unit_calls]
+    free_calls = [c for c in graph.calls if c.name in free]
+    is_layer = tuple(tuple(c.name in layers for c in unit) for unit in units)
+    shared = shared_values(graph, unit_calls, lowered, held, works, layers)
+    memory = unit_memories(units, held, layers, shared)
     model_flops, masked_flops = _model_flops(graph, works)
     return Workload(
         model=graph.name,
         axes=tuple((a.name, a.size) for a in works.axes),
         blocks=blocks,
-        units=tuple(tuple(calls[n].block for n in unit) for unit in units),
-        unit_calls=units,
-        layers=tuple(any(n in layers for n in unit) for unit in units),
-        is_layer=tuple(tuple(n in layers for n in unit) for unit in units),
+        units=tuple(tuple(c.block for c in unit) for unit in units),
+        unit_calls=unit_calls,
+        layers=tuple(map(any, is_layer)),
+        is_layer=is_layer,
         free=tuple(c.block for c in free_calls),
-        cut_bytes=_cuts(graph, units, lowered, works),
+        cut_bytes=_cuts(graph, unit_calls, lowered, works),
         unit_saved=tuple(m.saved for m in memory),
         unit_selective=tuple(m.selective for m in memory),
         unit_kept=tuple(m.kept for m in memory),
         unit_transient=tuple(m.transient for m in memory),
         unit_transient_again=tuple(m.transient_again for m in memory),
-        tied=_tied(graph, units, lowered, works),
+        tied=_tied(graph, unit_calls, lowered, works),
         free_saved=float(saved_bytes_of(free_calls, held)),
         tokens=float(works.env["b"] * works.env["s"] * works.context),
         model_flops=model_flops,
@@ -127,6 +123,20 @@ def workload(
         unit_choices=tuple(m.choices for m in memory),
         shared=shared,
     )
+
+
+def _blocks(
+    graph: ModelGraph, made: Lowered, experts: ExpertDegrees | None
+) -> tuple[dict[str, LoweredBlock], dict[str, BlockWork]]:
+    """The statements of every block after all passes, and their work."""
+    works = made.works
+    stack = Stack(works.context, works.methods, experts, works.kernels)
+    lowered = {n: rewritten(low, stack) for n, low in made.blocks.items()}
+    blocks = {n: _block(low, made.held[n], works) for n, low in lowered.items()}
+    end = graph.calls[-1].block
+    if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
+        blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
+    return lowered, blocks
 
 
 def _check_modules(asked: Sequence[str], held: Mapping[str, Activations]) -> None:
