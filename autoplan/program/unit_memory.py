@@ -82,38 +82,49 @@ def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], 
 
 
 def with_dispatch(
-    activation_bytes: Activations,
-    lowered: LoweredBlock,
-    block: BlockWork,
+    activation_bytes: Mapping[str, Activations],
+    lowered: Mapping[str, LoweredBlock],
+    blocks: Mapping[str, BlockWork],
     op_costs: OpCosts,
     experts: ExpertDegrees | None,
-) -> Activations:
-    """The activations of a block whose experts are spread: the layout they were counted for has them on tp.
+) -> Mapping[str, Activations]:
+    """The activations of all blocks if experts are spread: the layout that they were counted for has them on tp.
 
     Gradients of experts that other ranks hold are not made here. Where a program runs so, rows that came from other
     ranks, and what experts elsewhere made of ours, are kept as well.
     """
-    a = activation_bytes
     if experts is None:
-        return a
-    if not op_costs.kernels.handwritten:  # those make no gradients of weights at all, see `program.megatron_kernels`
-        away = 0
-        for stored, p in zip(lowered.params, block.params, strict=True):
-            if p.expert:
-                whole = math.prod(op_costs.local(lowered.block.name, stored.value, stored.stored))
-                away = max(away, (whole - p.num_elements) * op_costs.width(stored.value))
-        a = replace(
-            a,
-            transient_bytes=max(0, a.transient_bytes - away),
-            recompute_transient_bytes=max(0, a.recompute_transient_bytes - away),
-        )
-    if experts.executed:
-        nodes = [node for node in lowered.block.nodes if node.op == "experts"]
-        size = sum(travelled_bytes(lowered.block, node, op_costs, experts) for node in nodes)
-        a = replace(
-            a,
-            saved_bytes=a.saved_bytes + size,
-            selective_bytes=a.selective_bytes + size,
-            recompute_transient_bytes=a.recompute_transient_bytes + size,
-        )
-    return a
+        return activation_bytes
+    out = {}
+    for name, low in lowered.items():
+        out[name] = activation_bytes[name]
+        if not op_costs.kernels.handwritten:  # those make no gradients of weights (`program.megatron_kernels`)
+            out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
+        if experts.executed:
+            nodes = [node for node in low.block.nodes if node.op == "experts"]
+            rows = sum(travelled_bytes(low.block, node, op_costs, experts) for node in nodes)
+            out[name] = _with_rows(out[name], rows)
+    return out
+
+
+def _without_gradients(a: Activations, lowered: LoweredBlock, block: BlockWork, op_costs: OpCosts) -> Activations:
+    """Without the gradients of the experts that other ranks hold."""
+    away = 0
+    for stored, p in zip(lowered.params, block.params, strict=True):
+        if p.expert:
+            whole = math.prod(op_costs.local(lowered.block.name, stored.value, stored.stored))
+            away = max(away, (whole - p.num_elements) * op_costs.width(stored.value))
+    return replace(
+        a,
+        transient_bytes=max(0, a.transient_bytes - away),
+        recompute_transient_bytes=max(0, a.recompute_transient_bytes - away),
+    )
+
+
+def _with_rows(a: Activations, size: int) -> Activations:
+    return replace(
+        a,
+        saved_bytes=a.saved_bytes + size,
+        selective_bytes=a.selective_bytes + size,
+        recompute_transient_bytes=a.recompute_transient_bytes + size,
+    )
