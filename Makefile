@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: venv
-	$(PY) experiments/demo.py
+	$(PY) -m experiments.demo.run
 
 lint: venv
 	$(PY) -m ruff check
@@ -41,4 +41,4 @@ test-all: lint
 
 # The tests that compare with one process on another version: make versions TORCH=2.15.0 PYTHON=python3.13
 versions:
-	$(PYTHON) experiments/versions.py --torch $(TORCH) --python $(PYTHON)
+	$(PYTHON) -m experiments.compatibility.versions --torch $(TORCH) --python $(PYTHON)

@@ -34,7 +34,7 @@ here and nowhere else: RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_sim
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
 A torch upgrade reads this table first; `make versions TORCH=...` runs the tests that cover each row on another version
-(experiments/versions.py).
+(experiments/compatibility/versions.py).
 """  # noqa: E501
 
 import contextlib

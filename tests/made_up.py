@@ -6,8 +6,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from published_rows import Shapes, interpret
-from published_table import COLUMNS, Row
+from experiments.published.rows import Shapes, interpret
+from experiments.published.table import COLUMNS, Row
 
 # a small Llama on one node, everything stated
 LLAMA = {

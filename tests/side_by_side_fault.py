@@ -1,23 +1,18 @@
 """Run by test_side_by_side.py: what the check of the experiments says of contenders that train something else.
 
-    python tests/side_by_side_fault.py
+    python -m tests.side_by_side_fault
 
 Prints a line per rank and fault.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-# before the tests' own folder, which has a module `models`, too
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-
-from models import Size, make_llama, token_batch
-from processes import run_ranks
-from sharded_by_hand import RECIPES, make_trainer
-from training import check, part_of, train_alone
+from experiments.by_hand.sharded_by_hand import RECIPES, make_trainer
+from experiments.shared.models import Size, make_llama, token_batch
+from experiments.shared.processes import run_ranks
+from experiments.shared.training import check, part_of, train_alone
 
 FAULTS = ("none", "data", "weights", "no step", "name")
 TINY = Size(hidden=16, num_layers=1, seq=8, batch=4, vocab=32)

@@ -1,6 +1,6 @@
 """Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
 
-The text of each op is in `autoplan.ops.text`; the axes that it works over are given by its statement.
+The text of each op is in its record (`autoplan.ops`); the axes that it works over are given by its statement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from autoplan.errors import RuleError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, AxisType, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
-from autoplan.ops.text import EMITTERS, OpText, py, shape_text
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.ops.text import OpText, py, shape_text
 from autoplan.program.regions import Region, regions, variables_of
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 
@@ -58,16 +60,16 @@ def describe(value: Value, layout: Layout, ctx: Context) -> str:
 
 def _over(op: Op, ctx: Context, site: int) -> str:
     """The axes that an op works over, as arguments of its function; of a dropout, the parts of its output."""
-    if op.node.op == "dropout":
+    if op_has(op.node.op, Trait.RANDOM):
         return _dropout_parts(op, ctx, site)
     special = repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
-    if op.node.op not in _KEYWORDS:
+    if op_kind(op.node.op) not in _KEYWORDS:
         return special or "".join(repr(axis) for _, axis in op.over)
     given = [("axes", special)] if special else []
     return "".join(f", {name}={axis}" for name, axis in (*given, *((name, repr(axis)) for name, axis in op.over)))
 
 
-_KEYWORDS = frozenset(("attention", "experts"))  # whose functions take the axes by keyword
+_KEYWORDS = frozenset((OpKind.ATTENTION, OpKind.EXPERTS))  # whose functions take the axes by keyword
 
 
 def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
@@ -95,11 +97,11 @@ def _num_partial(op: Op, ctx: Context) -> int:
 
 
 def op_text(op: Op, ctx: Context, site: int) -> str:
-    """Right-hand side of an op. RuleError for an op without an emitter."""
-    name = op.node.op
-    if name not in EMITTERS:
-        raise RuleError(f"op {name!r} ({op.node.source}) has no emitter; add one line to autoplan.ops.text.EMITTERS")
-    text = EMITTERS[name](
+    """Right-hand side of an op. RuleError for an op without a text."""
+    record = op_record(op.node.op, op.node.source)
+    if record.emit is None:
+        raise RuleError(f"op {op.node.op!r} at {op.node.source} cannot be written in a program: its record has no text")
+    text = record.emit(
         OpText(
             args=tuple(x for x in op.args if x is not None),
             attrs=op.node.attrs,
@@ -191,7 +193,7 @@ def block_source(
             lines.append(_assign(statement.target, convert_text(statement, ctx), comment))
             continue
         text = op_text(statement, ctx, site)
-        site += statement.node.op == "dropout"
+        site += op_has(statement.node.op, Trait.RANDOM)
         comment = "; ".join(
             describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
@@ -222,7 +224,7 @@ def block_source(
 
 
 # before these, variables that nobody needs any more are let go
-_HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum", "experts"})
+_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS)
 
 
 def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
@@ -240,7 +242,7 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
     for before, i in zip([-1, *order], order, strict=False):
         dead += last_use.get(before, [])
         statement = lowered.statements[i]
-        if dead and (isinstance(statement, Convert) or statement.node.op in _HEAVY):
+        if dead and (isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY):
             body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
             dead = []
         if i not in at:

@@ -15,10 +15,9 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
-from autoplan.ops.saved import backward_reads_params
+from autoplan.ops.table import backward_reads_params
 from autoplan.ops.text import py
 from autoplan.program.expert_degrees import Spread
-from autoplan.program.expert_mesh import canonical
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten
 from autoplan.program.problem import Selection
@@ -279,7 +278,7 @@ class _Compiler:
         for name in self.layouts.stages[index]:
             lowered = self.lowered[self.calls[name].block]
             for c in (c for s in (*lowered.statements, *lowered.params) for c in s.collectives):
-                axis = canonical(self.layouts.mesh, c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
+                axis = self.layouts.mesh.canonical(c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
                 size = c.num_elements * self._sent_width(c)
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
         last = len(self.layouts.stages) - 1

@@ -16,17 +16,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any
 
 from autoplan.config.choice import is_count
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
-from autoplan.config.parallel import Attention, Degrees, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
 from autoplan.config.recompute import KINDS, Kind, check_choice, groups_of, kinds_in, modules_of
 from autoplan.errors import PinError
 from autoplan.program.context_pins import method_obstacle, product_degree
-from autoplan.program.expert_mesh import folds, inner_degree, spreads
 from autoplan.program.facts import Facts, divisors
+from autoplan.program.parallel_dims import folds
 from autoplan.schedules.schedule import SCHEDULES, obstacle
 
 _REPLICAS = "ZeRO cannot have as many replicas"
@@ -60,7 +59,7 @@ class Rule:
 
     name: str
     names: tuple[str, ...]
-    broken: Callable[[Any, Facts], str | None]
+    broken: Callable[[ParallelConfig, Facts], str | None]
     scope: Scope = Scope.PRICED
     priced: str = ""
 
@@ -73,7 +72,7 @@ class Broken:
     reason: str
 
 
-def broken(config: Degrees, facts: Facts, scope: Scope) -> Broken | None:
+def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:
     """The first rule of those that are kept in `scope` that a configuration breaks; None: it is legal."""
     for rule in RULES:
         if rule.scope <= scope:
@@ -83,14 +82,14 @@ def broken(config: Degrees, facts: Facts, scope: Scope) -> Broken | None:
     return None
 
 
-def check(config: Degrees, facts: Facts, scope: Scope) -> None:
+def check(config: ParallelConfig, facts: Facts, scope: Scope) -> None:
     """Raise PinError, without a suggestion (see `autoplan.search.nearest`), for a configuration that breaks a rule."""
     found = broken(config, facts, scope)
     if found is not None:
         raise PinError(found.reason, found.rule.names)
 
 
-def not_executed(config: Degrees, facts: Facts) -> tuple[str, ...]:
+def not_executed(config: ParallelConfig, facts: Facts) -> tuple[str, ...]:
     """Why autoplan's own runtime does not execute a configuration that has a price; nothing if it does."""
     out = []
     for rule in RULES:
@@ -103,29 +102,29 @@ def not_executed(config: Degrees, facts: Facts) -> tuple[str, ...]:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def _divides(name: str) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _divides(name: str) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         degree = getattr(c, name)
         return f"{name}={degree} does not divide the {f.devices} devices" if f.devices % degree else None
 
     return found
 
 
-def _product(c: Degrees, f: Facts) -> str:
+def _product(c: ParallelConfig, f: Facts) -> str:
     made = c.dp * c.cp * c.tp * c.pp
     cut = f" x cp={c.cp}" if c.cp > 1 else ""
     return f"dp={c.dp}{cut} x tp={c.tp} x pp={c.pp} = {made} devices, but the cluster has {f.devices}"
 
 
-def _mesh(c: Degrees, f: Facts) -> str | None:
+def _mesh(c: ParallelConfig, f: Facts) -> str | None:
     return _product(c, f) if f.devices % (c.cp * c.tp * c.pp) else None
 
 
-def _world(c: Degrees, f: Facts) -> str | None:
+def _world(c: ParallelConfig, f: Facts) -> str | None:
     return _product(c, f) if c.dp * c.cp * c.tp * c.pp != f.devices else None
 
 
-def _heads(c: Degrees, f: Facts) -> str | None:
+def _heads(c: ParallelConfig, f: Facts) -> str | None:
     for where, count in f.model.heads if f.model is not None and c.tp > 1 else ():
         if count % c.tp:
             return f"tp={c.tp} does not divide the {count} attention heads at {where}"
@@ -135,14 +134,14 @@ def _heads(c: Degrees, f: Facts) -> str | None:
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-def _stage_each(c: Degrees, f: Facts) -> str | None:
+def _stage_each(c: ParallelConfig, f: Facts) -> str | None:
     if f.model is None or c.pp <= f.model.num_layers:
         return None
     return f"pp={c.pp} needs at least as many layers, the model has {f.model.num_layers}"
 
 
-def _chunks(ends: bool) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _chunks(ends: bool) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         if f.model is None or c.pp * c.virtual_stages <= f.model.num_layers + (f.model.num_ends if ends else 0):
             return None
         if c.virtual_stages == 1:
@@ -158,19 +157,19 @@ def _chunks(ends: bool) -> Callable[[Degrees, Facts], str | None]:
 _ENDS = "embedding and head as chunks of a pipeline by themselves"
 
 
-def _stages_devices(c: Degrees, f: Facts) -> str | None:
+def _stages_devices(c: ParallelConfig, f: Facts) -> str | None:
     if c.stages is None or len(c.stages) == 1 or math.gcd(len(c.stages), f.devices) > 1:
         return None
     return f"stages={list(c.stages)} has {len(c.stages)} stages, which do not divide the {f.devices} devices"
 
 
-def _stages_pp(c: Degrees, f: Facts) -> str | None:
+def _stages_pp(c: ParallelConfig, f: Facts) -> str | None:
     if c.stages is None or len(c.stages) % c.pp == 0:
         return None
     return f"stages={list(c.stages)} has {len(c.stages)} entries for pp={c.pp}"
 
 
-def _stages_chunks(c: Degrees, f: Facts) -> str | None:
+def _stages_chunks(c: ParallelConfig, f: Facts) -> str | None:
     chunks = c.pp * c.virtual_stages
     if c.stages is None or len(c.stages) == chunks:
         return None
@@ -178,7 +177,7 @@ def _stages_chunks(c: Degrees, f: Facts) -> str | None:
     return f"stages={list(c.stages)} has {len(c.stages)} entries for {of}; give {chunks}"
 
 
-def _stages_sum(c: Degrees, f: Facts) -> str | None:
+def _stages_sum(c: ParallelConfig, f: Facts) -> str | None:
     if c.stages is None or f.model is None:
         return None
     last = len(c.stages) - 1
@@ -191,7 +190,7 @@ def _stages_sum(c: Degrees, f: Facts) -> str | None:
     )
 
 
-def _stages_ends(c: Degrees, f: Facts) -> str | None:
+def _stages_ends(c: ParallelConfig, f: Facts) -> str | None:
     if c.stages is None or min(c.stages) > 0:
         return None
     return f"stages={list(c.stages)} must be positive numbers"
@@ -200,8 +199,8 @@ def _stages_ends(c: Degrees, f: Facts) -> str | None:
 # -- the batch ---------------------------------------------------------------------------------------------------------
 
 
-def _batch(*names: str) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _batch(*names: str) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         values = [getattr(c, name) for name in names]
         product = math.prod(values)
         if f.batch is None or f.batch % product == 0:
@@ -212,7 +211,7 @@ def _batch(*names: str) -> Callable[[Degrees, Facts], str | None]:
     return found
 
 
-def _whole_batch(c: Degrees, f: Facts) -> str | None:
+def _whole_batch(c: ParallelConfig, f: Facts) -> str | None:
     made = c.dp * c.micro_batch_size * c.num_micro_batches
     if f.batch is None or made == f.batch:
         return None
@@ -222,8 +221,8 @@ def _whole_batch(c: Degrees, f: Facts) -> str | None:
     )
 
 
-def _unsplit(name: str) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _unsplit(name: str) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         value = getattr(c, name)
         if value == 1 or f.model is None or f.model.batch_obstacle is None:
             return None
@@ -235,41 +234,41 @@ def _unsplit(name: str) -> Callable[[Degrees, Facts], str | None]:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _no_experts(c: Degrees, f: Facts) -> str | None:
-    if f.model is None or f.model.num_experts or not spreads(c):
+def _no_experts(c: ParallelConfig, f: Facts) -> str | None:
+    if f.model is None or f.model.num_experts or not c.spreads_experts:
         return None
     name = "ep" if c.ep > 1 else "etp"
     return f"{name}={getattr(c, name)}: the model has no experts"
 
 
-def _expert_parts(c: Degrees, f: Facts) -> str | None:
+def _expert_parts(c: ParallelConfig, f: Facts) -> str | None:
     if f.model is None or not f.model.num_experts or f.model.num_experts % c.ep == 0:
         return None
     return f"ep={c.ep} does not divide the {f.model.num_experts} experts"
 
 
-def _inner_parts(c: Degrees, f: Facts) -> str | None:
-    etp = inner_degree(c)
-    if f.model is None or not f.model.num_experts or not spreads(c) or f.model.inner_size % etp == 0:
+def _inner_parts(c: ParallelConfig, f: Facts) -> str | None:
+    etp = c.expert_tp
+    if f.model is None or not f.model.num_experts or not c.spreads_experts or f.model.inner_size % etp == 0:
         return None
     return f"etp={etp} does not divide the experts' inner size of {f.model.inner_size}"
 
 
-def _expert_ranks(c: Degrees, f: Facts) -> str | None:
-    etp, ranks = inner_degree(c), c.dp * c.cp * c.tp
-    if f.model is None or not spreads(c) or ranks % (c.ep * etp) == 0:
+def _expert_ranks(c: ParallelConfig, f: Facts) -> str | None:
+    etp, ranks = c.expert_tp, c.dp * c.cp * c.tp
+    if f.model is None or not c.spreads_experts or ranks % (c.ep * etp) == 0:
         return None
     return f"ep={c.ep} x etp={etp} does not divide dp x cp x tp = {ranks}, which expert parallelism is folded from"
 
 
-def _expert_whole(c: Degrees, f: Facts) -> str | None:
-    etp = inner_degree(c)
+def _expert_whole(c: ParallelConfig, f: Facts) -> str | None:
+    etp = c.expert_tp
     return None if etp in (1, c.tp) else f"etp={etp}: experts are whole, or split over all of tp={c.tp}"
 
 
-def _expert_folds(c: Degrees, f: Facts) -> str | None:
-    etp, ranks = inner_degree(c), c.dp * c.cp * c.tp
-    if not spreads(c) or folds(c.dp, c.cp, c.tp, c.ep, etp):
+def _expert_folds(c: ParallelConfig, f: Facts) -> str | None:
+    etp, ranks = c.expert_tp, c.dp * c.cp * c.tp
+    if not c.spreads_experts or folds(c.dp, c.cp, c.tp, c.ep, etp):
         return None
     return f"ep={c.ep}: it does not fold into dp x cp x tp = {ranks}" + (f" with etp={etp}" if etp > 1 else "")
 
@@ -277,7 +276,7 @@ def _expert_folds(c: Degrees, f: Facts) -> str | None:
 # -- sequences ---------------------------------------------------------------------------------------------------------
 
 
-def _parts(c: Degrees, f: Facts) -> str | None:
+def _parts(c: ParallelConfig, f: Facts) -> str | None:
     if c.cp == 1 or f.seq_len is None or f.seq_len % (2 * c.cp) == 0:
         return None
     return f"seq_len={f.seq_len} cannot be cut into {2 * c.cp} equal chunks over cp={c.cp}"
@@ -286,14 +285,14 @@ def _parts(c: Degrees, f: Facts) -> str | None:
 _LENGTHS = {"s": "seq_len", "t": "target_len"}
 
 
-def _no_target(c: Degrees, f: Facts) -> str | None:
+def _no_target(c: ParallelConfig, f: Facts) -> str | None:
     if f.model is None or f.model.graph.has_target or f.target_len in (None, f.seq_len):
         return None
     return f"target_len={f.target_len}, but {f.model.name} has no second sequence with a length of its own"
 
 
-def _positions(symbol: str) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _positions(symbol: str) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         length, rows = f.length(symbol), None if f.model is None else f.model.positions.get(symbol)
         if f.model is None or length is None or rows is None or length <= rows:
             return None
@@ -302,8 +301,8 @@ def _positions(symbol: str) -> Callable[[Degrees, Facts], str | None]:
     return found
 
 
-def _bounds(symbol: str) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _bounds(symbol: str) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         length, bounds = f.length(symbol), None if f.model is None else f.model.graph.bounds.get(symbol)
         if f.model is None or length is None or bounds is None:
             return None
@@ -319,10 +318,10 @@ def _bounds(symbol: str) -> Callable[[Degrees, Facts], str | None]:
     return found
 
 
-def _uncut(target: bool) -> Callable[[Degrees, Facts], str | None]:
+def _uncut(target: bool) -> Callable[[ParallelConfig, Facts], str | None]:
     """Of models with two lengths (which have no price) and of others."""
 
-    def found(c: Degrees, f: Facts) -> str | None:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         if c.cp == 1 or f.model is None or f.model.graph.has_target is not target:
             return None
         reason = f.model.context_obstacle
@@ -331,7 +330,7 @@ def _uncut(target: bool) -> Callable[[Degrees, Facts], str | None]:
     return found
 
 
-def _method(c: Degrees, f: Facts) -> str | None:
+def _method(c: ParallelConfig, f: Facts) -> str | None:
     if c.context_method is None:
         return None
     if c.cp == 1:
@@ -341,16 +340,16 @@ def _method(c: Degrees, f: Facts) -> str | None:
     return method_obstacle(f.model.graph, c.context_method, c.cp, c.tp)
 
 
-def _method_folds(c: Degrees, f: Facts) -> str | None:
+def _method_folds(c: ParallelConfig, f: Facts) -> str | None:
     return method_folds_obstacle(c)
 
 
-def method_folds_obstacle(c: Degrees) -> str | None:
+def method_folds_obstacle(c: ParallelConfig) -> str | None:
     """Why experts cannot be spread between the two axes of a product of methods, or None."""
-    if c.context_method is None or not spreads(c):
+    if c.context_method is None or not c.spreads_experts:
         return None
     neighbours = product_degree(c)
-    if neighbours == 1 or folds(c.dp, c.cp, c.tp, c.ep, inner_degree(c), neighbours, c.zero_replicas):
+    if neighbours == 1 or folds(c.dp, c.cp, c.tp, c.ep, c.expert_tp, neighbours, c.zero_replicas):
         return None
     return (
         f"context_method={c.context_method!r}: ep={c.ep} does not fold into dp x cp x tp with cp={c.cp} as groups of "
@@ -361,42 +360,42 @@ def method_folds_obstacle(c: Degrees) -> str | None:
 # -- ZeRO and the host -------------------------------------------------------------------------------------------------
 
 
-def _copies(why: Callable[[Degrees], str | None]) -> Callable[[Degrees, Facts], str | None]:
-    def found(c: Degrees, f: Facts) -> str | None:
+def _copies(why: Callable[[ParallelConfig], str | None]) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
         reason = why(c) if c.zero_replicas > 1 else None
         return None if reason is None else f"zero_replicas={c.zero_replicas} with {reason}"
 
     return found
 
 
-def _copies_of_dp(c: Degrees) -> str | None:
+def _copies_of_dp(c: ParallelConfig) -> str | None:
     return f"dp={c.dp}: it must divide dp and leave several ranks to shard over" if c.dp % c.zero_replicas else None
 
 
-def _copies_of_nothing(c: Degrees) -> str | None:
+def _copies_of_nothing(c: ParallelConfig) -> str | None:
     return f"dp={c.dp}, zero_stage=0: ZeRO 0 shards nothing" if c.zero_stage == 0 else None
 
 
-def _copies_of_one(c: Degrees) -> str | None:
+def _copies_of_one(c: ParallelConfig) -> str | None:
     if c.dp * c.cp > c.zero_replicas:
         return None
     return f"dp={c.dp}: it must leave several ranks to shard over; this is zero_stage=0"
 
 
-def _copies_of_experts(c: Degrees) -> str | None:
-    if folds(c.dp, c.cp, c.tp, c.ep, inner_degree(c), copies=c.zero_replicas):
+def _copies_of_experts(c: ParallelConfig) -> str | None:
+    if folds(c.dp, c.cp, c.tp, c.ep, c.expert_tp, copies=c.zero_replicas):
         return None
     return f"ep={c.ep}: every copy of the sharded state needs ranks for ep"
 
 
-def _shards(c: Degrees, f: Facts) -> str | None:
-    if not lacks_shards(c.offload, c.zero_stage, c.dp * c.cp // c.zero_replicas):
+def _shards(c: ParallelConfig, f: Facts) -> str | None:
+    if not lacks_shards(c.offload, c.zero_stage, c.num_shards):
         return None
     beside = f"zero_stage={c.zero_stage}, dp={c.dp} and cp={c.cp}"
     return f"offload={'+'.join(c.offload)!r} with {beside}: {NEEDS_SHARDS}"
 
 
-def _host_link(c: Degrees, f: Facts) -> str | None:
+def _host_link(c: ParallelConfig, f: Facts) -> str | None:
     if f.host_link or not (c.offload or any(KINDS[name].on_host for name in kinds_in(c.recompute))):
         return None
     return f"the catalog has no speed of the host link of {f.device_name}, so offloading has no price"
@@ -405,7 +404,7 @@ def _host_link(c: Degrees, f: Facts) -> str | None:
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 
-def _pipeline(c: Degrees, f: Facts) -> str | None:
+def _pipeline(c: ParallelConfig, f: Facts) -> str | None:
     if c.pp > 1 or c.virtual_stages == 1:
         return None
     fewest, most = SCHEDULES[c.schedule].virtual_stages
@@ -414,17 +413,17 @@ def _pipeline(c: Degrees, f: Facts) -> str | None:
     return f"virtual_stages={c.virtual_stages} needs a pipeline"
 
 
-def _split_backward(c: Degrees, f: Facts) -> str | None:
+def _split_backward(c: ParallelConfig, f: Facts) -> str | None:
     if c.zero_stage != 3 or not SCHEDULES[c.schedule].split_backward:
         return None
     return f"schedule {c.schedule!r} splits the backward, which with zero_stage=3 gives wrong gradients"
 
 
-def _takes(c: Degrees, f: Facts) -> str | None:
+def _takes(c: ParallelConfig, f: Facts) -> str | None:
     return obstacle(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
 
 
-def _unknown_order(c: Degrees, f: Facts) -> str | None:
+def _unknown_order(c: ParallelConfig, f: Facts) -> str | None:
     if SCHEDULES[c.schedule].torch_class is not None:
         return None
     return f"schedule {c.schedule!r} is priced (autoplan estimate), but not searched and not executed"
@@ -433,7 +432,7 @@ def _unknown_order(c: Degrees, f: Facts) -> str | None:
 # -- recompute ---------------------------------------------------------------------------------------------------------
 
 
-def _recompute_values(c: Degrees, f: Facts) -> str | None:
+def _recompute_values(c: ParallelConfig, f: Facts) -> str | None:
     """Of a mapping every block and choice, of numbers per stage how many, and that of modules all layers."""
     if isinstance(c.recompute, tuple):
         return None
@@ -454,7 +453,7 @@ def _recompute_values(c: Degrees, f: Facts) -> str | None:
     return None
 
 
-def _recompute_stages(c: Degrees, f: Facts) -> str | None:
+def _recompute_stages(c: ParallelConfig, f: Facts) -> str | None:
     chunks, counts = c.pp * c.virtual_stages, c.recompute
     if not isinstance(counts, tuple):
         return None
@@ -466,11 +465,11 @@ def _recompute_stages(c: Degrees, f: Facts) -> str | None:
     return None
 
 
-def _kinds(c: Degrees) -> list[Kind]:
+def _kinds(c: ParallelConfig) -> list[Kind]:
     return [KINDS[name] for name in sorted(kinds_in(c.recompute))]
 
 
-def _recompute_mode(c: Degrees, f: Facts) -> str | None:
+def _recompute_mode(c: ParallelConfig, f: Facts) -> str | None:
     for kind in _kinds(c):
         if kind.modes and f.mode not in kind.modes:
             modes = " or ".join(kind.modes)
@@ -478,13 +477,13 @@ def _recompute_mode(c: Degrees, f: Facts) -> str | None:
     return None
 
 
-def _recompute_executed(c: Degrees, f: Facts) -> str | None:
+def _recompute_executed(c: ParallelConfig, f: Facts) -> str | None:
     reasons = (f"recompute={c.recompute!r}: {kind.does}, priced and not executed" for kind in _kinds(c)
                if not kind.executed)  # fmt: skip
     return next(reasons, None)
 
 
-def _compiled(c: Degrees, f: Facts) -> str | None:
+def _compiled(c: ParallelConfig, f: Facts) -> str | None:
     if f.mode is not Mode.COMPILED:
         return None
     for how in c.recompute.values() if isinstance(c.recompute, Mapping) else [c.recompute]:
@@ -499,15 +498,15 @@ def _compiled(c: Degrees, f: Facts) -> str | None:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def _precision(c: Degrees, f: Facts) -> str | None:
+def _precision(c: ParallelConfig, f: Facts) -> str | None:
     return _precision_obstacle(f.precision)
 
 
-def _mode(c: Degrees, f: Facts) -> str | None:
+def _mode(c: ParallelConfig, f: Facts) -> str | None:
     return "mode fused is priced (kernels of Megatron), but not executed" if f.mode is Mode.FUSED else None
 
 
-def _options(c: Degrees, f: Facts) -> str | None:
+def _options(c: ParallelConfig, f: Facts) -> str | None:
     plain = RunOptions()
     names = [
         each.name

@@ -58,8 +58,5 @@ def shared_values(
 
 def _keeps(call: Call, activation_bytes: Activations) -> set[str]:
     """What a call keeps of its inputs and outputs."""
-    pairs = [
-        *zip(call.inputs, activation_bytes.saved_inputs, strict=True),
-        *zip(call.outputs, activation_bytes.saved_outputs, strict=True),
-    ]
-    return {value for value, size in pairs if size}
+    sizes = (*activation_bytes.saved_inputs, *activation_bytes.saved_outputs)
+    return {value for value, size in zip((*call.inputs, *call.outputs), sizes, strict=True) if size}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from autoplan.cost_models.work import BlockWork, SharedValue
 from autoplan.ir.graph import Call
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.program.activation_bytes import Activations, peak_bytes_of
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
@@ -101,7 +103,7 @@ def with_dispatch(
         if not op_costs.kernels.handwritten:  # those make no gradients of weights (`program.megatron_kernels`)
             out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
         if experts.executed:
-            nodes = [node for node in low.block.nodes if node.op == "experts"]
+            nodes = [node for node in low.block.nodes if op_kind(node.op) is OpKind.EXPERTS]
             rows = sum(travelled_bytes(low.block, node, op_costs, experts) for node in nodes)
             out[name] = _with_rows(out[name], rows)
     return out

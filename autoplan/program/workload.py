@@ -20,8 +20,9 @@ from autoplan.cost_models.work import (
 from autoplan.errors import PinError
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
-from autoplan.ops.saved import backward_reads_params
-from autoplan.ops.table import flops, rule_for, window_share
+from autoplan.ops.attention import window_share
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
 from autoplan.program.activation_bytes import OFFLOAD, Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
@@ -155,9 +156,6 @@ def _check_modules(asked: Sequence[str], activation_bytes: Mapping[str, Activati
             )
 
 
-_COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
-
-
 def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:
     """Model flops of all calls, and of them what causal attention does not see: half of its scores."""
     found = {}
@@ -166,7 +164,7 @@ def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:
         for node in block.nodes:
             counted = _node_flops(block, node, op_costs)
             total += counted
-            masked += counted / 2 if node.op == "attention" and node.attrs.get("causal") else 0.0
+            masked += counted / 2 if op_kind(node.op) is OpKind.ATTENTION and node.attrs.get("causal") else 0.0
         found[name] = total, masked
     return (
         op_costs.context * sum(found[c.block][0] for c in graph.calls),
@@ -182,10 +180,11 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
     the parameters that are multiplied: a table that is only looked up is not, experts are those of a token. What is
     computed again is not counted.
     """
-    if node.op not in _COUNTED:
+    op = op_record(node.op)
+    if not op.multiplies:
         return 0.0
     forward = op_costs.number(flops(node, block.values, rule_for(node, block.values)))
-    if node.op == "attention":
+    if op.kind is OpKind.ATTENTION:
         forward *= op_costs.context * (2.0 if node.attrs.get("causal") else 1.0)
         forward *= window_share(node, op_costs.num_keys(block, node))  # as Megatron Bridge counts
     return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
@@ -338,7 +337,7 @@ def _expert_activation(experts: OpWork) -> OpWork:
 
 def _of_narrow_logits(work: OpWork, dtype: str) -> OpWork:
     """What a fused loss leaves of an operation: logits are not cast, it reads them in the dtype of the product."""
-    if work.op == "to":
+    if op_has(work.op, Trait.CAST):
         return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0)
     first, *others = work.inputs
     return replace(work, inputs=(replace(first, dtype=dtype), *others))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoplan.errors import AutoplanError
+from autoplan.schedules.graph import Result, deadlock, needed_by, shown
 from autoplan.schedules.orders import Action, B, F, I, W
 
 
@@ -20,8 +21,6 @@ _SLOTS = {(F, False): 0, (F, True): 1, (B, False): 2, (B, True): 3, (I, False): 
 NUM_SLOTS = len(_SLOTS)
 # A lag is what a value takes from the chunk where it was made: forward to the next, backward to the previous one.
 NO_LAG = 0
-
-_Result = tuple[bool, int, int]  # what an action makes: (activations, not gradients; chunk; micro-batch)
 
 
 class Step(NamedTuple):
@@ -71,10 +70,10 @@ class _Visit:
                     self.edges[rank, False, action.chunk] = at
         self.steps: list[Step] = []
         self.what: list[Action] = []
-        self.made: dict[_Result, int] = {}  # -> position of the step that makes it
+        self.made: dict[Result, int] = {}  # -> position of the step that makes it
         self.position = [0] * len(table)
-        self.waiting: dict[_Result, int] = {}  # -> the rank that waits for it
-        self.joined: list[list[_Result]] = [[] for _ in table]  # made by actions whose end is that of the next one
+        self.waiting: dict[Result, int] = {}  # -> the rank that waits for it
+        self.joined: list[list[Result]] = [[] for _ in table]  # made by actions whose end is that of the next one
         self.ready = deque(range(len(table)))
 
     def run(self) -> VisitOrder:
@@ -85,8 +84,10 @@ class _Visit:
         stuck = [f"rank {r} at {row[at]}" for r, (row, at) in enumerate(zip(self.table, self.position, strict=True))
                  if at < len(row)]  # fmt: skip
         if stuck:
-            needed = ", ".join(f"{c}{'F' if forward else 'B'}{m}" for forward, c, m in self.waiting)
-            raise ScheduleError(f"the schedule never finishes: waiting are {', '.join(stuck)}, for {needed}")
+            missing = ", ".join(map(shown, self.waiting))
+            raise ScheduleError(
+                f"the schedule never finishes: waiting are {', '.join(stuck)}, for {missing}; {deadlock(self.table)}"
+            )
         counts: list[Counter[int]] = [Counter() for _ in self.table]
         for step in self.steps:
             counts[step.rank][step.slot] += 1
@@ -97,7 +98,7 @@ class _Visit:
         """Visit the next action of a rank; False if it has to wait."""
         at = self.position[rank]
         action = self.table[rank][at]
-        needed = _needed(action, self.num_chunks - 1)
+        needed = needed_by(action, self.num_chunks - 1)
         if needed is not None and needed not in self.made:
             self.waiting[needed] = rank
             return False
@@ -117,18 +118,8 @@ class _Visit:
         self.position[rank] += 1
         return True
 
-    def _lag(self, rank: int, action: Action, needed: _Result | None) -> int:
+    def _lag(self, rank: int, action: Action, needed: Result | None) -> int:
         """Which transfer brings what an action needs; none if it was made on the same rank."""
         if needed is None or needed[1] == action.chunk or self.home.get(needed[1:]) == rank:
             return NO_LAG
         return action.chunk if action.kind is F else 1 + self.num_chunks + action.chunk
-
-
-def _needed(action: Action, last_chunk: int) -> _Result | None:
-    """What an action waits for beside its rank; nothing if it is a forward of the first chunk."""
-    kind, chunk, micro_batch, _ = action
-    if kind is F:
-        return (True, chunk - 1, micro_batch) if chunk else None
-    if kind is W:
-        return False, chunk, micro_batch
-    return (True, chunk, micro_batch) if chunk == last_chunk else (False, chunk + 1, micro_batch)

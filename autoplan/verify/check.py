@@ -24,7 +24,7 @@ from autoplan.verify.sample import draw_batch, longest_window, sizes_to_try
 from autoplan.verify.wide import WIDE
 
 # Relative to the loss, and to the largest element of a gradient. Equal functions differ by the rounding of float64,
-# 1e-15 to 1e-13 (experiments/verification.py); the smallest mistakes that were made, an epsilon of 1e-5 for 1e-6 in a
+# 1e-15 to 1e-13 (verification.py); the smallest mistakes that were made, an epsilon of 1e-5 for 1e-6 in a
 # norm, by 1e-6.
 TOLERANCE = 1e-8
 # Of the largest element of all gradients: what is zero but for rounding (a bias of keys) is not compared with itself.

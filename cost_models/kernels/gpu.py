@@ -9,7 +9,7 @@
     attention one tile is 128 queries of a head, its depth the keys that they see; short heads pay for the exponentials
 
 Constants are data (profiles/kernels): per family of devices and class of precision, fitted to published timings by
-experiments/kernel_accuracy.py, with their number of rows and held-out error. A device that the data hold has its own
+experiments/kernels, with their number of rows and held-out error. A device that the data hold has its own
 factor and is FITTED; one of the same family takes the family's constants; any other accelerator those of the family
 whose 16-bit peak is nearest, scaled to what is said of it (`Device.achievable`): both ASSUMED, with wider intervals.
 A device below `_LEAST_ACCELERATOR_FLOPS` is none (a CPU): None.

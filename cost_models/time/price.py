@@ -31,11 +31,13 @@ from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.cost_models.work import Workload
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 
 # What the parts do not explain of a step, either way. Priced from a profile: with it 37 to 40 of 40 measured plans lie
-# within their interval (experiments/plan_accuracy.py). Priced from the catalog for a device that is in no
+# within their interval (experiments/plans/plan_accuracy.py). Priced from the catalog for a device that is in no
 # published timings: assumed.
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 
@@ -480,7 +482,9 @@ class Pricer:
         """
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
-            experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
+            experts = any(
+                op_kind(op.op) is OpKind.EXPERTS for block in self.workload.blocks.values() for op in block.ops
+            )
             found = self.costs.constants.step_interval(class_of_step(experts, host_share, known.family))
             if found is not None:
                 return mid * found[0], mid * found[1]

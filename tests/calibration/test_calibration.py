@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import calibrate_published as experiment
 import numpy as np
 import pytest
-import validate_published
-from published_rows import COLUMNS, Row, Shapes, interpret
 from typer.testing import CliRunner, Result
 
 from autoplan.calibration.fit import (
@@ -40,6 +37,9 @@ from autoplan.errors import AutoplanError, PinError, ProfileError
 from autoplan.report.degrees import config_of
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
+from experiments.published import calibrate as experiment
+from experiments.published import validate as validate_published
+from experiments.published.rows import COLUMNS, Row, Shapes, interpret
 
 START = Constants()
 TRUE = START.with_({"sustained_hopper": 0.85, "host_fused_s": 4.5e-4, "overlap": 0.6})

@@ -5,10 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import collective_accuracy as tool
 import pytest
-from collective_fit import errors, fit
-from collective_rows import Sample, samples_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +28,9 @@ from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import LayoutError, PinError
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
+from experiments.kernels import collective_accuracy as tool
+from experiments.kernels.collective_fit import errors, fit
+from experiments.kernels.collective_rows import Sample, samples_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 DEVICE = Device("d", 1e12, 1e12, 2**30, "made up")

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_accuracy import Study, compare, stored
-from kernel_accuracy_fit import Attention, Fitted, Products
-from kernel_accuracy_rows import Timing, timing_of
 
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
@@ -20,6 +17,9 @@ from autoplan.cost_models.kernels.gpu import Kernels, Kind, cast_bytes, kernels_
 from autoplan.cost_models.kernels.operations import op_s, roofline_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
+from experiments.kernels.kernel_accuracy import Study, compare, stored
+from experiments.kernels.kernel_accuracy_fit import Attention, Fitted, Products
+from experiments.kernels.kernel_accuracy_rows import Timing, timing_of
 
 H100 = catalog.device("h100-sxm5-80gb")
 _ROWS = kernels.data("devices")["devices"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-COMMAND = [sys.executable, str(EXPERIMENTS / "on_gpu.py"), "--device", "cpu", "--quick"]
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "experiments.gpu.run", "--device", "cpu", "--quick"]
 
 
 def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""experiments/validate_published.py: how published rows are read, priced and summed up, on made-up rows."""
+"""experiments/published/validate.py: how published rows are read, priced and summed up, on made-up rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import published_summary
 import pytest
-import validate_published as tool
 from made_up import QWEN, case_of, row, write_csv
-from published_defaults import Formula
-from published_rows import (
+
+from autoplan.catalog import load_model
+from autoplan.config.parallel import Attention, Dispatcher, Mode
+from autoplan.errors import AutoplanError
+from autoplan.ir.graph import ModelGraph
+from autoplan.search.estimate import estimate_config
+from autoplan.stacks.defaults import Formula
+from experiments.published import summary as published_summary
+from experiments.published import validate as tool
+from experiments.published.rows import (
     Adapters,
     Kind,
     Shape,
@@ -21,13 +27,7 @@ from published_rows import (
     cluster_of,
     flops_per_token,
 )
-from published_table import COLUMNS, Unmeasured, Unpriced, Unstated, read_rows
-
-from autoplan.catalog import load_model
-from autoplan.config.parallel import Attention, Dispatcher, Mode
-from autoplan.errors import AutoplanError
-from autoplan.ir.graph import ModelGraph
-from autoplan.search.estimate import estimate_config
+from experiments.published.table import COLUMNS, Unmeasured, Unpriced, Unstated, read_rows
 
 
 @pytest.fixture

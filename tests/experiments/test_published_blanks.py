@@ -1,18 +1,18 @@
-"""experiments/published_shapes.py and published_words.py: blank dimensions, offloading, words of other tools."""
+"""experiments/published/shapes.py and published_words.py: blank dimensions, offloading, words of other tools."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import validate_published as tool
 from made_up import case_of, row
-from published_options import era_of
-from published_shapes import Kind, Shapes
-from published_words import HALF, OnHost, chunks_of, offload_of, recompute_of
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Dispatcher
+from autoplan.stacks.options import era_of
+from experiments.published import validate as tool
+from experiments.published.shapes import Kind, Shapes
+from experiments.published.words import HALF, OnHost, chunks_of, offload_of, recompute_of
 
 LLAMA_8B = {"layers": "32", "hidden": "4096", "ffn_hidden": "14336", "heads": "32", "vocab": "128256"}
 LLAMA_70B = {"layers": "80", "hidden": "8192", "ffn_hidden": "28672", "heads": "64", "vocab": "128256"}

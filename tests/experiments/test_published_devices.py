@@ -1,13 +1,13 @@
-"""experiments/published_devices.py: every device of the catalog, however its name is written."""
+"""experiments/published/devices.py: every device of the catalog, however its name is written."""
 
 from __future__ import annotations
 
 import pytest
 from made_up import case_of, row
-from published_devices import cluster_of, clusters_of, device_of, variants
-from published_table import Unpriced, Unstated
 
 from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries
+from experiments.published.devices import cluster_of, clusters_of, device_of, variants
+from experiments.published.table import Unpriced, Unstated
 
 
 @pytest.mark.parametrize("device_id", entries())

@@ -1,4 +1,4 @@
-"""experiments/validate_published.py: a bad row costs itself alone and is said; groups count what is refused."""
+"""experiments/published/validate.py: a bad row costs itself alone and is said; groups count what is refused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-import published_summary
 import pytest
 import typer
-import validate_published as tool
 from made_up import LLAMA, QWEN, case_of, row, write_csv
-from published_rows import Case, Shapes
-from published_table import COLUMNS, read_rows
 from rich.console import Console
 
 from autoplan.catalog import load_model
 from autoplan.errors import AutoplanError
+from experiments.published import summary as published_summary
+from experiments.published import validate as tool
+from experiments.published.rows import Case, Shapes
+from experiments.published.table import COLUMNS, read_rows
 
 GOOD = {"id": "good"}
 

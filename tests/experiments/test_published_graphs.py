@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import validate_published as tool
 from made_up import case_of
-from published_graphs import deepened, graph_of
-from published_rows import Adapters, Kind, Shape
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.config_file import model_from_config
@@ -21,6 +18,9 @@ from autoplan.errors import GraphError
 from autoplan.ir.graph import Call, ModelGraph
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
+from experiments.published import validate as tool
+from experiments.published.graphs import deepened, graph_of
+from experiments.published.rows import Adapters, Kind, Shape
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def run(*command: str) -> str:
 
 def rows_of(experiment: str, processes: int, folder: Path) -> list[dict[str, Any]]:
     out = folder / "out.json"
-    run(f"experiments/{experiment}.py", "--processes", str(processes), "--quick", "--json", str(out))
+    run("-m", f"experiments.by_hand.{experiment}", "--processes", str(processes), "--quick", "--json", str(out))
     return [row for case in json.loads(out.read_text())["cases"] for row in case["rows"]]
 
 
@@ -76,7 +76,7 @@ def test_three_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_check_notices_what_trains_otherwise() -> None:
-    said = run("tests/side_by_side_fault.py").splitlines()
+    said = run("-m", "tests.side_by_side_fault").splitlines()
     expected = [
         "none: equal",
         "data: loss differ by",

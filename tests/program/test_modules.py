@@ -6,8 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from published_graphs import graph_of
-from published_rows import Kind, Shape
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
@@ -18,6 +16,8 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import Planned, estimate_config
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from experiments.published.graphs import graph_of
+from experiments.published.rows import Kind, Shape
 
 SEQ, HIDDEN, FFN, TOP_K, EXPERT_FFN = 128, 64, 192, 2, 96
 TOKENS, WIDTH = SEQ, 2  # one sequence, bfloat16

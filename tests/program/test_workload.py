@@ -14,7 +14,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import I, R
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import Choice, IntraSettings, Option, Selection, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.intra import solve
@@ -33,7 +33,7 @@ def solved(
     model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[Choice, Option], bool] = keep_all
 ) -> tuple[ModelGraph, Selection, OpCosts]:
     graph = load_model(model)
-    _, axes = make_mesh(graph, ParallelConfig(tp=tp))
+    axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
     env, precision = {"b": 1, "s": seq_len // cp}, precision_of("bf16")
     cluster = Cluster.parse("2x8xh100-sxm5-80gb")
     settings = IntraSettings(axes, cluster, env, 4, 1.02, None, Mode.EAGER, precision, cp)

@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import faults
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from failing_jobs import (
     quiet_but_healthy,
     unguarded,
 )
-from faults_worker import Cell
 from harness import JobError, Pool, free_port, pool
 
 from autoplan.runtime import activity, failure
@@ -34,6 +32,8 @@ from autoplan.runtime.news import Kind, Knowledge, News
 from autoplan.runtime.optim import guard_step
 from autoplan.runtime.peers import Address, Listener, Silence, ask
 from autoplan.runtime.ranks import Ranks
+from experiments.faults import run as faults
+from experiments.faults.worker import Cell
 
 pytestmark = pytest.mark.alone
 

@@ -26,6 +26,7 @@ from parity import (
 )
 
 from autoplan.config.offload import read_offload
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.program.pins import read_pins
@@ -33,7 +34,6 @@ from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.layouts import LayoutCache, PlanRequest
-from autoplan.search.space import Candidate
 
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -167,7 +167,9 @@ def test_what_lies_where_is_what_the_memory_model_says(zero: int, offload: str, 
         precision=precision,
         executed=True,
     )
-    planned = LayoutCache(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    planned = LayoutCache(request).pricer(
+        ParallelConfig(dp=2, zero_stage=zero, micro_batch_size=3, num_micro_batches=2)
+    )
     assert planned is not None
     model = planned.memory
     assert sum(model.states) == 0

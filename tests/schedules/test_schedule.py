@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.errors import PinError
 from autoplan.runtime.pipeline import class_of
 from autoplan.schedules.dependencies import ScheduleError
+from autoplan.schedules.graph import action_graph, deadlock
 from autoplan.schedules.orders import Action, ActionKind
 from autoplan.schedules.schedule import (
     SCHEDULES,
@@ -415,8 +417,31 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0 at 0B0, rank 1 at 1F1, for .*1B0") as error:
         simulate(_two_ranks("F0B0F1B1", "F0F1B0B1"), [ChunkTimes(1, 1)] * 2)
     assert "0F1" in str(error.value)
-    with pytest.raises(ScheduleError, match="waiting are rank 0 at 0B0"):
+    circle = "0B0 of rank 0 waits for 1B0 of rank 1", "1B0 comes after 1F1 on rank 1"
+    circle += ("1F1 of rank 1 waits for 0F1 of rank 0", "0F1 comes after 0B0 on rank 0")
+    assert sorted(str(error.value).split("; ")[1].split(", ")) == sorted(circle)
+    with pytest.raises(ScheduleError, match=r"waiting are rank 0 at 0B0.*0F0 comes after 0B0 on rank 0"):
         simulate(_two_ranks("B0F0", "F0B0"), [ChunkTimes(1, 1)] * 2)
+    with pytest.raises(ScheduleError, match=r"; nothing makes 0F1, which 1F1 of rank 1 waits for"):
+        simulate(_two_ranks("F0B0", "F0B0F1B1"), [ChunkTimes(1, 1)] * 2)
+
+
+@given(_run())
+def test_the_step_is_the_critical_path_of_the_actions(run: Any) -> None:
+    """networkx's longest path through what waits for what, where nothing takes time to send."""
+    arguments, chunks, *_ = run
+    table = actions(*arguments)
+    graph = action_graph(table)
+    assert deadlock(table) == ""
+    timeline = simulate(table, chunks)
+    seconds = {(e.rank, e.kind, e.chunk, e.micro_batch): e.end_s - e.start_s for e in timeline.events}
+    for before, after in graph.edges:
+        action = table[after[0]][after[1]]
+        graph.edges[before, after]["s"] = seconds[after[0], action.kind, action.chunk, action.micro_batch]
+    for rank, row in enumerate(table):
+        first = row[0]
+        graph.add_edge("start", (rank, 0), s=seconds[rank, first.kind, first.chunk, first.micro_batch])
+    assert timeline.end_s == pytest.approx(nx.dag_longest_path_length(graph, weight="s"))
 
 
 def test_joined_actions_give_their_results_together() -> None:

@@ -345,7 +345,7 @@ def test_the_command_refuses_a_missing_folder_before_it_plans(tmp_path: Path) ->
 
 
 def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
-    shown, of_cluster = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    shown, of_cluster, of_fabric = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert fleet.read_task(write(tmp_path, shown)).num_searches == 4
     assert fleet.read_task(ROOT / "experiments" / "capacity.yaml").num_searches == 6
     path = tmp_path / "cluster.yaml"
@@ -354,6 +354,8 @@ def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
     assert cluster.num_devices == 128 and cluster.price == Price(2.5, "our contract", "2026-11-01")
     path.write_text(re.sub("devices_per_node.*\ndevice:.*\n", "instance: p5.48xlarge\n", of_cluster))
     assert Cluster.parse(str(path)).levels == cluster.levels
+    path.write_text(of_fabric)
+    assert Cluster.parse(str(path)).num_devices == 128
 
 
 def test_energy_and_uptime_in_words() -> None:

@@ -14,13 +14,13 @@ from parity import SEQ, Case, compiled, graph_of, spread_out, trained, worst
 
 from autoplan.api import plan_program
 from autoplan.capture.passes.cast import computing_in, main_dtype
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.precision import LossScaler, MixedPrecision
 from autoplan.runtime.spec import ProgramSpec, evaluate
 from autoplan.search.layouts import LayoutCache, PlanRequest
-from autoplan.search.space import Candidate
 
 pytestmark = [
     pytest.mark.processes,
@@ -292,7 +292,9 @@ def test_bytes_per_parameter(zero: int, precision: str) -> None:
         precision=precision,
         executed=True,
     )
-    planned = LayoutCache(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    planned = LayoutCache(request).pricer(
+        ParallelConfig(dp=2, zero_stage=zero, micro_batch_size=3, num_micro_batches=2)
+    )
     assert planned is not None
     model = planned.memory
     for rank in found:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_memory import LiveBytes, measure_step
 from one_stage import predicted, stage_of
 from parity import (
     SEQ,
@@ -48,6 +47,7 @@ from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import estimate_config, search_plan
+from experiments.plans.live_memory import LiveBytes, measure_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 

@@ -1,0 +1,6 @@
+"""Experiments: each claim of the README has a command here, run from the root of the repository as a module:
+
+    python -m experiments.by_hand.composed --quick
+
+README.md beside this file lists the commands with their last figures.
+"""

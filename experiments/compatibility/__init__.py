@@ -1,0 +1,1 @@
+"""Versions of torch and classes of transformers that were tried."""

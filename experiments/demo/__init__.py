@@ -1,0 +1,1 @@
+"""`make demo`: measure, plan, train on local processes, compare with one process."""

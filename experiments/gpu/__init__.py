@@ -1,0 +1,1 @@
+"""What can only be tried on a GPU, in one command."""

@@ -1,0 +1,247 @@
+"""The operations of the runtime on the device against float64 on the CPU, and what masks cost there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoplan.runtime.attention import attention
+from autoplan.runtime.dropout import dropout
+from autoplan.runtime.embedding import vocab_parallel_embedding
+from autoplan.runtime.experts import experts
+from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
+from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.ring import Part, _join, attend, attend_backward
+from experiments.gpu.rows import Run, difference, worst_difference
+
+Tensors = dict[str, torch.Tensor]
+# Relative L2 error that one operation in this dtype may have against float64: rounding of inputs, sums in float32.
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: `make` gives its tensors in float64, `run` its result from them (integers stay integers).
+
+    differentiable: names of the tensors whose gradients are compared.
+    """
+
+    name: str
+    make: Callable[[], Tensors]
+    run: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    differentiable: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+def _normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64) * scale
+
+
+def _routing(tokens: int, num_experts: int, top_k: int) -> Tensors:
+    scores = torch.rand(tokens, num_experts, dtype=torch.float64)
+    weights, index = scores.softmax(-1).topk(top_k)
+    return {"index": index, "weights": weights}
+
+
+def _expert_case(num_experts: int, tokens: int, hidden: int, inner: int) -> Case:
+    def make() -> Tensors:
+        given = {"hidden": _normal(tokens, hidden), **_routing(tokens, num_experts, 2)}
+        given["gate_up"] = _normal(num_experts, 2 * inner, hidden, scale=hidden**-0.5)
+        given["down"] = _normal(num_experts, hidden, inner, scale=inner**-0.5)
+        return given
+
+    def run(x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return experts(
+            x["hidden"], x["index"], x["weights"], x["gate_up"], x["down"], activation="silu", gated=True
+        )  # fmt: skip
+
+    return Case(f"experts {num_experts}", make, run, ("hidden", "weights", "gate_up", "down"))
+
+
+def _attention_case(name: str, batch: int, heads: int, groups: int, length: int, head: int, **how: Any) -> Case:
+    def make() -> Tensors:
+        given = {n: _normal(batch, h, length, head) for n, h in (("q", heads), ("k", groups), ("v", groups))}
+        if how.get("documents"):
+            given["documents"] = (torch.arange(length) * 5 // length).expand(batch, -1).contiguous()
+        if how.get("mask"):
+            kept = torch.rand(batch, 1, length, length) > 0.2
+            given["mask"] = kept | torch.eye(length, dtype=torch.bool)
+        return given
+
+    def run(x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        window = how.get("window")
+        return attention(
+            x["q"], x["k"], x["v"], causal=how.get("causal", True), scale=None, window=window,
+            documents=x.get("documents"), mask=x.get("mask"),
+        )  # fmt: skip
+
+    return Case(f"attention {name}", make, run, ("q", "k", "v"))
+
+
+def _cases(quick: bool) -> list[Case]:
+    tokens, hidden, classes = (64, 32, 96) if quick else (4096, 1024, 32000)
+    length, head, heads = (64, 16, 4) if quick else (1024, 64, 16)
+
+    def logits() -> Tensors:
+        target = torch.randint(0, classes, (tokens,))
+        target[::7] = -100
+        return {"logits": _normal(tokens, classes), "target": target}
+
+    def table() -> Tensors:
+        return {"ids": torch.randint(0, classes, (tokens,)), "weight": _normal(classes, hidden)}
+
+    shapes = (2, heads, heads // 4, length, head)
+    return [
+        Case("cross entropy", logits, lambda x: cross_entropy_sum(x["logits"], x["target"]), ("logits",)),
+        Case(
+            "vocabulary-parallel cross entropy",
+            logits,
+            lambda x: vocab_parallel_cross_entropy_sum(x["logits"], x["target"], "tp", label_smoothing=0.1),
+            ("logits",),
+        ),
+        Case(
+            "vocabulary-parallel embedding",
+            table,
+            lambda x: vocab_parallel_embedding(x["ids"], x["weight"], "tp"),
+            ("weight",),
+        ),
+        _expert_case(16, tokens, hidden, 2 * hidden),
+        _expert_case(128, tokens, hidden // 2, hidden // 2),
+        _attention_case("causal", *shapes),
+        _attention_case("window", *shapes, window=length // 3),
+        _attention_case("packed", *shapes, documents=True),
+        _attention_case("packed, window", *shapes, documents=True, window=length // 3),
+        _attention_case("mask", *shapes, mask=True),
+    ]
+
+
+def _differentiated(case: Case, given: Tensors) -> tuple[torch.Tensor, Tensors]:
+    """Result and gradients; the gradient of the result is a fixed one."""
+    taken = {n: t.detach().clone().requires_grad_(n in case.differentiable) for n, t in given.items()}
+    out = case.run(taken)
+    generator = torch.Generator().manual_seed(7)
+    arrived = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
+    torch.autograd.backward(out, arrived if out.ndim else torch.ones_like(out))
+    gradients = {n: g for n in case.differentiable if (g := taken[n].grad) is not None}
+    return out.detach(), gradients
+
+
+def kernels(run: Run) -> None:
+    """Result and gradients of every operation in float32 and bfloat16 on the device; times, and bytes at the peak."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+    with use_mesh(AxisMesh([("tp", 1)], device_type=run.device_type)):
+        for case in _cases(run.quick):
+            torch.manual_seed(0)
+            exact = case.make()
+            for dtype in case.dtypes:
+                name = f"{case.name}, {str(dtype)[6:]}"
+                with run.case(name):
+                    rounded = {n: t.to(dtype) if t.is_floating_point() else t for n, t in exact.items()}
+                    # the truth has the rounded inputs, so that only the operation's own error is left
+                    truth = {n: t.double() if t.is_floating_point() else t for n, t in rounded.items()}
+                    out, gradients = _differentiated(case, truth)
+                    here = {n: t.to(run.device) for n, t in rounded.items()}
+                    mine, found = _differentiated(case, here)
+                    errors = {"forward": difference(mine, out), "backward": worst_difference(found, gradients)}
+                    again, repeated = _differentiated(case, here)
+                    alike = torch.equal(mine, again) and all(torch.equal(found[n], repeated[n]) for n in found)
+                    seconds = run.median_s(lambda: _differentiated(case, here))  # noqa: B023
+                    peak = run.peak_bytes(lambda: _differentiated(case, here))  # noqa: B023
+                    run.write(
+                        name, max(errors.values()) <= LIMITS[dtype], "" if alike else "two runs differ in some bits",
+                        **errors, ms=1e3 * seconds, peak_mb=peak / 1e6,
+                    )  # fmt: skip
+        _dropouts(run)
+    dist.destroy_process_group()
+
+
+def _dropouts(run: Run) -> None:
+    """The mask on the device is that of the CPU, element by element; bytes per second of a forward and a backward."""
+    sizes = (8, 24, 32) if run.quick else (8, 2048, 4096)
+    batch, length, hidden = sizes
+    rng = torch.tensor([3, 5, 2])
+    index = ((batch, batch, "batch"), (length, length, ("tp",)), (hidden, hidden, ()))
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"dropout, {str(dtype)[6:]}"
+        with run.case(name):
+            x = torch.ones(sizes, dtype=dtype)
+            expected = dropout(x, 0.1, rng, 4, index)  # type: ignore[arg-type]
+            here, numbers = x.to(run.device).requires_grad_(), rng.to(run.device)
+            out = dropout(here, 0.1, numbers, 4, index)  # type: ignore[arg-type]
+            torch.autograd.backward(out, torch.ones_like(out))
+            assert here.grad is not None
+            equal = torch.equal(out.detach().cpu(), expected) and torch.equal(here.grad.cpu(), expected)
+
+            def both(here: torch.Tensor = here, numbers: torch.Tensor = numbers) -> None:
+                made = dropout(here, 0.1, numbers, 4, index)  # type: ignore[arg-type]
+                torch.autograd.backward(made, torch.ones_like(made))
+
+            seconds = run.median_s(both)
+            native = run.median_s(lambda: torch.nn.functional.dropout(here, 0.1).sum().backward())  # noqa: B023
+            run.write(
+                name, equal, ms=1e3 * seconds, native_ms=1e3 * native, gb_per_s=4 * x.nbytes / seconds / 1e9,
+                dropped=float((expected == 0).double().mean()),
+            )  # fmt: skip
+
+
+def masks(run: Run) -> None:
+    """Grouped heads with masks: the peak must be far from that of scores, and halves of a ring must join."""
+    heads, groups, length, head = (4, 2, 128, 16) if run.quick else (32, 8, 8192, 128)
+    dtype = torch.bfloat16 if run.cuda else torch.float32
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+    with use_mesh(AxisMesh([("cp", 1)], device_type=run.device_type)):
+        for how in ({}, {"window": length // 4}, {"documents": True}, {"documents": True, "window": length // 4}):
+            name = " ".join(how) or "causal"
+            with run.case(name):
+                case = _attention_case(name, 1, heads, groups, length, head, **how)
+                given = {n: t.to(run.device, dtype) if t.is_floating_point() else t.to(run.device)
+                         for n, t in case.make().items()}  # fmt: skip
+                peak = run.peak_bytes(lambda: _differentiated(case, given))  # noqa: B023
+                seconds = run.median_s(lambda: _differentiated(case, given), 3)  # noqa: B023
+                scores = heads * length * length * given["q"].element_size()
+                run.write(
+                    name, peak < scores / 2 if run.cuda else None,
+                    f"scores of all heads would be {scores / 1e6:.4g} MB", ms=1e3 * seconds, peak_mb=peak / 1e6,
+                )  # fmt: skip
+        _ring(run, heads, groups, min(length, 2048), head, dtype)
+    dist.destroy_process_group()
+
+
+def _ring(run: Run, heads: int, groups: int, length: int, head: int, dtype: torch.dtype) -> None:
+    """Causal attention from its parts: two chunks of queries, keys in the order in which they come around."""
+    with run.case("halves of a ring joined"):
+        torch.manual_seed(1)
+        q, k, v = (_normal(1, h, length, head) for h in (heads, groups, groups))
+        arrived, scale, half = _normal(1, heads, length, head), 1 / math.sqrt(head), length // 2
+        given = {n: x.clone().requires_grad_() for n, x in (("q", q), ("k", k), ("v", v))}
+        truth = attention(given["q"], given["k"], given["v"], causal=True, scale=scale)
+        truth.backward(arrived)
+        q, k, v, arrived = (x.to(run.device, dtype) for x in (q, k, v, arrived))
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        out = torch.zeros_like(q, dtype=wide)
+        lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+        low, high = slice(0, half), slice(half, length)
+        parts = ((low, low, "causal"), (high, low, "full"), (high, high, "causal"))
+        whole = Part((0, 2), (0, 2), "causal")
+        for rows, columns, kind in parts:
+            part = replace(whole, kind=kind)
+            found = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], part, scale)
+            _join(out[:, :, rows], lse[:, :, rows], *found)
+        result = out.to(dtype)
+        gradients = {n: torch.zeros_like(x, dtype=wide) for n, x in (("q", q), ("k", k), ("v", v))}
+        for rows, columns, kind in parts:
+            part = replace(whole, kind=kind)
+            found_back = attend_backward(
+                arrived[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], result[:, :, rows],
+                lse[:, :, rows], part, scale,
+            )  # fmt: skip
+            for (n, where), x in zip((("q", rows), ("k", columns), ("v", columns)), found_back, strict=True):
+                gradients[n][:, :, where] += x
+        errors = {"forward": difference(result, truth)}
+        errors["backward"] = worst_difference(gradients, {n: x.grad for n, x in given.items()})
+        run.write("halves of a ring joined", max(errors.values()) <= LIMITS[dtype], **errors)

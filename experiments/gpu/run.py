@@ -1,0 +1,206 @@
+"""Everything that only a GPU can show, in one command of at most 10 minutes on one NVIDIA GPU.
+
+    python -m experiments.gpu.run [--only kernels --only step] [--json FILE] [--folder DIR]
+    python -m experiments.gpu.run --device cpu --quick      does it run? The same code with tiny sizes and no GPU
+
+Each part runs in a process of its own, with a time limit: what one of them breaks does not touch the others, and what
+it found before is kept. A row either passes or fails (its figures against a stated limit), or is a figure to read. The
+profile is written to the folder, to be kept in `profiles/` with what it says of where it was measured. The command
+fails if a row failed or a part did not end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from experiments.gpu.rows import Row, Run, read_rows
+from experiments.shared.measure import environment, make_console, run_command, write_json
+
+TOTAL_S = 600.0
+_START_S = 15.0  # of a process: importing torch and transformers, making a CUDA context
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does.
+
+    module, function: called with a `Run`; it writes rows as it finds them.
+    share: of the time that is left when it starts, which may not be spent by the parts after it.
+    """
+
+    name: str
+    module: str
+    function: str
+    share_s: float
+    about: str
+
+
+PARTS = (
+    Part(
+        "kernels",
+        "kernels",
+        "kernels",
+        60.0,
+        "every operation of the runtime against float64 on the CPU",
+    ),
+    Part("masks", "kernels", "masks", 30.0, "attention with masks: peaks, and the ring joined"),
+    Part("parity", "training", "parity", 80.0, "one rank against the eager model"),
+    Part("sync", "training", "sync", 40.0, "where a step makes the host wait for the device"),
+    Part("profile", "training", "profile", 100.0, "the profile of this device"),
+    Part("predicted", "training", "predicted", 110.0, "predicted against measured steps and peaks"),
+    Part("step", "training", "step", 80.0, "the program against eager, torch.compile, torchtitan"),
+    Part("offload", "training", "offload", 30.0, "what waits on the host: parity, peak, time"),
+    Part("ranks", "ranks", "ranks", 70.0, "four ranks that share the GPU over gloo"),
+)
+
+
+def run_part(part: Part, device: str, quick: bool, folder: Path, limit_s: float) -> tuple[list[Row], str]:
+    """One part in a process of its own; its rows, and why it did not end well (or nothing)."""
+    rows, log = folder / f"{part.name}.rows", folder / f"{part.name}.log"
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.gpu.run",
+        "--child",
+        part.name,
+        "--device",
+        device,
+        "--folder",
+        str(folder),
+    ]
+    command += ["--limit-s", str(limit_s)] + ["--quick"] * quick
+    begin = time.monotonic()
+    with log.open("w") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = child.wait(limit_s + _START_S)
+            problem = "" if code == 0 else f"ended with {code}: {_last_line(log)}"
+        except subprocess.TimeoutExpired:
+            problem = f"did not end within {time.monotonic() - begin:.0f} s"
+        finally:
+            _end_group(child)
+    return read_rows(rows), problem
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """The process with all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+def _child(name: str, run: Run) -> None:
+    part = next(p for p in PARTS if p.name == name)
+    getattr(importlib.import_module(f"experiments.gpu.{part.module}"), part.function)(run)
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """What the figures depend on: device, driver, versions, date. No names of hosts."""
+    import torch
+
+    found = {**environment(), "date": datetime.date.today().isoformat(), "device": device}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": _driver()}
+    return found
+
+
+def _driver() -> str:
+    """Driver version, as nvidia-smi tells it; empty where there is none."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
+
+
+def table_of(rows: Sequence[Row], title: str) -> Table:
+    """All rows, part by part."""
+    table = Table(title=title)
+    for heading in ("part", "what", "", "figures"):
+        table.add_column(heading, overflow="fold")
+    before = ""
+    for row in rows:
+        shown = {None: "", True: "passed", False: "FAILED"}[row.passed]
+        figures = ", ".join(f"{k} {_number(v)}" for k, v in row.figures.items())
+        if row.part != before:
+            table.add_section()
+        table.add_row(
+            row.part if row.part != before else "", row.name, shown, f"{figures}{'; ' * bool(row.note)}{row.note}"
+        )
+        before = row.part
+    return table
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"parts: {', '.join(p.name for p in PARTS)}")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to see that it runs")] = "cuda",
+    quick: Annotated[bool, typer.Option(help="tiny sizes, few repetitions")] = False,
+    folder: Annotated[Path | None, typer.Option(help="where the profile, rows and logs are written")] = None,
+    json: Annotated[Path | None, typer.Option(help="also write all rows here")] = None,
+    limit_s: Annotated[float, typer.Option(help="time for everything")] = TOTAL_S,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run every part, print one table, write one JSON."""
+    unknown = sorted(set(only or ()) - {p.name for p in PARTS})
+    if unknown:
+        raise typer.BadParameter(f"unknown part {unknown[0]!r}; the parts are {', '.join(p.name for p in PARTS)}")
+    if child is not None:
+        if folder is None:
+            raise typer.BadParameter("a part needs its folder")
+        _child(child, Run(child, device, quick, folder, time.monotonic() + limit_s))
+        return
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no GPU; --device cpu --quick shows whether the command runs")
+    with tempfile.TemporaryDirectory() as spare:
+        where = folder or Path(spare)
+        where.mkdir(parents=True, exist_ok=True)
+        chosen = [p for p in PARTS if not only or p.name in only]
+        rows, end, console = [], time.monotonic() + limit_s, make_console()
+        for k, part in enumerate(chosen):
+            (where / f"{part.name}.rows").unlink(missing_ok=True)
+            later = sum(p.share_s for p in chosen[k:])
+            share = part.share_s / later * max(0.0, end - time.monotonic() - _START_S * len(chosen[k:]))
+            with console.status(f"{part.name}: {part.about}"):
+                found, problem = run_part(part, device, quick, where, share)
+            rows += found
+            if problem:
+                rows.append(Row(part.name, part.about, {}, False, problem))
+        facts = provenance(device)
+        console.print(table_of(rows, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}"))
+        write_json(json, "on_gpu", facts, [asdict(row) for row in rows])
+    failed = sum(row.passed is False for row in rows)
+    console.print(f"{sum(row.passed is True for row in rows)} passed, {failed} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,1 @@
+"""Models of kernels and collectives against published timings, and their fit."""

@@ -1,0 +1,118 @@
+"""How long planning takes, from starting Python to the plan: Llama 3.1 8B, 70B and 405B on up to 16,384 H100.
+
+    python -m experiments.plans.planning_time [--only 405b] [--repeats 1] [--json FILE]
+
+Every row is a process of its own, cold: nothing is imported, captured or cached. Aim: 405B within 20 s and 2 GB.
+"""
+
+from __future__ import annotations
+
+import json as text
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from experiments.shared.measure import describe, environment, make_console, run_command, write_json
+
+ROWS = (  # model, nodes, tokens per step
+    ("llama-3.1-8b", 8, 2**22),
+    ("llama-3.1-70b", 128, 2**23),
+    ("llama-3.1-405b", 2048, 2**24),
+)
+SEQ_LEN = 8192
+PHASES: dict[str, tuple[str, ...]] = {
+    "imports": ("imports",),
+    "load": ("load graph", "cluster"),
+    "intra-op": ("intra-op build", "intra-op solve"),
+    "work": ("workloads",),
+    "bounds": ("space", "bounds"),
+    "evaluate": ("evaluation",),
+    "other": ("other",),
+}
+
+
+def plan(model: str, nodes: int, tokens: int, limit_s: float) -> dict[str, Any]:
+    """One cold process. RuntimeError with its output if it fails."""
+    machines = f"{nodes}x8xh100-sxm5-80gb"
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.plans.planning_time_child",
+        model,
+        machines,
+        str(SEQ_LEN),
+        str(tokens // SEQ_LEN),
+        str(limit_s),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 60, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{model} on {machines} failed:\n{done.stderr[-4000:]}")
+    row: dict[str, Any] = text.loads(done.stdout.splitlines()[-1])
+    unknown = set(row["phases_s"]) - {name for names in PHASES.values() for name in names}
+    if unknown:
+        raise RuntimeError(f"phases that this table does not show: {sorted(unknown)}")
+    return {"model": model, "devices": nodes * 8, "tokens": tokens, **row}
+
+
+def _describe(config: dict[str, Any], row: dict[str, Any]) -> str:
+    degrees = " ".join(f"{n}{config[n]}" for n in ("dp", "tp", "pp") if config[n] > 1)
+    stages, again = config["stages"], config["recompute"]
+    cut = f" stages {min(stages)}-{max(stages)}" if config["pp"] > 1 else ""
+    recompute = f" recompute {sum(again)}" if isinstance(again, list) and sum(again) else ""
+    batch = f"b{config['micro_batch_size']} x {config['num_micro_batches']}"
+    return (
+        f"{degrees} z{config['zero_stage']} {batch}{cut}{recompute}:"
+        f" {row['step_time_s']:.2f} s, MFU {row['mfu']:.1%}, {row['memory_bytes'] / 1e9:.0f} GB"
+    )
+
+
+def main(
+    only: Annotated[str, typer.Option(help="rows whose model contains this")] = "",
+    repeats: Annotated[int, typer.Option(help="processes per row; the median is shown")] = 1,
+    limit_s: Annotated[float, typer.Option(help="time limit of one search")] = 300.0,
+    json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
+) -> None:
+    """Plan each row in fresh processes and say where the time goes."""
+    env = environment()
+    console = make_console()
+    table = Table(title=f"seconds from start to plan; {describe(env)}")
+    for heading in ("model", "devices", *PHASES, "total", "MB"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
+    cases, notes = [], []
+    for model, nodes, tokens in ROWS:
+        if only not in model:
+            continue
+        with console.status(model):
+            runs = sorted((plan(model, nodes, tokens, limit_s) for _ in range(repeats)), key=lambda r: r["total_s"])
+        row = runs[len(runs) // 2] | {"totals_s": [r["total_s"] for r in runs]}
+        cases.append(row)
+        times = [sum(row["phases_s"].get(n, 0.0) for n in names) for names in PHASES.values()]
+        table.add_row(
+            model,
+            str(row["devices"]),
+            *(f"{t:.2f}" for t in times),
+            f"{statistics.median(row['totals_s']):.2f}",
+            f"{row['peak_rss_bytes'] / 1e6:.0f}",
+        )
+        c = row["certificate"]
+        notes.append(f"{model}: {_describe(row['config'], row)}")
+        counts = ("considered", "illegal", "too_big", "bounded_out", "solved", "open")
+        counted = " ".join(f"{n} {c[n]:,}" for n in counts)
+        notes.append(f"  {counted}; gap {c['gap']:.2%}, intra-op gap {c['intra_gap']:.1e}, {c['status']}")
+        if row["torch_loaded"]:
+            notes.append("  torch was loaded")
+    console.print(table)
+    for note in notes:
+        console.print(note)
+    write_json(json, "planning_time", env, cases)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,1 @@
+"""Published training runs: read, priced and compared; constants fitted to them."""

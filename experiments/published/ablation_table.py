@@ -1,0 +1,105 @@
+"""All published ablations with the predicted and the published ratio of the two runs: right, or by how much not.
+
+    python -m experiments.published.ablation_table [--only REGEX] [--missed] [--markdown] [--json FILE]
+
+Right is a ratio with the published sign (an effect of 5 % or more has one) and the published size (within half of the
+effect, but at least 5 % and at most 10 %). tests/experiments/test_ablations.py asserts every claim that is right; those
+that the cost models get wrong are kept here, with what is said of them. Half a minute; no GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from experiments.published import ablations_layouts, ablations_settings
+from experiments.published.ablations import Claim, Ratio
+from experiments.shared.measure import environment, make_console, run_command, write_json
+
+CLAIMS: tuple[Claim, ...] = (*ablations_layouts.CLAIMS, *ablations_settings.CLAIMS)
+HEAD = ("claim", "case", "predicted", "published", "sign", "size", "why it is missed")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A ratio or a condition of a case. `predicted`, `published`: of a ratio, else None."""
+
+    claim: str
+    case: str
+    predicted: float | None
+    published: float | None
+    right_sign: bool
+    right_size: bool
+    missed: str
+
+    @property
+    def right(self) -> bool:
+        """Sign and size."""
+        return self.right_sign and self.right_size
+
+    def cells(self) -> tuple[str, ...]:
+        """As HEAD."""
+        ratios = ("" if x is None else f"{x:.2f}" for x in (self.predicted, self.published))
+        said = ("yes" if right else "no" for right in (self.right_sign, self.right_size))
+        return self.claim, self.case, *ratios, *said, self.missed
+
+
+def lines(only: str = "") -> Iterator[Line]:
+    """What is predicted of every claim whose name `only` finds."""
+    for claim in CLAIMS:
+        if re.search(only, claim.name) is None:
+            continue
+        for case in claim.cases:
+            for row in claim.rows(case):
+                said = ", ".join(_text(x) for x in (*case.arguments, row.of) if x != "")
+                name = claim.name.replace("_", " ")
+                if isinstance(row, Ratio):
+                    signs = row.right_sign, row.right_size
+                    yield Line(name, said, row.predicted, row.published, *signs, case.missed)
+                else:
+                    yield Line(name, said, None, None, row.right, row.right, case.missed)
+
+
+def _text(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main(
+    only: Annotated[str, typer.Option(help="claims whose names this regular expression finds")] = "",
+    missed: Annotated[bool, typer.Option("--missed", help="only what is wrong")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="as text for a document")] = False,
+    json: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
+) -> None:
+    """Price both sides of every ablation and compare."""
+    console = make_console()
+    found = list(lines(only.replace(" ", "_")))
+    if not found:
+        raise typer.BadParameter(f"--only {only} finds none of: {', '.join(c.name for c in CLAIMS)}")
+    shown = [line for line in found if not (missed and line.right)]
+    if markdown:
+        print(
+            "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *(s.cells() for s in shown)))
+        )
+    else:
+        table = Table(*HEAD)
+        for line in shown:
+            table.add_row(*line.cells(), style=None if line.right else "yellow")
+        console.print(table)
+    ratios = [line for line in found if line.predicted is not None]
+    print(
+        f"{len(ratios)} ratios: {sum(r.right for r in ratios)} right, {sum(not r.right_sign for r in ratios)} of the "
+        f"wrong sign; {sum(f.right for f in found) - sum(r.right for r in ratios)} of {len(found) - len(ratios)} other "
+        "conditions hold"
+    )
+    if json is not None:
+        write_json(json, "ablation_table", environment(), [asdict(line) for line in found])
+
+
+if __name__ == "__main__":
+    run_command(main)

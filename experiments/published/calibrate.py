@@ -1,0 +1,278 @@
+"""The cost model's global constants, fitted to published training steps.
+
+    python -m experiments.published.calibrate --data FILE.csv [--trust A] [--write FILE] [--json FILE]
+
+Rows are read as in validate_published.py; layouts are found once, at the constants as shipped, and every further price
+keeps them. A campaign counts once, a constant is fitted only if rows of three campaigns depend on it, and every
+campaign is predicted by constants fitted without it (autoplan/calibration/fit.py). `--write profiles/constants.json`
+makes them those of this version.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from autoplan.calibration.fit import (
+    LEAST_GROUPS,
+    Floats,
+    HeldOut,
+    Interval,
+    Price,
+    Question,
+    Step,
+    fit,
+    held_out,
+    interval,
+)
+from autoplan.calibration.steps import Planned
+from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
+from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
+from autoplan.cost_models.kernels.gpu import family_of
+from autoplan.errors import AutoplanError
+from autoplan.report.files import write_text
+from experiments.published.rows import Case, Row, Shapes, Task, interpret, read_rows
+from experiments.published.validate import chosen, request_of
+
+AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
+STATED = 0.9  # of those that the planner states
+# A step that is this many times off says that something is missing, not how large a constant is: it has no part in the
+# fit and the intervals, and counts fully in `unseen` and in validate_published.py.
+BEYOND = 2.0
+
+
+@lru_cache(maxsize=4096)
+def planned(task: Task) -> Planned | None:
+    """With its layout, found once; None where the planner refuses it."""
+    setting = task.settings[0]
+    try:
+        return Planned.of(request_of(task, setting), setting.config)
+    except AutoplanError:
+        return None  # validate_published.py says why
+
+
+def priceable(tasks: Sequence[Task]) -> list[bool]:
+    """Which of them have a price. What finds the layouts."""
+    return [planned(task) is not None for task in tasks]
+
+
+def seconds(questions: Sequence[tuple[Constants, Sequence[Task]]]) -> list[list[float]]:
+    """Of tasks at constants."""
+    return [
+        [p.step_s(constants) for task in tasks if (p := planned(task)) is not None] for constants, tasks in questions
+    ]
+
+
+class Workers:
+    """Processes with tasks of their own, so that each keeps its layouts. `tasks`: those with a price."""
+
+    def __init__(self, tasks: Sequence[Task], pools: Sequence[Executor]) -> None:
+        self.pools = pools
+        # tasks of one model stay together, for what its graph keeps; the process with the fewest takes the next
+        models: dict[object, list[int]] = defaultdict(list)
+        for i, task in enumerate(tasks):
+            models[task.shape].append(i)
+        shares: list[list[int]] = [[] for _ in pools]
+        for group in sorted(models.values(), key=len, reverse=True):
+            min(shares, key=len).extend(group)
+        asked = [pool.submit(priceable, [tasks[i] for i in share]) for pool, share in zip(pools, shares, strict=True)]
+        self.home: dict[int, int] = {}
+        for k, (share, future) in enumerate(zip(shares, asked, strict=True)):
+            self.home |= {i: k for i, found in zip(share, future.result(), strict=True) if found}
+        self.tasks = tasks
+
+    def price(self, indices: Sequence[int], questions: Sequence[Question]) -> list[list[float]]:
+        """Answers in order. `indices`: the tasks of the steps that questions name."""
+        out = [[0.0] * len(steps) for _, steps in questions]
+        places: list[list[list[int]]] = [[[] for _ in questions] for _ in self.pools]
+        for q, (_, steps) in enumerate(questions):
+            for place, step in enumerate(steps):
+                places[self.home[indices[step]]][q].append(place)
+        asked = []
+        for pool, mine in zip(self.pools, places, strict=True):
+            named = [
+                (constants, [self.tasks[indices[steps[place]]] for place in found])
+                for (constants, steps), found in zip(questions, mine, strict=True)
+            ]
+            asked.append(pool.submit(seconds, named))
+        for mine, future in zip(places, asked, strict=True):
+            for q, (found, answers) in enumerate(zip(mine, future.result(), strict=True)):
+                for place, value in zip(found, answers, strict=True):
+                    out[q][place] = value
+        return out
+
+
+def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
+    """Those that can be read."""
+    shapes, out = Shapes(everything), []
+    for row in rows:
+        try:
+            out.append(interpret(row, shapes))
+        except AutoplanError:
+            continue  # validate_published.py says why
+    return out
+
+
+def unseen_errors(steps: Sequence[Step], held: HeldOut, constants: Constants, price: Price) -> Floats:
+    """log(predicted / measured) of every step by constants fitted without its campaign.
+
+    A campaign of which no step had a part in the fit is priced with `constants`, those of all.
+    """
+    groups = sorted({s.group for s in steps})
+    of_group = [[i for i, s in enumerate(steps) if s.group == g] for g in groups]
+    answers = price([(held.constants.get(g, constants), mine) for g, mine in zip(groups, of_group, strict=True)])
+    out = np.zeros(len(steps))
+    for mine, seconds in zip(of_group, answers, strict=True):
+        for i, value in zip(mine, seconds, strict=True):
+            out[i] = math.log(value / steps[i].measured_s)
+    return out
+
+
+def mean_errors(groups: Sequence[str], logs: Floats) -> dict[str, float]:
+    """Mean |predicted / measured - 1| by group of every step."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for group, value in zip(groups, logs, strict=True):
+        found[group].append(abs(math.exp(value) - 1))
+    return {name: float(np.mean(found[name])) for name in sorted(found)}
+
+
+def classes_of(cases: Sequence[Case], fitted: Constants, price: Price) -> list[str]:
+    """Of every step with its family of devices, as `Pricer.estimate` finds it: what a step is shorter by where the host
+    costs nothing is what it waits for it."""
+    free = fitted.with_({name: 0.0 for name in fitted.values if re.fullmatch(r"host_.*_s", name)})
+    usual, without = price([(c, range(len(cases))) for c in (fitted, free)])
+    shares = [1 - b / a for a, b in zip(usual, without, strict=True)]
+    return [
+        class_of_step(c.task.shape.num_experts > 0, share, family_of(c.task.cluster.device) or "")
+        for c, share in zip(cases, shares, strict=True)
+    ]
+
+
+def stated_interval(of_step: Sequence[str], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
+    """Of steps of a class, over all families where it names none; None for too few campaigns of them: two, of a family
+    as many as a constant needs."""
+    mine = [i for i, found in enumerate(of_step) if name in (found, found.partition(OF_FAMILY)[0])]
+    if len({steps[i].group for i in mine}) < (LEAST_GROUPS if OF_FAMILY in name else 2):
+        return None
+    return interval([steps[i] for i in mine], errors[mine], STATED)
+
+
+def origin(source: str) -> str:
+    """The repository or paper that a row names first, without files and lines."""
+    repository = re.match(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source)
+    return repository.group(0) if repository else re.split(r";| \(|,? (?:Table|Fig|p\.|section)", source)[0].strip()
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="CSV of published measurements")],
+    trust: Annotated[str, typer.Option(help="only rows of this trust (A, B or C); empty: all")] = "A",
+    small: Annotated[
+        Path | None, typer.Option(help="a second CSV, every row of it: runs so small that the host decides")
+    ] = None,
+    only: Annotated[str, typer.Option(help="constants to fit, by comma; all by default")] = "",
+    without: Annotated[str, typer.Option(help="constants not to fit, by comma")] = "",
+    start: Annotated[Path | None, typer.Option(help="constants to start from; by default the assumed ones")] = None,
+    write: Annotated[Path | None, typer.Option(help="store the constants here")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="store the same and every row here")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="at most so many rows, spread over the file; 0: all")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="of the fit")] = 4,
+    looseness: Annotated[float, typer.Option(help="factor on the widths of all priors")] = 1.0,
+    jobs: Annotated[int, typer.Option(min=1, help="processes")] = 2,
+    date: Annotated[str, typer.Option(help="stored with the constants; today by default")] = "",
+) -> None:
+    """Fit the constants, and say what they are worth."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    try:
+        everything = read_rows(data)
+        cases = cases_of(chosen(everything, trust, "", limit), everything)
+        if small is not None:
+            more_rows = read_rows(small)
+            cases += cases_of(chosen(more_rows, "", "", limit), more_rows)
+        # not those as shipped: priors around values of an earlier fit would count its steps twice
+        begin = Constants() if start is None else Constants.load(start)
+        begin.with_(dict.fromkeys(filter(None, (only + "," + without).split(",")), 1.0))  # names are known
+        wanted = [n for n in begin.values if begin.values[n] and (not only or n in only.split(","))]
+        wanted = [n for n in wanted if n not in without.split(",")]
+        with ExitStack() as stack:
+            kind = ProcessPoolExecutor if jobs > 1 else ThreadPoolExecutor  # one alone: here
+            pools = [stack.enter_context(kind(1)) for _ in range(jobs)]
+            tasks = list(dict.fromkeys(case.task for case in cases))
+            workers = Workers(tasks, pools)
+            number = {task: i for i, task in enumerate(tasks)}
+            timed = [case for case in cases if not math.isnan(case.measured_s)]  # others ran out of memory
+            cases = [case for case in timed if number[case.task] in workers.home]
+            indices = [number[case.task] for case in cases]
+            steps = [Step(c.row["id"], c.row["campaign"], c.measured_s) for c in cases]
+
+            def price(questions: Sequence[Question]) -> list[list[float]]:
+                return workers.price(indices, questions)
+
+            (first,) = price([(begin, range(len(steps)))])
+            near = [max(p / s.measured_s, s.measured_s / p) <= BEYOND for p, s in zip(first, steps, strict=True)]
+            console.print(f"{near.count(False)} of {len(steps)} steps are more than {BEYOND:g} times off and left out")
+            everywhere, all_steps = indices, steps
+            models = ["experts" if c.task.shape.num_experts else "dense" for c in cases]
+            cases, indices, steps = (
+                [x for x, ok in zip(values, near, strict=True) if ok] for values in (cases, indices, steps)
+            )
+            fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
+            held = held_out(fitted, steps, price)
+            of_step = classes_of(cases, fitted.constants, price)
+            # what the constants are worth: every step with them, those that had no part in the fit included
+            indices = everywhere
+            unseen = unseen_errors(all_steps, held, fitted.constants, price)
+        # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
+        intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
+        names = ("dense", "experts", "host", *sorted({name for name in of_step if OF_FAMILY in name}))
+        classes = {name: stated_interval(of_step, steps, held.errors, name) for name in names}
+    except AutoplanError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    console.print(constants_table(fitted, held, "campaign"))
+    console.print(groups_table(steps, fitted, held, "campaign"))
+    for found in intervals:
+        console.print(interval_text(found), soft_wrap=True)
+    console.print(f"{fitted.rounds} rounds; constants of fewer than {LEAST_GROUPS} campaigns stay")
+    for name, known in classes.items():
+        if known is not None:
+            console.print(f"{name}: {interval_text(known)}", soft_wrap=True)
+    more = {
+        # measured / predicted of an interval holds 1: what is predicted is within what is stated
+        "step_intervals": {
+            name: {"low": min(1.0, found.low), "high": max(1.0, found.high), "covered": found.covered}
+            for name, found in classes.items()
+            if found is not None
+        },
+        # of all steps of a campaign, with constants fitted without it
+        "unseen": mean_errors([step.group for step in all_steps], unseen),
+        "unseen_models": mean_errors(models, unseen),
+        "date": date or datetime.date.today().isoformat(),
+        "sources": sorted({origin(case.row["source"]) for case in cases}),
+    }
+    result = stored(steps, fitted, held, intervals, more)
+    if write is not None:
+        write_text(write, json.dumps(result, indent=1) + "\n")
+    if json_path is not None:
+        logs = zip(steps, fitted.before, fitted.after, held.errors, strict=True)
+        keys = ("before", "in_sample", "held_out")
+        result["rows"] = {step.name: dict(zip(keys, map(float, values), strict=True)) for step, *values in logs}
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(json_path, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
