@@ -36,6 +36,7 @@ from torch.distributed.tensor import Shard
 from autoplan.runtime.compression import Compression, Compressor
 from autoplan.runtime.private import end_of_backward
 from autoplan.runtime.spec import ScheduleSpec
+from autoplan.streams import has_streams
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
@@ -59,7 +60,7 @@ class ZeroStage(enum.IntEnum):
 
 def reduces_beside(device_type: str) -> bool:
     """Whether ZeRO 0 reduces gradients beside the last backward on such a device: where there are streams to do so."""
-    return device_type != "cpu"
+    return has_streams(device_type)
 
 
 def check_schedule(zero: ZeroStage | int, schedule: ScheduleSpec | None) -> None:
