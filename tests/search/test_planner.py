@@ -16,7 +16,7 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import OpRecord, Profile, Timing
+from autoplan.cost_models.profile import MeasuredOp, Profile, Timing
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TensorWork, Workload
@@ -154,7 +154,7 @@ def with_host(seconds: float) -> Profile:
     t, x = Timing(1e-6, 1e-6, 1e-6, 1), TensorWork((8,), "float32", True)
     host = Timing(seconds, seconds, seconds, 1)
     names = "zero_block_forward_s zero_gather_s zero_reduce_s micro_batch_s pipeline_action_s optimizer_step_s comm_s"
-    record = OpRecord(OpWork("dropout", (x,), (x,), (), 8.0, 64.0), t, t, host, host)
+    record = MeasuredOp(OpWork("dropout", (x,), (x,), (), 8.0, 64.0), t, t, host, host)
     return Profile("host", "cuda", 1, 1, ops=(record,), host_overheads=dict.fromkeys(names.split(), seconds))
 
 
