@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from parity import spread_out
 from rule_cases import CASES, FACTORS, Case, case
 from rule_harness import (
     MESHES,
@@ -73,7 +74,7 @@ def test_an_unknown_op_says_which_line_to_write() -> None:
 
 
 def _cases(mesh: str) -> list[object]:
-    slow = [pytest.mark.slow] if mesh == "4" else []
+    slow = [] if mesh == "2" else [pytest.mark.slow]
     return [pytest.param(mesh, op, marks=slow, id=f"{mesh}-{op}") for op in GROUPS]
 
 
@@ -275,7 +276,7 @@ def _pairs() -> list[tuple[Layout, Layout]]:
     return [(a, b) for a in layouts for b in layouts]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", spread_out(range(4), 4))
 def test_conversions_on_two_sub_axes(part: int) -> None:
     done = 0
     with ranks(MESHES["2x2"]) as (mesh, ctx):

@@ -20,6 +20,7 @@ from parity import (
     global_batch,
     part_of,
     run_simulated,
+    spread_out,
 )
 from rule_cases import CASES, ENV, FACTORS
 from rule_cases import Case as OpCase
@@ -109,7 +110,9 @@ def lowered_of(case: OpCase, turned: bool) -> LoweredBlock:
     outs, ins = tuple(values[n] for n in node.outputs), tuple(values[n] for n in node.tensor_inputs)
     statements.append(Op(node.outputs, node, node.tensor_inputs, strategy, outs, ins))
     block = Block("one", tuple(n for n, _, _ in inputs), (), (), node.outputs, (node,), values)
-    return LoweredBlock(block, "One", tuple(inputs), (), (), tuple(statements), node.outputs, ((),) * len(outs), 0)
+    return LoweredBlock(
+        block, FACTORS, (), "One", tuple(inputs), (), (), tuple(statements), node.outputs, ((),) * len(outs), 0
+    )
 
 
 RUNNABLE = [c for c in CASES if c.op != "experts"]
@@ -378,7 +381,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize("case", SHARDED, ids=str)
+@pytest.mark.parametrize("case", spread_out(SHARDED, 3), ids=str)
 def test_every_block_keeps_what_is_predicted_on_several_ranks(case: Case) -> None:
     """To the byte and block by block, with sequence parallelism and without, on simulated ranks."""
     batch = part_of(global_batch(case), 0, case.dp * case.num_micro_batches)
