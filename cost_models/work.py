@@ -207,7 +207,7 @@ class Workload:
     micro_batch_size: int
     seq_len: int
     # of one call of each block, every number of bytes that what is kept and needed is added up from
-    held: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    activation_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
     # per unit: bytes kept under the other choices of recompute, if all of its layers make them
     unit_choices: tuple[Mapping[str, float], ...] = ()
     # of these nothing is in the bytes of units above

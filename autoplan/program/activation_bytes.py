@@ -47,6 +47,15 @@ class Activations:
     modules: Mapping[str, tuple[Module, ...]] = field(default_factory=dict)
     available: tuple[str, ...] = ()
 
+    @property
+    def figures(self) -> Ints:
+        """Every number of bytes that memory is added up from."""
+        return (
+            *(self.saved_bytes, self.kept_bytes, self.transient_bytes, self.selective_bytes),
+            self.recompute_transient_bytes,
+            *(self.choice_bytes[choice] for choice in sorted(self.choice_bytes)),
+        )
+
 
 def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:
     """Bytes a stage keeps of one micro-batch: `calls` with the parameter-free ones it needs, `blocks` by name.
