@@ -135,8 +135,8 @@ class BlockWork:
     `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
     modules start together with another one (queries, keys and values of one input; a norm with the product after it);
     `group_ops`: those that computing a group of regions again runs; `modules`: what the modules that are computed again
-    do, where some are; `freed_bytes`: what it does not keep under each choice of recompute beside `full` and `selective`;
-    `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
+    do, where some are; `freed_bytes`: what it does not keep under each choice of recompute beside `full` and
+    `selective`; `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
     """
 
     name: str
