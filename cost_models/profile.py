@@ -93,7 +93,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class OpRecord:
+class MeasuredOp:
     """One measured operation. `backward_s` is None if no gradient flows through it.
 
     `host_*`: what the host needs to queue it, where the device works off a queue; None elsewhere.
@@ -172,7 +172,7 @@ class Profile:
     hardware: Mapping[str, Plain] = field(default_factory=dict)
     software: Mapping[str, str] = field(default_factory=dict)
     date: str = ""
-    ops: tuple[OpRecord, ...] = ()
+    ops: tuple[MeasuredOp, ...] = ()
     links: tuple[LinkRecord, ...] = ()
     overheads: Mapping[str, float] = field(default_factory=dict)
     held_out: Mapping[str, ErrorStats] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Profile:
         return max(1.0, self.clock["sustained_s"] / self.clock["burst_s"]) if self.clock else 1.0
 
     @cached_property
-    def by_key(self) -> dict[str, OpRecord]:
+    def by_key(self) -> dict[str, MeasuredOp]:
         """Operations by `OpWork.key`."""
         return {r.work.key: r for r in self.ops}
 
@@ -436,7 +436,7 @@ def _timing_json(t: Timing) -> dict[str, float]:
     return {"median": _short(t.median), "low": _short(t.low), "high": _short(t.high), "repeats": t.repeats}
 
 
-def _op_json(r: OpRecord) -> dict[str, Any]:
+def _op_json(r: MeasuredOp) -> dict[str, Any]:
     return {
         "op": r.work.op,
         "inputs": [_tensor_json(t) for t in r.work.inputs],
@@ -543,7 +543,7 @@ def _read_timing(f: _Field) -> Timing:
     return Timing(median, low, high, f.get("repeats").count())
 
 
-def _read_op(f: _Field) -> OpRecord:
+def _read_op(f: _Field) -> MeasuredOp:
     host = [f"host_{phase}_s" for phase in PHASES]
     f.only("op", "inputs", "outputs", "attrs", "flops", "moved_bytes", "forward_s", "backward_s", *host)
     work = OpWork(
@@ -555,7 +555,7 @@ def _read_op(f: _Field) -> OpRecord:
         f.get("moved_bytes").number(),
     )
     backward = f.get("backward_s")
-    return OpRecord(
+    return MeasuredOp(
         work,
         _read_timing(f.get("forward_s")),
         None if backward.value is None else _read_timing(backward),

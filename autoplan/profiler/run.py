@@ -31,7 +31,7 @@ import torch.distributed as dist
 from autoplan import devices
 from autoplan.config.parallel import ParallelConfig, Precision
 from autoplan.cost_models.kernels.operations import has_near, interpolated_s
-from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile, Timing, user_folder
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import op_record
@@ -190,7 +190,7 @@ def _backend(device: torch.device) -> str:
     return devices.backends_of(dist.get_backend_config())[device.type]
 
 
-def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
+def _merge_ranks(parts: Sequence[list[MeasuredOp]]) -> list[MeasuredOp]:
     """One record per operation: the mean of the ranks' medians, the widest spread."""
 
     def together(given: Iterable[Timing | None]) -> Timing | None:
@@ -201,7 +201,7 @@ def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
         return Timing(median, min(t.low for t in times), max(t.high for t in times), sum(t.repeats for t in times))
 
     return [
-        OpRecord(
+        MeasuredOp(
             records[0].work,
             together(r.forward_s for r in records) or records[0].forward_s,
             together(r.backward_s for r in records),
@@ -219,12 +219,12 @@ class _Notes:
     failed: dict[str, str] = field(default_factory=dict)  # by OpWork.key
 
 
-def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[OpRecord]:
+def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[MeasuredOp]:
     """As many of the tasks as there is time for, on all ranks at once. What one rank cannot run, none measures."""
     cache = cache_bytes(job.device)
     # the least that any rank may use of the memory it shares, so that all leave out the same
     limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
-    found: list[OpRecord] = []
+    found: list[MeasuredOp] = []
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
             if not job.goes_on():
@@ -247,7 +247,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes,
     return _merge_ranks(job.gather(found))
 
 
-def _check(profile: Profile, checks: Sequence[OpRecord]) -> dict[str, ErrorStats]:
+def _check(profile: Profile, checks: Sequence[MeasuredOp]) -> dict[str, ErrorStats]:
     """Error of the interpolation on shapes it has not seen but others near to them, by class and phase."""
     errors: dict[str, list[float]] = {}
     for record in checks:
@@ -340,7 +340,7 @@ def _measure(
         links, not_alone = measure_sharing(job.until(0.1), [*profile.links, *links])
         profile = replace(profile, links=tuple(links), held_out={**profile.held_out, **errors})
         notes.lines += [f"{_NO_TIME}{what}" for what in (*left_out, *not_alone)]
-    ops: list[OpRecord] = []
+    ops: list[MeasuredOp] = []
     if tasks:
         ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, _OF_THE_MODEL)
     if general:
@@ -389,7 +389,7 @@ def _has_general(profile: Profile, checks: Sequence[Task]) -> bool:
     return 2 * sum(t.work.key in profile.by_key for t in checks) > len(checks)
 
 
-def _only(ops: Sequence[OpRecord]) -> list[OpRecord]:
+def _only(ops: Sequence[MeasuredOp]) -> list[MeasuredOp]:
     """The last record of each operation."""
     return list({r.work.key: r for r in ops}.values())
 

@@ -13,6 +13,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parity import spread_out
 from schedule_bounds import bound_1f1b, lower_bound_1f1b
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
@@ -106,7 +107,7 @@ def _by_torch(kind: type, rank: int, num_stages: int, num_micro_batches: int, vi
     return _run_by_torch(kind, rank, num_stages, num_micro_batches)
 
 
-@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if s.torch_class is not None])
+@pytest.mark.parametrize("name", spread_out([s.name for s in SCHEDULES.values() if s.torch_class is not None], 4))
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_order_and_placement_of_what_is_executed_are_those_of_its_torch_class(name: str, p: int, m: int) -> None:
     record = SCHEDULES[name]
