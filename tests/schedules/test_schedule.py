@@ -88,7 +88,7 @@ def _ordered_by_torch(kind: type, rank: int, num_stages: int, num_micro_batches:
     schedule = object.__new__(kind)
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = num_stages, virtual, num_micro_batches
     schedule.microbatches_per_round = num_micro_batches // max(1, num_micro_batches // num_stages)
-    schedule.num_stages = num_stages * virtual
+    schedule.num_stages, schedule._stages = num_stages * virtual, [None] * virtual
     found = [a for a in schedule._calculate_single_rank_operations(rank) if a is not None]
     # a pair that overlaps: `+` after its forward
     return ["+ ".join(map(str, a.sub_actions)) if a.sub_actions else str(a) for a in found]
