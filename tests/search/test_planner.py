@@ -10,6 +10,7 @@ import pytest
 from enumeration import SEQ, brute_cut, brute_force, cluster, graph, least_memory, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import spread_out
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
@@ -43,11 +44,15 @@ INTERLEAVED = "Interleaved1F1B"
 
 @pytest.mark.parametrize(
     ("devices", "share", "mode"),
-    [
-        *((2, share, Mode.COMPILED) for share in (2.0, 0.8, 0.5)),
-        *(pytest.param(4, share, Mode.COMPILED, marks=pytest.mark.slow) for share in (2.0, 0.8, 0.5)),
-        *((2, share, Mode.EAGER) for share in (0.8, 0.65, 0.5)),
-    ],
+    spread_out(
+        [
+            *((2, share, Mode.COMPILED) for share in (2.0, 0.8, 0.5)),
+            *(pytest.param(4, share, Mode.COMPILED, marks=pytest.mark.slow) for share in (2.0, 0.8, 0.5)),
+            *((2, share, Mode.EAGER) for share in (0.8, 0.65, 0.5)),
+        ],
+        2,
+        unpack=True,
+    ),
 )
 def test_the_search_is_exhaustive_enumeration(devices: int, share: float, mode: Mode) -> None:
     """In eager mode with every choice of recompute."""
