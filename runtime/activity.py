@@ -34,7 +34,7 @@ _PHASES = {
     "forward_one_chunk": "forward",
     "_call_impl": "forward",
     "reduce_deferred": "gradient reduction",
-    "_sum_tied": "gradient reduction",
+    "sum_tied": "gradient reduction",
     "new_group": "making process groups",
     "materialise": "sharding parameters",
     "search_plan": "planning",

@@ -1,6 +1,6 @@
 """Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
 
-The text of each op is in `autoplan.ops.text`; here stands what depends on mesh and methods.
+The text of each op is in its record (`autoplan.ops`); here stands what depends on mesh and methods.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from autoplan.errors import LayoutError, RuleError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
-from autoplan.ops.text import EMITTERS, OpText, py, shape_text
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.ops.text import OpText, py, shape_text
 from autoplan.program.regions import Region, regions, variables_of
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
@@ -130,21 +132,21 @@ def _num_partial(op: Op, ctx: Context) -> int:
 
 
 # what depends on mesh and methods in the text of an op; of every other op the axes of a special form
-_OVER: dict[str, Callable[[Op, Context], str]] = {
-    "attention": lambda op, ctx: ctx.over(),
-    "experts": _expert_axes,
-    "batch_sum": _sharing,
-    "batch_part": _sharing,
+_OVER: dict[OpKind, Callable[[Op, Context], str]] = {
+    OpKind.ATTENTION: lambda op, ctx: ctx.over(),
+    OpKind.EXPERTS: _expert_axes,
+    OpKind.COLLECTIVE: _sharing,
 }
 
 
 def op_text(op: Op, ctx: Context, site: int) -> str:
-    """Right-hand side of an op. RuleError for an op without an emitter."""
-    name = op.node.op
-    if name not in EMITTERS:
-        raise RuleError(f"op {name!r} ({op.node.source}) has no emitter; add one line to autoplan.ops.text.EMITTERS")
-    over = _dropout_parts(op, ctx, site) if name == "dropout" else _OVER.get(name, _special_axes)(op, ctx)
-    text = EMITTERS[name](
+    """Right-hand side of an op. RuleError for an op without a text."""
+    record = op_record(op.node.op, op.node.source)
+    if record.emit is None:
+        raise RuleError(f"op {op.node.op!r} at {op.node.source} cannot be written in a program: its record has no text")
+    random = Trait.RANDOM in record.traits
+    over = _dropout_parts(op, ctx, site) if random else _OVER.get(record.kind, _special_axes)(op, ctx)
+    text = record.emit(
         OpText(
             args=tuple(x for x in op.args if x is not None),
             attrs=op.node.attrs,
@@ -230,7 +232,7 @@ def block_source(
             lines.append(_assign(statement.target, convert_text(statement, ctx), comment))
             continue
         text = op_text(statement, ctx, site)
-        site += statement.node.op == "dropout"
+        site += op_has(statement.node.op, Trait.RANDOM)
         comment = "; ".join(
             describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
@@ -262,7 +264,7 @@ def block_source(
 
 
 # before these, variables that nobody needs any more are let go
-_HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum", "experts"})
+_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS)
 
 
 def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
@@ -280,7 +282,7 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
     for before, i in zip([-1, *order], order, strict=False):
         dead += last_use.get(before, [])
         statement = lowered.statements[i]
-        if dead and (isinstance(statement, Convert) or statement.node.op in _HEAVY):
+        if dead and (isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY):
             body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
             dead = []
         if i not in at:

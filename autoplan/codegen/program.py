@@ -15,7 +15,7 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
-from autoplan.ops.saved import backward_reads_params
+from autoplan.ops.table import backward_reads_params
 from autoplan.ops.text import py
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten

@@ -30,10 +30,11 @@ import torch.distributed as dist
 
 from autoplan import devices
 from autoplan.config.parallel import ParallelConfig, Precision
-from autoplan.cost_models.kernels.operations import class_of, has_near, interpolated_s
+from autoplan.cost_models.kernels.operations import has_near, interpolated_s
 from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.table import op_record
 from autoplan.profiler.clocks import large_product, measure_clock
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
@@ -254,7 +255,7 @@ def _check(profile: Profile, checks: Sequence[OpRecord]) -> dict[str, ErrorStats
             timing = record.forward_s if phase == "forward" else record.backward_s
             predicted = interpolated_s(record.work, phase, profile)
             if timing is not None and predicted is not None and has_near(record.work, phase, profile):
-                name = f"{class_of(record.work.op)} {phase}"
+                name = f"{op_record(record.work.op).measured_as} {phase}"
                 errors.setdefault(name, []).append(abs(predicted.mid / timing.median - 1))
     return {name: ErrorStats.of(found) for name, found in errors.items()}
 

@@ -25,6 +25,7 @@ from autoplan.errors import LayoutError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
 from autoplan.ir.symbols import Expr
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import (
     Form,
     Gradient,
@@ -33,10 +34,10 @@ from autoplan.ops.saved import (
     TensorFacts,
     extra_bytes,
     kept,
-    saved_rule,
     workspace_bytes,
 )
-from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped, view_strides
+from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped
+from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import megatron_kernels as handwritten
 from autoplan.program.activation_bytes import OFFLOAD, Activations
 from autoplan.program.megatron_kernels import Kernels
@@ -71,9 +72,9 @@ class _Step:
 
 
 # the statements before which the emitted text lets go of variables that nobody needs (autoplan.codegen.emit)
-_HEAVY = frozenset(("linear", "matmul", "attention", "cross_entropy_sum"))
+_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS)
 # beside element-wise operations and views, what fused kernels take in
-_FUSED = frozenset(("mean", "sum", "cat", "layer_norm", "rms_norm"))
+_FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 
 
 def activations(
@@ -291,7 +292,8 @@ class _Walk:
         outs = self._outputs(op, rule, ins, shapes)
         for var, out in zip(op.targets, outs, strict=True):
             self.tensors[var] = out
-        if op.node.op in _PRODUCTS:
+        known = op_record(op.node.op)
+        if known.kind is OpKind.PRODUCT:
             ins, copied = self._folded(op, ins, facts)
             forward += copied
         for name in kept(facts, rule):
@@ -299,14 +301,15 @@ class _Walk:
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
         extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
-        fusible = rule.form is not Form.NEW or op.node.op in _FUSED
+        fusible = rule.form is not Form.NEW or known.kind in _FUSED
         step = _Step(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
         """The storage that a product keeps its input in. The head's product is not one of Transformer Engine's."""
-        if op.node.op != "linear" or not self.kernels.float8_inputs or op.targets[0] in self.logits:
+        linear = op_kind(op.node.op) is OpKind.PRODUCT and op_record(op.node.op).weights
+        if not linear or not self.kernels.float8_inputs or op.targets[0] in self.logits:
             return tensor.storage
         if tensor.storage not in self.narrow:
             self.narrow[tensor.storage] = self.new(handwritten.float8_bytes(tensor.shape))
@@ -319,7 +322,7 @@ class _Walk:
             if not fact.requires_grad or (var in self.params and self._accumulates(op)):
                 continue
             passes = rule.gradient is Gradient.PASS
-            if op.node.op in _BROADCASTING and fact.num_elements != out.num_elements:
+            if op_kind(op.node.op) is OpKind.ELEMENTWISE and fact.num_elements != out.num_elements:
                 # the gradient of the result's size is summed to that of the operand
                 passes = False
                 step.backward += out.num_bytes if rule.gradient is Gradient.NEW else 0
@@ -329,17 +332,17 @@ class _Walk:
 
     def _accumulates(self, op: Op) -> bool:
         """True if the operation adds the gradients of its weights to where they are summed."""
-        return self.kernels.handwritten and op.node.op in handwritten.PRODUCTS
+        return self.kernels.handwritten and bool(op_record(op.node.op).weights)
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
-        if op.node.op == "dropout" and not op.node.attrs["p"]:
+        known = op_record(op.node.op)
+        if Trait.RANDOM in known.traits and not op.node.attrs["p"]:
             return [ins[0]]
-        if op.node.op == "to" and self.dtype(op.inputs[0]) == self.dtype(op.values[0]):
-            return [ins[0]]
-        if op.node.op == "to" and op.targets[0] in self.logits:
+        same = Trait.CAST in known.traits and self.dtype(op.inputs[0]) == self.dtype(op.values[0])
+        if same or (Trait.CAST in known.traits and op.targets[0] in self.logits):
             return [ins[0]]  # the loss keeps the cast logits itself
-        if rule.form is Form.VIEW:
-            views = view_strides(op.node.op, op.node.attrs, ins[0].shape, ins[0].strides, shapes)
+        if known.strides is not None:
+            views = known.strides(op.node.attrs, ins[0].shape, ins[0].strides, shapes)
             return [
                 _Tensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
                 for value, shape, strides in zip(op.values, shapes, views, strict=True)
@@ -347,7 +350,7 @@ class _Walk:
         if rule.form is Form.DENSE:
             return [self.fresh(op.values[0], shapes[0], elementwise([(t.shape, t.strides) for t in ins], shapes[0]))]
         outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
-        if op.node.op == "attention":
+        if known.kind is OpKind.ATTENTION:
             _, h, s, d = shapes[0]
             # in memory the CPU's kernel and Transformer Engine have heads inside the sequence, PyTorch's of CUDA follow
             # the queries
@@ -368,7 +371,7 @@ class _Walk:
         `at::native::_matmul_impl` and `should_fold`.
         """
         a, b = ins[:2]
-        if op.node.op == "linear":
+        if op_record(op.node.op).weights:
             b = _Tensor(b.storage, b.shape[::-1], b.strides[::-1])
         copied = 0
 
@@ -508,7 +511,7 @@ class _Walk:
         dead: list[str] = []
         for i, (step, statement) in enumerate(zip(self.steps, self.lowered.statements, strict=True)):
             dead += ends.get(i - 1, [])
-            if isinstance(statement, Convert) or statement.node.op in _HEAVY:
+            if isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY:
                 for var in dead:
                     s = self.tensors[var].storage
                     holders[s] -= 1
@@ -583,10 +586,6 @@ class _Walk:
 
     def _dense(self, var: str, value: Value) -> int:
         return prod(self.tensors[var].shape) * self.width(value)
-
-
-_PRODUCTS = frozenset(("linear", "matmul"))
-_BROADCASTING = frozenset("add sub mul div pow maximum minimum where".split())
 
 
 def _transposed(t: _Tensor) -> _Tensor:

@@ -10,6 +10,8 @@ from autoplan.config.context_methods import ContextMethod, methods, read_method
 from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 
 Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 
@@ -17,12 +19,10 @@ Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
     """(where, heads, key-value heads) of every attention, by block."""
     out: dict[str, list[tuple[str, int, int]]] = {}
-    for block in graph.blocks.values():
-        for node in block.nodes:
-            if node.op == "attention":
-                heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
-                if heads is not None and kv is not None:
-                    out.setdefault(block.name, []).append((node.source or node.name, heads, kv))
+    for block, node in nodes_of(graph, OpKind.ATTENTION):
+        heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
+        if heads is not None and kv is not None:
+            out.setdefault(block.name, []).append((node.source or node.name, heads, kv))
     return out
 
 

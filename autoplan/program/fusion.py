@@ -19,16 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.ir.dataflow import Classes
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.program.statements import Convert, LoweredBlock, Op
-
-_REDUCTIONS = frozenset(("mean", "sum"))
-_NORMS = frozenset(("layer_norm", "rms_norm"))
-_PRODUCTS = frozenset(("linear", "matmul"))
-_FUSED = ELEMENTWISE | VIEWS | _REDUCTIONS | {"cat"}
-_PASSING = frozenset(("add", "sub", "neg", "clone", "add_scalar")) | VIEWS  # of which no derivative needs an input
 
 
 class _Kernels:
@@ -53,7 +48,7 @@ class _Kernels:
 
     def _fused(self, k: int) -> bool:
         statement = self.lowered.statements[k]
-        return isinstance(statement, Op) and statement.node.op in _FUSED and statement.bias is None
+        return isinstance(statement, Op) and op_record(statement.node.op).fuses and statement.bias is None
 
     def kernels(self) -> list[list[int]]:
         """The statements of each kernel."""
@@ -63,7 +58,7 @@ class _Kernels:
         """What a value is a view of."""
         while (k := self.made.get(name)) is not None:
             statement = self.lowered.statements[k]
-            if isinstance(statement, Convert) or statement.node.op not in VIEWS or not _reads(statement):
+            if isinstance(statement, Convert) or not op_record(statement.node.op).as_view or not _reads(statement):
                 return name
             name = _reads(statement)[0]
         return name
@@ -98,7 +93,7 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
     out = list(ops)
     for members in kernels.kernels():
         inside = set(members)
-        computing = [k for k in members if ops[position[k]].op not in VIEWS]
+        computing = [k for k in members if not op_record(ops[position[k]].op).as_view]
         if not computing:
             continue
         read: dict[str, TensorWork] = {}
@@ -141,7 +136,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
     for k, statement in enumerate(lowered.statements):
         if k not in position or not isinstance(statement, Op):
             continue
-        if statement.node.op in _NORMS:
+        if op_kind(statement.node.op) is OpKind.NORM:
             read_by = readers.get(statement.targets[0], [])
             if read_by and all(_is_product(lowered, j) for j in _behind_converts(lowered, readers, read_by)):
                 out.add(position[k])
@@ -159,7 +154,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
 
 def _is_product(lowered: LoweredBlock, k: int) -> bool:
     statement = lowered.statements[k]
-    return isinstance(statement, Op) and statement.node.op in _PRODUCTS
+    return isinstance(statement, Op) and op_kind(statement.node.op) is OpKind.PRODUCT
 
 
 def _behind_converts(
@@ -171,7 +166,7 @@ def _behind_converts(
         statement = lowered.statements[k]
         if isinstance(statement, Convert):
             out += _behind_converts(lowered, readers, readers.get(statement.target, ()))
-        elif statement.node.op not in VIEWS:
+        elif not op_record(statement.node.op).as_view:
             out.append(k)
     return out
 
@@ -185,7 +180,7 @@ def _traffic(
     arriving = float(sum(t.num_bytes for t in written.values() if t.requires_grad))
     if not gradients or not arriving:
         return forward, 0.0
-    if _PASSING.issuperset(ops):
+    if all(op_has(op, Trait.PASSES_GRADIENT) for op in ops):  # of which no derivative needs an input
         joined = max(t.num_bytes for t in written.values()) if len(gradients) > 1 else 0
         return forward, 3.0 * joined
     leaving = float(sum(t.num_bytes for t in gradients))

@@ -28,7 +28,9 @@ from autoplan.errors import InfeasibleError
 from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
+from autoplan.ops.table import op_has, op_kind
 from autoplan.program.op_costs import OpCosts
 from autoplan.units import DTYPE_BYTES
 
@@ -41,14 +43,6 @@ _RESTRICTIONS = (
     "blocks hand over whole or evenly split values, no pending sums",
     "values without a gradient but counts are computed whole",
 )
-
-# ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
-_FOLLOWING_OPS = (
-    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar "
-    "div_scalar reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax"
-)
-_FOLLOWS = frozenset(_FOLLOWING_OPS.split())
-_COUNTS = frozenset(("histc", "weighted_count"))
 
 
 @dataclass(frozen=True)
@@ -196,7 +190,9 @@ class _Build:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
         # a table that is not trained is split all the same
         frozen = any(name in block.params for name in node.tensor_inputs)
-        counts = node.op in _COUNTS  # of parts of the tokens: to add them up is to send less than the tokens' experts
+        counts = (
+            op_kind(node.op) is OpKind.COUNT
+        )  # of parts of the tokens: to add them up is to send less than the tokens' experts
         if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # a slice of it is free
         options = []
@@ -206,7 +202,9 @@ class _Build:
             cost = self._work_s(block, node, s) + self._special_s(node, block, s)
             options.append(Option(s.name, requires, provides, cost, strategy=s))
         weight = float(self.counts[block.name])
-        self.choices.append(Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=node.op in _FOLLOWS))
+        self.choices.append(
+            Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=op_has(node.op, Trait.FOLLOWS))
+        )
 
     def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
         """Forward and backward on this shard."""

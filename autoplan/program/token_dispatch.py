@@ -40,6 +40,8 @@ from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, Node
 from autoplan.ir.layout import ConversionKind, Layout, R
 from autoplan.ir.symbols import Expr, product
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.program.expert_degrees import ExpertDegrees, Spread
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import Collective, Convert, LoweredBlock, Op, Pass, Statement, reads_of, writes_of
@@ -62,7 +64,7 @@ def token_dispatch(degrees: ExpertDegrees) -> Pass:
             for p in lowered.params
         )
         around = lowered if degrees.executed else _rerouted(lowered)
-        return replace(around.map_ops("experts", lambda op: _dispatched(lowered, op, degrees)), params=params)
+        return replace(around.map_ops(OpKind.EXPERTS, lambda op: _dispatched(lowered, op, degrees)), params=params)
 
     return rewritten
 
@@ -88,7 +90,7 @@ _TRANSPOSED: Collectives = ("all_to_all", "all_to_all")  # split over the hidden
 
 
 def _is_experts(statement: Statement) -> bool:
-    return not isinstance(statement, Convert) and statement.node.op == "experts"
+    return not isinstance(statement, Convert) and op_kind(statement.node.op) is OpKind.EXPERTS
 
 
 def only_for_experts(lowered: LoweredBlock) -> set[int]:

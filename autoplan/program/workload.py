@@ -21,8 +21,9 @@ from autoplan.cost_models.work import (
 from autoplan.errors import PinError
 from autoplan.ir.graph import Block, Call, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
-from autoplan.ops.saved import backward_reads_params
-from autoplan.ops.table import flops, rule_for, window_share
+from autoplan.ops.attention import window_share
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
 from autoplan.program.activation_bytes import OFFLOAD, Activations, peak_bytes_of, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
@@ -159,16 +160,13 @@ def _check_modules(asked: Sequence[str], held: Mapping[str, Activations]) -> Non
             )
 
 
-_COUNTED = frozenset(("linear", "matmul", "attention", "experts"))
-
-
 def _block_flops(block: Block, works: OpCosts) -> tuple[float, float]:
     """Model flops of a block's nodes, and of them what causal attention does not see: half of its scores."""
     total = masked = 0.0
     for node in block.nodes:
         counted = _model_flops(block, node, works)
         total += counted
-        masked += counted / 2 if node.op == "attention" and node.attrs.get("causal") else 0.0
+        masked += counted / 2 if op_kind(node.op) is OpKind.ATTENTION and node.attrs.get("causal") else 0.0
     return total, masked
 
 
@@ -180,10 +178,11 @@ def _model_flops(block: Block, node: Node, works: OpCosts) -> float:
     the parameters that are multiplied: a table that is only looked up is not, experts are those of a token. What is
     computed again is not counted.
     """
-    if node.op not in _COUNTED:
+    op = op_record(node.op)
+    if not op.multiplies:
         return 0.0
     forward = works.number(flops(node, block.values, rule_for(node, block.values)))
-    if node.op == "attention":
+    if op.kind is OpKind.ATTENTION:
         forward *= works.context * (2.0 if node.attrs.get("causal") else 1.0)
         forward *= window_share(node, works.num_keys(block, node))  # as Megatron Bridge counts
     return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
@@ -251,7 +250,9 @@ def _with_travelled_rows(
 ) -> Activations:
     """Rows that came from other ranks, and what experts elsewhere made of ours, are kept as well."""
     block = lowered.block
-    size = sum(travelled_bytes(block, node, works, experts) for node in block.nodes if node.op == "experts")
+    size = sum(
+        travelled_bytes(block, node, works, experts) for node in block.nodes if op_kind(node.op) is OpKind.EXPERTS
+    )
     return replace(
         held,
         saved_bytes=held.saved_bytes + size,
@@ -405,7 +406,7 @@ def _expert_activation(experts: OpWork) -> OpWork:
 
 def _of_narrow_logits(work: OpWork, dtype: str) -> OpWork:
     """What a fused loss leaves of an operation: logits are not cast, it reads them in the dtype of the product."""
-    if work.op == "to":
+    if op_has(work.op, Trait.CAST):
         return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0)
     first, *others = work.inputs
     return replace(work, inputs=(replace(first, dtype=dtype), *others))

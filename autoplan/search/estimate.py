@@ -13,6 +13,8 @@ from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
@@ -146,7 +148,7 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
 
 
 def _has_experts(graph: ModelGraph) -> bool:
-    return any(node.op == "experts" for block in graph.blocks.values() for node in block.nodes)
+    return bool(nodes_of(graph, OpKind.EXPERTS))
 
 
 def check_config(request: PlanRequest, config: ParallelConfig) -> None:

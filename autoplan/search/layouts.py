@@ -26,7 +26,9 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
-from autoplan.ops.saved import RULES, Form
+from autoplan.ops.record import Trait
+from autoplan.ops.saved import Form
+from autoplan.ops.table import op_record
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import (
     Chosen,
@@ -455,12 +457,12 @@ class QuickMemory:
         largest = 0.0
         for block in r.graph.blocks.values():
             for node in block.nodes:
-                rule = RULES.get(node.op)
-                same = node.op == "dropout" and not node.attrs["p"]
-                if node.op == "to":
+                op = op_record(node.op)
+                same = Trait.RANDOM in op.traits and not node.attrs["p"]
+                if Trait.CAST in op.traits:
                     before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
                     same = works.dtype(before) == works.dtype(after)
-                if rule is None or rule.form is Form.VIEW or same:  # a view, or perhaps one
+                if op.saved is None or op.saved.form is Form.VIEW or same:  # a view, or perhaps one
                     continue
                 made = [block.values[n] for n in node.outputs if block.values[n].requires_grad]
                 largest = max([largest, *(works.num_bytes(block.name, v, ()) for v in made)])

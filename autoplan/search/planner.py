@@ -36,6 +36,8 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.memory.recompute_frontier import as_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import MAX_ACTIONS, Space, search_order
@@ -440,15 +442,7 @@ class _Search:
     def _restrictions(self, checked: Space) -> tuple[str, ...]:
         """Everything that narrows the space."""
         r = self.request
-        out = list(_RESTRICTIONS)
-        if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
-            out.append(_EXPERTS)
-        if "cp" not in r.pins:
-            several = any(c.cp > 1 for c in checked.candidates)
-            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
-            out.append(least if several else "cp = 1")
-        if any(c.cp > 1 for c in checked.candidates):
-            out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
+        out = [*_RESTRICTIONS, *self._of_degrees(checked)]
         if "recompute" not in r.pins:
             out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
         if "offload" not in r.pins:
@@ -468,6 +462,17 @@ class _Search:
         found = self.points.of(self.best[0][1])
         layouts = () if found is None else found.solution.restrictions
         return (*out, *layouts, *checked.restrictions)
+
+    def _of_degrees(self, checked: Space) -> Iterator[str]:
+        """What narrows how experts and sequences are spread."""
+        cut = any(c.cp > 1 for c in checked.candidates)
+        if nodes_of(self.request.graph, OpKind.EXPERTS):
+            yield _EXPERTS
+        if "cp" not in self.request.pins:
+            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
+            yield least if cut else "cp = 1"
+        if cut:
+            yield "layouts of cut sequences as if keys and values were gathered; one method per block"
 
     def _nothing(self, checked: Space) -> Exception:
         """The error where no plan was found."""

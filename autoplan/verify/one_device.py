@@ -16,6 +16,8 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
 from autoplan.ir.symbols import SYMBOLS
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has
 from autoplan.program.lower import BlockLowering
 from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import IntraSettings, build_problem
@@ -68,7 +70,7 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
 
 def _without_dropout(block: Block) -> Block:
     def other(node: Node) -> Node:
-        if node.op != "dropout":
+        if not op_has(node.op, Trait.RANDOM):
             return node
         return replace(node, op="mul_scalar", attrs={"scalar": thinned(float(node.attrs["p"]))})
 

@@ -51,6 +51,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import Ladder
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
+from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
 from autoplan.units import GIB, MIB, dtype_bytes
 
@@ -456,10 +457,8 @@ class MemoryModel:
 def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of the trained weights of products. Experts have one shape each."""
     for op in block.ops:
-        if op.op == "linear" and op.inputs[1].requires_grad:
-            yield op.inputs[1].shape, op.inputs[1].dtype
-        elif op.op == "experts":
-            yield from ((t.shape[1:], t.dtype) for t in op.inputs[3:5] if t.requires_grad)
+        trained = [op.inputs[i] for i in op_record(op.op).weights if op.inputs[i].requires_grad]
+        yield from ((t.shape[-2:], t.dtype) for t in trained)
 
 
 def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:

@@ -29,13 +29,14 @@ from functools import lru_cache
 from autoplan.config.parallel import Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, class_of
 from autoplan.cost_models.profile import PHASES, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import Again, BlockWork, CommWork, OpWork
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind, op_record
 
 # What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
-_MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
+_MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.NORM)
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 
 
@@ -58,7 +59,7 @@ def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -
     each, seconds = _each_s(costs), 0.0
     together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
     for k, op in _ops(block, phase, again):
-        if op.op not in VIEWS and k not in together:
+        if not op_record(op.op).as_view and k not in together:
             seconds += _started_s(op, costs, each)
     if again is not None and launch is not Launch.GRAPHS:
         seconds += len(again.beside) * min(each, c.host_eager_s)
@@ -80,14 +81,15 @@ def _each_s(costs: Costs) -> float:
 def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
     """Seconds to start one operation that is no view."""
     c, launch = costs.constants, costs.options.launch
-    if op.op == "experts":
+    kind = op_kind(op.op)
+    if kind is OpKind.EXPERTS:
         num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
         return c.host_experts_s + num_local * c.host_expert_s
     # element-wise operations have kernels of their own where nothing fuses them
     apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING
-    if launch is Launch.GRAPHS or not (apart or op.op not in ELEMENTWISE):
+    if launch is Launch.GRAPHS or not (apart or kind is not OpKind.ELEMENTWISE):
         return 0.0
-    one = each_s if op.op in _MODULES or launch is Launch.BLOCKING else min(each_s, c.host_eager_s)
+    one = each_s if kind in _MODULES or launch is Launch.BLOCKING else min(each_s, c.host_eager_s)
     return one * (1.0 if op.matmul_dtype is None else c.host_fp8)
 
 
@@ -106,13 +108,18 @@ def _comms(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> I
             yield comm
 
 
+def _inside_others(op: OpWork) -> bool:
+    """True for views and element-wise operations."""
+    return op_record(op.op).as_view or op_kind(op.op) is OpKind.ELEMENTWISE
+
+
 def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Quantity:
     """The same from a profile. Outside of eager mode views and element-wise operations are inside other kernels."""
     graphs, apart = costs.options.launch is Launch.GRAPHS, costs.mode is Mode.EAGER
     found = [
         host_op_s(op, phase, costs) + costs.host_fixed_s(f"op_{phase}_s")
         for _, op in _ops(block, phase, again)
-        if (op.op == "experts" if graphs else apart or not (op.op in VIEWS or op.op in ELEMENTWISE))
+        if (op_kind(op.op) is OpKind.EXPERTS if graphs else apart or not _inside_others(op))
     ]
     if again is not None and not graphs:
         found += [host_op_s(op, phase, costs) for op in again.beside]
@@ -127,7 +134,7 @@ def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
     if timing is not None:
         return timing.quantity()
     medians = {} if costs.profile is None else _host_medians(costs.profile)
-    for kind in (work.op, class_of(work.op), ""):
+    for kind in (work.op, op_record(work.op).measured_as, ""):
         if (phase, kind) in medians:
             return medians[phase, kind]
     return Quantity.spread(costs.constants.host_eager_s, _SPREAD, Tag.FITTED)
@@ -143,7 +150,8 @@ def _host_medians(profile: Profile) -> dict[tuple[str, str], Quantity]:
             timing = record.host_s(phase)
             if timing is None:
                 continue
-            for kind in {op, class_of(op), *(() if op in VIEWS else ("",))}:
+            known = op_record(op)
+            for kind in {op, known.measured_as, *(() if known.as_view else ("",))}:
                 found.setdefault((phase, kind), []).append(timing.median)
     out = {}
     for key, values in found.items():

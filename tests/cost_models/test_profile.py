@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster, Group
-from autoplan.cost_models.kernels.operations import class_of, interpolated_s, op_s, phase_bytes, phase_flops
+from autoplan.cost_models.kernels.operations import interpolated_s, op_s, phase_bytes, phase_flops
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import ErrorStats, LinkRecord, OpRecord, Profile, Timing, known
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.errors import ProfileError
+from autoplan.ops.table import op_record
 
 DEVICE = Cluster.local(1).device
 
@@ -284,7 +285,7 @@ def test_far_from_measured_shapes_the_interval_widens() -> None:
 
 def test_classes_share_a_curve_and_dtypes_do_not() -> None:
     profile = make(ops=lawful(*(pointwise("mul_scalar", 10**k) for k in range(2, 7))))
-    assert class_of("mul_scalar") == class_of("neg") != class_of("silu")
+    assert op_record("mul_scalar").measured_as == op_record("neg").measured_as != op_record("silu").measured_as
     assert op_s(pointwise("neg", 5000), "forward", DEVICE, profile, Mode.EAGER).tag is Tag.FITTED
     half = TensorWork((5000,), "bfloat16", True)
     other = OpWork("neg", (half,), (half,), (), 5e3, 2e4)

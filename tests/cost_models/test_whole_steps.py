@@ -16,12 +16,14 @@ from autoplan.config.parallel import Attention, Launch, Mode, ParallelConfig, Ru
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, op_s
+from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
 from autoplan.errors import PinError, ProfileError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind, op_record
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims
@@ -116,7 +118,7 @@ def started(model: str, kind: str = "layer") -> list[str]:
     work = fused_workload(model)
     block = layer_of(work) if kind == "layer" else work.blocks[work.units[-1][-1]]
     counted = [op.op for k, op in enumerate(block.ops) if k not in block.joined_ops]
-    return [op for op in counted if op not in VIEWS and op not in ELEMENTWISE]
+    return [op for op in counted if not op_record(op).as_view and op_kind(op) is not OpKind.ELEMENTWISE]
 
 
 def test_modules_of_megatron_start_their_products_together() -> None:

@@ -33,8 +33,6 @@ ALLOWED: frozenset[str] = frozenset(
         "autoplan/codegen/emit.py:_body",
         "autoplan/codegen/emit.py:convert_text",
         "autoplan/ops/batch.py:_result",
-        "autoplan/ops/strategies.py:strategies",
-        "autoplan/ops/table.py:align",
         "autoplan/profiler/run.py:_measure",
         "autoplan/profiler/topology.py:parse_matrix",
         "autoplan/program/activations.py:_backward_peak",
@@ -44,7 +42,6 @@ ALLOWED: frozenset[str] = frozenset(
         "autoplan/program/regions.py:regions",
         "autoplan/program/workload.py:workload",
         "autoplan/report/text.py:_memory",
-        "autoplan/search/planner.py:_restrictions",
         "autoplan/sweeps/capacity.py:task_of",
         "autoplan/sweeps/whatif.py:row",
         "autoplan/verify/wide.py:__torch_function__",
@@ -53,14 +50,9 @@ ALLOWED: frozenset[str] = frozenset(
         "cost_models/profile.py",
         "runtime/activity.py:place_of",
         "runtime/attention.py:attention",
-        "runtime/model.py",
-        "runtime/model.py:__init__",
-        "runtime/model.py:full_tensors",
         "runtime/ranks.py:find_out",
         "runtime/split_backward.py:_branches",
         "runtime/split_backward.py:backward_input",
-        "runtime/zero.py:__init__",
-        "runtime/zero.py:apply_zero",
     }
 )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import JobError, pool, worker_mesh
+from parity import spread_out
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -48,7 +49,7 @@ SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", spread_out([False, True], 3))
 @pytest.mark.parametrize(
     ("schedule", "zero"), [*itertools.product([*SEVERAL, "ZB-H1"], (0, 1, 2)), ("Interleaved1F1B", 3)]
 )

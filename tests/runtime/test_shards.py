@@ -10,7 +10,7 @@ import pytest
 import shard_jobs
 import torch
 from harness import pool
-from parity import Case, compiled, fake_group
+from parity import Case, compiled, fake_group, spread_out
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -39,7 +39,7 @@ WHOLE = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", WHOLE, ids=str)
+@pytest.mark.parametrize("case", spread_out(WHOLE, 3), ids=str)
 def test_torch_sees_the_whole_model(case: Case) -> None:
     """clip_grad_norm_, full_tensor and checkpoints of `pm.parameters()`, on all ranks alike."""
     for found in run(shard_jobs.use, case):

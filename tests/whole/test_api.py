@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from harness import Pool, pool
+from parity import spread_out
 
 import autoplan
 from autoplan.api import plan_program
@@ -58,7 +59,7 @@ def test_models_that_are_not_a_plain_stack(pins: dict[str, Any]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 2}], ids=str)
+@pytest.mark.parametrize("pins", spread_out([{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 2}], 3), ids=str)
 def test_bfloat16(pins: dict[str, Any]) -> None:
     """Rounding of 8 bits, summed in another order: a few per cent in the norm of a gradient, not more."""
     for loss, want, worst in pool(2).run(api_jobs.bfloat16, pins):

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
-from autoplan.ops.saved import OpFacts, TensorFacts, saved_rule
+from autoplan.ops.saved import OpFacts, TensorFacts
+from autoplan.ops.table import saved_rule
 from autoplan.runtime.attention import attention
 from autoplan.runtime.model import ParallelModel
 

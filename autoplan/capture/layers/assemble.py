@@ -16,8 +16,8 @@ from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import LOSS_DENOMINATOR, Block, Call, ModelGraph, Node, Parameter, Value
 from autoplan.ir.symbols import Expr
-
-_NEVER_PURE = frozenset(("dropout", "batch_sum"))
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
 
 
 @dataclass
@@ -55,7 +55,7 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
 
 def _normalise_loss(trace: Trace) -> _Loss:
     """Means over the batch become sums divided by the global count (DESIGN section 4, Loss)."""
-    entropies = [i for i, n in enumerate(trace.nodes) if n.op == "cross_entropy"]
+    entropies = [i for i, n in enumerate(trace.nodes) if op_kind(n.op) is OpKind.LOSS]
     if len(entropies) > 1:
         raise CaptureError(f"{len(entropies)} cross-entropy terms in one loss are not supported; one is")
     trace.values[LOSS_DENOMINATOR] = Value(LOSS_DENOMINATOR, (), "float32", False)
@@ -85,7 +85,12 @@ def _normalise_mean(trace: Trace) -> _Loss:
     """mean(x) over everything = sum(x) / (elements per sample) / (number of samples)."""
     for i, node in enumerate(trace.nodes):
         source = trace.values[str(node.inputs[0])] if node.inputs else None
-        if node.op != "mean" or source is None or trace.values[node.outputs[0]].shape != () or trace.region[node.name]:
+        if (
+            not op_has(node.op, Trait.AVERAGES)
+            or source is None
+            or trace.values[node.outputs[0]].shape != ()
+            or trace.region[node.name]
+        ):
             continue
         per_sample = source.num_elements.divide(Expr.symbol("b"))
         if per_sample is None:
@@ -119,7 +124,7 @@ def _drop_dead(trace: Trace) -> None:
 
 def _gets_gradient(block: Block, param: str) -> bool:
     """False if all that a block does with a parameter is without gradients."""
-    return any(param in n.tensor_inputs and n.op != "detach" for n in block.nodes)
+    return any(param in n.tensor_inputs and not op_has(n.op, Trait.STOPS_GRADIENT) for n in block.nodes)
 
 
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
@@ -139,7 +144,7 @@ def _pure_values(trace: Trace) -> set[str]:
             node = trace.nodes[index]
             if (
                 not trace.region[node.name]
-                and node.op not in _NEVER_PURE
+                and not (op_has(node.op, Trait.RANDOM) or op_has(node.op, Trait.SUMS_RANKS))
                 and all(x in pure for x in node.tensor_inputs)
             ):
                 pure |= set(node.outputs)
@@ -331,7 +336,9 @@ class _Builder:
     def _base(node: Node, layer: str) -> str:
         """A name for what a node makes: the module's own name for projections, norms and tables, else the op's."""
         leaf = node.scope.removeprefix(f"{layer}.").rsplit(".", 1)[-1] if layer else node.scope.rsplit(".", 1)[-1]
-        named = node.op in ("linear", "layer_norm", "rms_norm", "embedding") and leaf.isidentifier()
+        op = op_record(node.op)
+        module = op.kind in (OpKind.NORM, OpKind.EMBEDDING) or (op.kind is OpKind.PRODUCT and op.weights)
+        named = module and leaf.isidentifier()
         return leaf if named else node.op
 
     def _relative(self, scope: str, layer: str) -> str:

@@ -14,6 +14,8 @@ from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import LOSS_DENOMINATOR, LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value
 from autoplan.ir.symbols import Expr
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has
 
 
 def wide_means(trace: Trace) -> None:
@@ -35,7 +37,7 @@ def wide_means(trace: Trace) -> None:
 
 def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
     """Of a mean over the batch outside the layers, over how many elements it goes."""
-    if node.op != "mean" or trace.region[node.name]:
+    if not op_has(node.op, Trait.AVERAGES) or trace.region[node.name]:
         return None
     source, out = trace.values[str(node.inputs[0])], trace.values[node.outputs[0]]
     number = source.num_elements.divide(out.num_elements)

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from autoplan.capture.trace import Trace
 from autoplan.ir.graph import Node
-
-_VIEWS = frozenset(("reshape", "squeeze", "unsqueeze"))
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has, op_record
+from autoplan.ops.views import WHOLE
 
 
 def simplify(trace: Trace) -> None:
@@ -45,12 +46,17 @@ def _zeros(maker: Mapping[str, Node], value: str) -> bool:
     return node is not None and node.op == "full" and node.attrs["scalar"] == 0
 
 
+def _flattens(node: Node) -> bool:
+    """True for a view that has every element of its input once."""
+    return op_record(node.op).saved is WHOLE
+
+
 def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
     """What a cast of whole numbers, flattened before, casts; any other value itself."""
     at = value
-    while (node := maker.get(at)) is not None and (node.op in _VIEWS or node.op == "to"):
+    while (node := maker.get(at)) is not None and (_flattens(node) or op_has(node.op, Trait.CAST)):
         at = str(node.inputs[0])
-        if trace.values[at].dtype == "int64" and (maker.get(at) is None or maker[at].op not in _VIEWS):
+        if trace.values[at].dtype == "int64" and (maker.get(at) is None or not _flattens(maker[at])):
             return at
     return value
 
@@ -118,7 +124,7 @@ def _led_to(trace: Trace, index: int, late: set[int], made: Mapping[str, int], p
         node = trace.nodes[i]
         if i in out:
             continue
-        if node.op == "dropout" or any(x in trace.params for x in node.tensor_inputs):
+        if op_has(node.op, Trait.RANDOM) or any(x in trace.params for x in node.tensor_inputs):
             return None
         out.add(i)
         wanted += [made[x] for x in node.tensor_inputs if x in made and made[x] in late and x not in pure]
