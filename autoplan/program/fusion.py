@@ -23,7 +23,7 @@ from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.ir.dataflow import Classes
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record
-from autoplan.program.statements import Convert, LoweredBlock, Op
+from autoplan.program.statements import Convert, LoweredBlock, Op, reads_of, writes_of
 
 
 class _Kernels:
@@ -35,7 +35,7 @@ class _Kernels:
         self.classes = Classes[int]()
         level: dict[int, int] = {}
         for k, statement in enumerate(lowered.statements):
-            read = _reads(statement)
+            read = reads_of(statement)
             before = [self.made[name] for name in read if name in self.made]
             level[k] = max((level[p] + (not self._fused(p)) for p in before), default=0)
             if self._fused(k):
@@ -43,7 +43,7 @@ class _Kernels:
                 for p in before:
                     if self._fused(p) and level[p] == level[k]:
                         self.classes.join(p, k)
-            for name in _writes(statement):
+            for name in writes_of(statement):
                 self.made[name] = k
 
     def _fused(self, k: int) -> bool:
@@ -58,20 +58,10 @@ class _Kernels:
         """What a value is a view of."""
         while (k := self.made.get(name)) is not None:
             statement = self.lowered.statements[k]
-            if isinstance(statement, Convert) or not op_record(statement.node.op).as_view or not _reads(statement):
+            if isinstance(statement, Convert) or not op_record(statement.node.op).as_view or not reads_of(statement):
                 return name
-            name = _reads(statement)[0]
+            name = reads_of(statement)[0]
         return name
-
-
-def _reads(statement: Convert | Op) -> list[str]:
-    if isinstance(statement, Convert):
-        return [statement.source]
-    return [a for a in (*statement.args, statement.bias) if a is not None]
-
-
-def _writes(statement: Convert | Op) -> Sequence[str]:
-    return (statement.target,) if isinstance(statement, Convert) else statement.targets
 
 
 def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
@@ -84,11 +74,11 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
     tensors: dict[str, TensorWork] = {}
     readers: dict[str, set[int]] = {}
     for k, statement in enumerate(lowered.statements):
-        for name in _reads(statement):
+        for name in reads_of(statement):
             readers.setdefault(name, set()).add(k)
         if isinstance(statement, Op) and k in position:
             work = ops[position[k]]
-            tensors.update(zip(_reads(statement), work.inputs, strict=False))
+            tensors.update(zip(reads_of(statement), work.inputs, strict=False))
             tensors.update(zip(statement.targets, work.outputs, strict=False))
     out = list(ops)
     for members in kernels.kernels():
@@ -100,12 +90,12 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
         written: dict[str, TensorWork] = {}
         for k in members:
             statement = lowered.statements[k]
-            for name in _reads(statement):
+            for name in reads_of(statement):
                 source = kernels.base(name)
                 if kernels.made.get(source) not in inside:
                     tensor = tensors.get(source, tensors[name])
                     read[source] = tensor
-            for name in _writes(statement):
+            for name in writes_of(statement):
                 source = kernels.base(name)
                 leaves = readers.get(name, set()) - inside or name in lowered.outputs
                 if kernels.made.get(source) in inside and leaves:
@@ -128,7 +118,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
     kernels = _Kernels(lowered)
     readers: dict[str, list[int]] = {}
     for k, statement in enumerate(lowered.statements):
-        for name in _reads(statement):
+        for name in reads_of(statement):
             readers.setdefault(kernels.base(name), []).append(k)
     first: dict[tuple[str, bool], str] = {}  # (input, trained) -> what the first product of it made
     same: dict[str, str] = {}  # what a joined product made -> what the one that it is joined with did
@@ -141,7 +131,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
             if read_by and all(_is_product(lowered, j) for j in _behind_converts(lowered, readers, read_by)):
                 out.add(position[k])
         elif _is_product(lowered, k):
-            source = kernels.base(_reads(statement)[0])
+            source = kernels.base(reads_of(statement)[0])
             weight = ops[position[k]].inputs[1]
             key = same.get(source, source), weight.requires_grad
             if key in first:

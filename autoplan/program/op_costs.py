@@ -149,31 +149,34 @@ class OpCosts:
 
     def op_work(self, block: Block, node: Node, strategy: Strategy, bias: bool = False) -> OpWork:
         """One op on one rank. `bias`: a fused addition of a vector along the last dim."""
-        op, inputs = op_record(node.op), []
-        core = op.kind is OpKind.ATTENTION
-        for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True)):
-            attends = core and k < 3
-            inputs.append(self._tensor(block, name, layout, keys=attends and k > 0, attends=attends))
+        op = op_record(node.op)
+        attends = op.kind is OpKind.ATTENTION
+        inputs = [
+            self._tensor(block, name, layout, keys=attends and 0 < k < 3, attends=attends and k < 3)
+            for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True))
+        ]
         outputs = [
             self._tensor(block, name, layout) for name, layout in zip(node.outputs, strategy.outputs, strict=True)
         ]
-        method = self.methods.get(block.name) if core else None
+        method = self.methods.get(block.name) if attends else None
         if method is not None and method.ulysses > 1:
             outputs = [replace(t, shape=exchanged(t.shape, method)) for t in outputs]
         if bias:
             inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
         moved = 0.0 if op.as_view else float(sum(t.num_bytes for t in (*inputs, *outputs)))
-        attrs = tuple(
-            sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
-        )
-        if self.precision.matmul and op.kind in _NARROW and block.name in self._narrow:
+        flops = self.flops(block, node) / strategy.num_shards
+        return OpWork(node.op, tuple(inputs), tuple(outputs), self._attrs(block, node, method), flops, moved)
+
+    def _attrs(self, block: Block, node: Node, method: ContextMethod | None) -> tuple[tuple[str, Plain], ...]:
+        """What the time of an op depends on beside shapes."""
+        given = ((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
+        attrs, kind = tuple(sorted(given)), op_kind(node.op)
+        if self.precision.matmul and kind in _NARROW and block.name in self._narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
-        parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
-        if core and parts > 1:
-            attrs = (*attrs, ("context_parts", parts))
-        return OpWork(
-            node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
-        )
+        if kind is OpKind.ATTENTION:
+            parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
+            attrs = (*attrs, ("context_parts", parts)) if parts > 1 else attrs
+        return attrs
 
     def _tensor(self, block: Block, name: str, layout: Layout, keys: bool = False, attends: bool = False) -> TensorWork:
         value = block.values[name]

@@ -11,7 +11,7 @@ from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.table import op_record
-from autoplan.program.statements import Convert, Op
+from autoplan.program.statements import Convert, Op, reads_of, writes_of
 
 PRODUCTS = (OpKind.PRODUCT, OpKind.EXPERTS)
 _SAME_LOGITS = frozenset((Trait.CAST, Trait.RESIZES))
@@ -46,14 +46,7 @@ def choices(found: Iterable[Region]) -> tuple[str, ...]:
 
 def variables_of(statements: Sequence[Op | Convert]) -> Variables:
     """What each statement reads and writes."""
-    out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    for s in statements:
-        if isinstance(s, Convert):
-            out.append(((s.source,), (s.target,)))
-        else:
-            bias = (s.bias,) if s.bias is not None else ()
-            out.append(((*(a for a in s.args if a is not None), *bias), s.targets))
-    return out
+    return [(reads_of(s), writes_of(s)) for s in statements]
 
 
 def regions(
@@ -76,15 +69,22 @@ def regions(
         if group not in groups:
             continue
         for part in flow.parts(found[group]() - taken):
-            inside = {v for i in part for v in variables[i][1]}
-            users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
-            if any(i < part[-1] for mine in users.values() for i in mine):
-                continue  # somebody needs a result before the last statement can run
-            reads = dict.fromkeys(v for i in part for v in variables[i][0] if v not in inside)
-            writes = [v for i in part for v in variables[i][1] if users[v] or v in outputs]
-            out.append(Region(group, part, tuple(v for v in reads if not v.startswith("self.")), tuple(writes)))
-            taken |= set(part)
+            region = _region(group, part, flow, outputs)
+            if region is not None:
+                out.append(region)
+                taken |= set(part)
     return tuple(sorted(out, key=lambda r: r.statements[-1]))
+
+
+def _region(group: str, part: tuple[int, ...], flow: Flow, outputs: Sequence[str]) -> Region | None:
+    """These statements as a region; None if another one needs a result before the last of them can run."""
+    inside = {v for i in part for v in flow.variables[i][1]}
+    users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
+    if any(i < part[-1] for mine in users.values() for i in mine):
+        return None
+    reads = dict.fromkeys(v for i in part for v in flow.variables[i][0] if v not in inside)
+    writes = tuple(v for i in part for v in flow.variables[i][1] if users[v] or v in outputs)
+    return Region(group, part, tuple(v for v in reads if not v.startswith("self.")), writes)
 
 
 def _records(statements: Sequence[Op | Convert]) -> list[OpRecord]:

@@ -264,7 +264,7 @@ class LayoutCache:
         if made is None:
             works = self._works(axes, cut, methods)
             made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, works)
-        work = workload(self.request.graph, solution.selection, made.works, experts, ends, made)
+        work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
         return CandidateLayout(axes, solution, work, op_times(work, self.costs))
 
     def _works(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
@@ -340,7 +340,7 @@ class LayoutCache:
         out = {}
         for block in blocks:
             cost = pricer.cost(point.workload.blocks[block], point.times[block])
-            out[block] = (cost.forward_s.mid, cost.backward_s.mid, *map(float, point.workload.held[block]))
+            out[block] = (cost.forward_s.mid, cost.backward_s.mid, *map(float, point.workload.activation_bytes[block]))
         return out
 
     def of(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:

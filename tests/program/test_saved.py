@@ -110,7 +110,9 @@ def lowered_of(case: OpCase, turned: bool) -> LoweredBlock:
     outs, ins = tuple(values[n] for n in node.outputs), tuple(values[n] for n in node.tensor_inputs)
     statements.append(Op(node.outputs, node, node.tensor_inputs, strategy, outs, ins))
     block = Block("one", tuple(n for n, _, _ in inputs), (), (), node.outputs, (node,), values)
-    return LoweredBlock(block, "One", tuple(inputs), (), (), tuple(statements), node.outputs, ((),) * len(outs), 0)
+    return LoweredBlock(
+        block, FACTORS, (), "One", tuple(inputs), (), (), tuple(statements), node.outputs, ((),) * len(outs), 0
+    )
 
 
 RUNNABLE = [c for c in CASES if c.op != "experts"]
