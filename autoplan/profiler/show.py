@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from autoplan.cost_models.kernels.operations import phase_flops
-from autoplan.cost_models.profile import CLOCK, PHASES, OpRecord, Profile, Timing
+from autoplan.cost_models.profile import CLOCK, PHASES, MeasuredOp, Profile, Timing
 from autoplan.ops.table import op_record
 from autoplan.profiler.topology import Topology
 from autoplan.units import GB, MIB, MICRO
@@ -26,7 +26,7 @@ def _operations(profile: Profile) -> Table:
     host = ("host",) if profile.has_host else ()
     for name in ("class", "phase", "shapes", "from", "to", *host, "best GFLOP/s", "spread", "held-out error"):
         table.add_column(name, justify="left" if name in ("class", "phase") else "right")
-    classes: dict[str, list[OpRecord]] = {}
+    classes: dict[str, list[MeasuredOp]] = {}
     for record in profile.ops:
         classes.setdefault(op_record(record.work.op).measured_as, []).append(record)
     for name, records in sorted(classes.items()):
@@ -52,7 +52,7 @@ def _operations(profile: Profile) -> Table:
     return table
 
 
-def _host(records: Sequence[OpRecord], phase: str) -> str:
+def _host(records: Sequence[MeasuredOp], phase: str) -> str:
     """Median of what the host needs to queue one."""
     found = [t.median for r in records if (t := r.host_s(phase)) is not None]
     return f"{statistics.median(found) / MICRO:.1f} us" if found else ""

@@ -9,7 +9,6 @@ from autoplan.ir.graph import Call
 from autoplan.program.megatron_modules import Module
 
 Ints = tuple[int, ...]
-OFFLOAD = "offload"  # the choice that sends what is kept to the host
 
 
 @dataclass(frozen=True)

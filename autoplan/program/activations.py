@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autoplan.config.recompute import modules_choice
+from autoplan.config.recompute import OFFLOAD, modules_choice
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
@@ -39,7 +39,7 @@ from autoplan.ops.saved import (
 from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import megatron_kernels
-from autoplan.program.activation_bytes import OFFLOAD, Activations
+from autoplan.program.activation_bytes import Activations
 from autoplan.program.gradients import Step, backward_peak
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import Module, modules

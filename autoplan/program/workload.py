@@ -23,7 +23,7 @@ from autoplan.ir.layout import ConversionKind
 from autoplan.ops.attention import window_share
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
-from autoplan.program.activation_bytes import OFFLOAD, Activations, saved_bytes_of
+from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.fusion import fused_works, joined_ops
@@ -260,7 +260,9 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         group_ops={
             g: frozenset(position[k] for k in at if k in position) for g, at in activation_bytes.group_ops.items()
         },
-        offloaded_bytes=float(activation_bytes.saved_bytes - activation_bytes.choice_bytes[OFFLOAD]),
+        freed_bytes={
+            how: float(activation_bytes.saved_bytes - kept) for how, kept in activation_bytes.choice_bytes.items()
+        },
         modules=modules,
         gathered=Gathered.AGAIN if backward_reads_params(block) else Gathered.DROP,
     )

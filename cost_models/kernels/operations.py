@@ -17,7 +17,7 @@ saved, writes a gradient).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -35,7 +35,7 @@ from autoplan.cost_models.kernels.gpu import (
     kind_of,
     memory_ramp_s,
 )
-from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, OpRecord, Profile
+from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, MeasuredOp, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import ProfileError
@@ -122,34 +122,52 @@ def roofline_s(
         return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     if known is not None:
         kernel = (options or RunOptions()).attention_in(mode)
-        if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED and options is not None:
-            work = _within_documents(work, options.document_len)
-        model = _unfused_s if op.kind is OpKind.ATTENTION and kernel is Attention.UNFUSED else _KERNELS.get(op.kind)
-        if op.kind is OpKind.EXPERTS and options is not None and options.fused_experts:
-            model = _fused_experts_s
+        if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED:
+            work = _within_documents(work, options)
+        model = _model_of(op.kind, kernel, options)
         found = None if model is None else model(work, phase, device, known, kernel)
         if found is not None:
             return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)
-        fused = op.kind is OpKind.ELEMENTWISE and mode is not Mode.EAGER
-        launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
-    flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
+        launch = memory_ramp_s() if known.own_launch and not _is_fused(op.kind, mode) else 0.0
+    moved = phase_bytes(work, phase)
     if known is not None and op.kind is OpKind.LOSS:
-        passes = _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
-        moved = passes[phase] * work.inputs[0].num_bytes
+        moved = _loss_passes(mode, options)[phase] * work.inputs[0].num_bytes
     together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
     if isinstance(together, int):
         moved, launch = float(together), 0.0
-    said = device.achievable_fraction is not None or device.peak_flops_by_dtype
-    product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
-    best = _ATTENTION_EFFICIENCY if op.kind is OpKind.ATTENTION else product
-    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
-    half = device.peak_flops * _HALF_S if op.kind in (OpKind.ATTENTION, OpKind.PRODUCT) else 0.0
-    compute_s = (flops + half) / (best * device.peak_flops)
     share = _MEMORY_EFFICIENCY if known is None else known.memory_share
     traffic_s = moved / (share * device.memory_bytes_per_s)
     if op.kind is OpKind.ELEMENTWISE and together is None:
         traffic_s *= _FUSED_SHARE[mode]
-    return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
+    seconds = max(_arithmetic_s(op.kind, phase_flops(work, phase), device), traffic_s) + launch
+    return Quantity.spread(seconds, _ASSUMED_ERROR, Tag.ASSUMED)
+
+
+def _is_fused(kind: OpKind, mode: Mode) -> bool:
+    return kind is OpKind.ELEMENTWISE and mode is not Mode.EAGER
+
+
+def _model_of(kind: OpKind, kernel: Attention, options: RunOptions | None) -> _Model | None:
+    """The kernel model of an operation; None for those without one."""
+    if kind is OpKind.ATTENTION and kernel is Attention.UNFUSED:
+        return _unfused_s
+    if kind is OpKind.EXPERTS and options is not None and options.fused_experts:
+        return _fused_experts_s
+    return _KERNELS.get(kind)
+
+
+def _loss_passes(mode: Mode, options: RunOptions | None) -> Mapping[str, float]:
+    return _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
+
+
+def _arithmetic_s(kind: OpKind, flops: float, device: Device) -> float:
+    """Seconds of the arithmetic of an operation at the share of the peak that its size reaches."""
+    said = device.achievable_fraction is not None or device.peak_flops_by_dtype
+    product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
+    best = _ATTENTION_EFFICIENCY if kind is OpKind.ATTENTION else product
+    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
+    half = device.peak_flops * _HALF_S if kind in (OpKind.ATTENTION, OpKind.PRODUCT) else 0.0
+    return (flops + half) / (best * device.peak_flops)
 
 
 def _precision(work: OpWork) -> tuple[Kind, float, bool]:
@@ -243,8 +261,9 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
-def _within_documents(work: OpWork, document_len: int | None) -> OpWork:
+def _within_documents(work: OpWork, options: RunOptions | None) -> OpWork:
     """Attention of a packed sequence: a query sees keys of its own document, other tiles are skipped."""
+    document_len = None if options is None else options.document_len
     if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
         return work
     keys = work.inputs[1].shape[-2]
@@ -334,7 +353,8 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fuse
 
 
 _Sizes = tuple[float, float, float]  # rows, columns, depth
-_KERNELS: dict[OpKind, Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]] = {
+_Model = Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]
+_KERNELS: dict[OpKind, _Model] = {
     OpKind.PRODUCT: _product_s,
     OpKind.ATTENTION: _attention_s,
     OpKind.EXPERTS: _experts_s,
@@ -483,7 +503,7 @@ def _fits(profile: Profile) -> dict[tuple[str, str, str, str], _Fit]:
 
 def _add(
     rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]],
-    record: OpRecord,
+    record: MeasuredOp,
     phase: str,
     seconds: float,
 ) -> None:

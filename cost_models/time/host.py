@@ -10,10 +10,10 @@ experts sorts rows by expert and, where the number of rows of each is not known 
 it: Megatron's dropless dispatch; then each expert of the rank has products of its own (Transformer Engine's
 GroupedLinear), unless they are fused.
 
-A profile of a device with a queue has the host's part measured, operation by operation (`OpRecord.host_forward_s`) and
-of what the runtime adds (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). What it lacks is
-the median of the same operation in other shapes, else of its class: the host hardly sees the shape; the interval goes
-from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps of small
+A profile of a device with a queue has the host's part measured, operation by operation (`MeasuredOp.host_forward_s`)
+and of what the runtime adds (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). What it lacks
+is the median of the same operation in other shapes, else of its class: the host hardly sees the shape; the interval
+goes from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps of small
 micro-batches (`Constants.host_*`). A CPU pays for operations one at a time in `compute`; its profile has host and
 device in one time, and nothing is added.
 

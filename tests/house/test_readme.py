@@ -13,6 +13,7 @@ import pytest
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_example_runs(tmp_path: Path) -> None:
     """Four processes started by torchrun train, print the plan, and leave the program where the text says."""

@@ -20,7 +20,7 @@ from models import gpt_loss, make_gpt, make_llama, token_batch
 
 from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, OpRecord, Profile
+from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, MeasuredOp, Profile
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
@@ -260,7 +260,7 @@ def test_operations_of_one_size_are_not_measured_one_after_the_other(
     tasks = [adamw_task(100 + size, "float32") for size in range(12)]
     measured: list[Task] = []
 
-    def measure_one(task: Task, *_: object) -> OpRecord:
+    def measure_one(task: Task, *_: object) -> MeasuredOp:
         measured.append(task)
         return measure_op(task, *_)  # type: ignore[arg-type]
 

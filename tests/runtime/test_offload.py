@@ -66,7 +66,7 @@ PROCESSES = [
 
 @ignored
 @pytest.mark.processes
-@pytest.mark.parametrize("case", spread_out(PROCESSES, 4), ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 7), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
@@ -104,7 +104,7 @@ def test_one_rank_trains_alike_bit_by_bit(precision: str) -> None:
             Case("llama", dp=2, zero=3, precision="fp16", num_micro_batches=2, offload="parameters"),
             Case("llama-frozen", dp=2, zero=3, precision="bf16", num_micro_batches=2, offload="parameters"),
         ],
-        2,
+        5,
     ),
     ids=str,
 )
@@ -191,7 +191,9 @@ def test_without_copying_back_training_goes_wrong() -> None:
 
 @ignored
 @pytest.mark.processes
-@pytest.mark.parametrize(("zero", "offload"), [(0, "optimizer"), (2, "optimizer"), (3, "parameters")])
+@pytest.mark.parametrize(
+    ("zero", "offload"), spread_out([(0, "optimizer"), (2, "optimizer"), (3, "parameters")], 3, unpack=True)
+)
 def test_a_restart_goes_on_where_it_stopped(zero: int, offload: str) -> None:
     """`state_dict` and `load_state_dict` of model and optimizer."""
     case = Case("llama-tied", dp=2, zero=zero, num_micro_batches=2, offload=offload)

@@ -72,13 +72,13 @@ OWN = [Case("llama", tp=2, dp=2, zero=3), Case("llama-tied", tp=2, pp=2), Case("
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", OWN, ids=str)
+@pytest.mark.parametrize("case", spread_out(OWN, 3), ids=str)
 def test_an_optimizer_of_ones_own(case: Case) -> None:
     assert max(run(shard_jobs.own_optimizer, case)) < 1e-14
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [Case("llama", tp=2, dp=2, zero=3), Case("llama", tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("case", spread_out([Case("llama", tp=2, dp=2, zero=3), Case("llama", tp=2, pp=2)], 2), ids=str)
 def test_moments_are_shards_too(case: Case) -> None:
     """A checkpoint of `pm.optimizer.state_dict()` holds whole moments, and comes back; by numbers, which mean another
     parameter on every stage, it is refused."""

@@ -124,7 +124,7 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
             pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
         ],
-        3,
+        8,
         unpack=True,
     ),
     ids=str,
@@ -150,7 +150,7 @@ PROCESSES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 2), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 

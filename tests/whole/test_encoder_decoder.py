@@ -102,7 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 4), ids=str)
 def test_every_plan_equals_one_device(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case, batch=global_batch(case))
@@ -318,6 +318,7 @@ def test_a_factory_on_the_command_line() -> None:
     assert code == 2 and "has no second sequence with a length of its own; nearest legal: target_len=32" in text
 
 
+@pytest.mark.slow
 def test_the_config_of_a_t5(tmp_path: Path) -> None:
     settings = models.make_t5().config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(settings))

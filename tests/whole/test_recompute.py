@@ -318,6 +318,6 @@ PROCESSES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", spread_out(PROCESSES, 4), ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 7), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
