@@ -282,23 +282,9 @@ class Translator:
             name = getattr(node.target, "__name__", target)
             raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
-            changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-            done = isinstance(changed, Assembly) and changed.complete
-            windows = {n for n, v in self.env.items() if done and isinstance(v, Window) and v.of is changed}
-            whole = {n for n, v in self.env.items() if done and v is changed and n is not node.args[0]}
-            target = out_of_place(target, node, windows | whole) or target
+            target = self._out_of_place(target, node)
         if target not in OPS:
-            if target.split(".")[1].endswith("_"):
-                changed = self.env.get(cast(fx.Node, node.args[0]))
-                if changed in self.trace.buffers:
-                    raise CaptureError(self._mutated(self.trace.buffers[changed]))
-                raise CaptureError(
-                    f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
-                )
-            raise CaptureError(
-                f"op {target} at {where or node.name} is not supported; add its record to autoplan/ops "
-                "(docs/how_to_add.md)"
-            )
+            raise self._refusal(target, node)
         try:
             result = lower(target, *self._arguments(node))
         except CaptureError as exc:
@@ -315,6 +301,29 @@ class Translator:
             names = self._emit(item, tensors, metas, where, _scope_of(node))
             previous = names[0]
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
+
+    def _out_of_place(self, target: str, node: fx.Node) -> str:
+        """The operation that makes a new tensor instead of one that changes a tensor which nobody else sees."""
+        changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if not isinstance(changed, Assembly) or not changed.complete:
+            return out_of_place(target, node, set()) or target
+        windows = {n for n, v in self.env.items() if isinstance(v, Window) and v.of is changed}
+        whole = {n for n, v in self.env.items() if v is changed and n is not node.args[0]}
+        return out_of_place(target, node, windows | whole) or target
+
+    def _refusal(self, target: str, node: fx.Node) -> CaptureError:
+        """Why an operation without a rule cannot be captured."""
+        where = source_of(node)
+        if target.split(".")[1].endswith("_"):
+            changed = self.env.get(self._first(node))
+            if changed in self.trace.buffers:
+                return CaptureError(self._mutated(self.trace.buffers[changed]))
+            return CaptureError(
+                f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
+            )
+        return CaptureError(
+            f"op {target} at {where or node.name} is not supported; add its record to autoplan/ops (docs/how_to_add.md)"
+        )
 
     def _is_noop(self, result: Any, node: fx.Node) -> bool:
         """A cast to the same dtype, or a reshape/expand to the same shape."""

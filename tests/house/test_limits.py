@@ -18,33 +18,10 @@ MOST_LINES, MOST_COMPLEXITY = 600, 20
 ALLOWED: frozenset[str] = frozenset(
     {
         "autoplan/api.py:parallelize",
-        "autoplan/calibration/fit.py:fit",
-        "autoplan/capture/frontend/layer_tracer.py:_wrapper",
-        "autoplan/capture/frontend/layer_tracer.py:run",
-        "autoplan/capture/frontend/lengths.py:length_symbols",
-        "autoplan/capture/frontend/masks.py:ask",
-        "autoplan/capture/frontend/masks.py:mask_function",
-        "autoplan/capture/layers/assemble.py:_segment",
-        "autoplan/capture/layers/assemble.py:_segments",
-        "autoplan/capture/layers/assemble.py:graph",
-        "autoplan/capture/passes/hoist.py:hoist",
-        "autoplan/capture/translate.py:_op",
-        "autoplan/ops/batch.py:_result",
-        "autoplan/profiler/run.py:_measure",
-        "autoplan/profiler/topology.py:parse_matrix",
         "autoplan/program/legality.py",
         "autoplan/report/text.py:_memory",
         "autoplan/sweeps/capacity.py:task_of",
         "autoplan/sweeps/whatif.py:row",
-        "autoplan/verify/wide.py:__torch_function__",
-        "cost_models/kernels/operations.py:roofline_s",
-        "cost_models/network/collectives.py:curve",
-        "cost_models/profile.py",
-        "runtime/activity.py:place_of",
-        "runtime/attention.py:attention",
-        "runtime/ranks.py:find_out",
-        "runtime/split_backward.py:_branches",
-        "runtime/split_backward.py:backward_input",
     }
 )
 
