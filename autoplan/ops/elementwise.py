@@ -149,7 +149,8 @@ RECORDS = (
     _unary("sqrt", "torch.sqrt({0})", _OUTPUT_1, FOLLOWS),
     _unary("neg", "-{0}", _NOTHING, FOLLOWS, PASSES_GRADIENT, linear=Linear.ALL),
     _unary("logical_not", "torch.logical_not({0})", _NOTHING),
-    _unary("bitwise_not", "~{0}", _NOTHING),
+    # priced by its own name, as a kernel that is not fused with others
+    OpRecord("bitwise_not", OpKind.OTHER, UNARY, _NOTHING, "~{0}", default("bitwise_not")),
     # of a tensor and a number
     _record("add_scalar", "{0} + {scalar}", _PASS, FOLLOWS, POINTWISE, Trait.VARIANCE, PASSES_GRADIENT),
     _scaled("mul_scalar", "{0} * {scalar}"),

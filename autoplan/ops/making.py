@@ -8,7 +8,7 @@ from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Args, Lowered, Lowering, Result, default, given
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule, Role
-from autoplan.ops.record import Linear, OpKind, OpRecord, Shape, Trait
+from autoplan.ops.record import Linear, OpKind, OpRecord, Shape, Trait, other
 from autoplan.ops.saved import Form, Gradient, keeps
 from autoplan.ops.text import OpText, literal, shape_text
 
@@ -61,11 +61,15 @@ def _repeats(a: Args) -> Result:
     return Lowered("repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")})
 
 
+def _repeat_text(t: OpText) -> str:
+    return f"{t.args[0]}.repeat_interleave({t.attrs['repeats']}, dim={t.attrs['dim'] or 0})"
+
+
 def _triangle(name: str) -> OpRecord:
     def arguments(a: Args) -> Result:
         return Lowered(name, (a["self"],), {"diagonal": a.get("diagonal", 0)})
 
-    return OpRecord(name, OpKind.OTHER, _last_two_whole, _MADE, f"{{0}}.{name}({{diagonal}})", default(name, arguments))
+    return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", arguments)
 
 
 def _last_two_whole(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -127,16 +131,16 @@ RECORDS = (
         {f"aten.{name}.default": _pad_arguments for name in ("pad", "constant_pad_nd")},
         has=(Trait.KEEPS_NUMBERS,),
     ),
-    OpRecord(
+    other(
         "repeat_interleave",
-        OpKind.OTHER,
         _repeat_interleave,
-        _MADE,
-        lambda t: f"{t.args[0]}.repeat_interleave({t.attrs['repeats']}, dim={t.attrs['dim'] or 0})",
-        {"aten.repeat_interleave.self_int": _repeats},
-        has=(Trait.KEEPS_NUMBERS,),
+        _repeat_text,
+        _repeats,
+        "",
+        Trait.KEEPS_NUMBERS,
+        aten="repeat_interleave.self_int",
     ),
-    OpRecord("cumsum", OpKind.OTHER, whole_dim, _MADE, "{0}.cumsum({dim})", default("cumsum", given("cumsum", "dim"))),
+    other("cumsum", whole_dim, "{0}.cumsum({dim})", given("cumsum", "dim")),
     _triangle("tril"),
     _triangle("triu"),
     OpRecord(

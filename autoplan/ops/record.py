@@ -18,7 +18,7 @@ from autoplan.ir.layout import AxisType
 from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Lowering
 from autoplan.ops.language import OpRule, bind, parse
-from autoplan.ops.saved import OpFacts, SavedRule
+from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.strides import ViewStrides
 from autoplan.ops.text import Emitter, Template
 
@@ -165,6 +165,20 @@ class OpRecord:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+
+def other(
+    name: str,
+    rule: str | Builder,
+    text: str | Emitter,
+    lowering: Lowering,
+    kept: str = "",
+    *traits: Trait,
+    aten: str = "",
+) -> OpRecord:
+    """An op of kind OTHER with a new output; `aten` if the ATen op is not `<name>.default`."""
+    targets = {f"aten.{aten or f'{name}.default'}": lowering}
+    return OpRecord(name, OpKind.OTHER, rule, keeps(kept, form=Form.NEW), text, targets, has=traits)
 
 
 def _line(text: str) -> Builder:

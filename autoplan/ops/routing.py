@@ -12,7 +12,7 @@ from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Args, Lowered, Lowering, Result, default
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import OpRule, Role, bind, parse
-from autoplan.ops.record import OpKind, OpRecord, Shape, Trait
+from autoplan.ops.record import OpKind, OpRecord, Shape, Trait, other
 from autoplan.ops.saved import Form, Gradient, OpFacts, keeps
 from autoplan.ops.text import Emitter, OpText
 from autoplan.units import DTYPE_BYTES
@@ -182,69 +182,34 @@ def _over_ranks(name: str, text: Emitter, *traits: Trait) -> OpRecord:
     return OpRecord(name, OpKind.COLLECTIVE, "~[*a] -> [*a]", saved, text, has=traits)
 
 
-_MADE = keeps(form=Form.NEW)
-_COUNTS = (Trait.CHOOSES,)
+_TOPK = "torch.topk({0}, {k}, dim={dim}, sorted={sorted})"
+_MAX = "torch.max({0}, dim={dim}, keepdim={keepdim})"
 
 RECORDS = (
-    OpRecord(
-        "topk",
-        OpKind.OTHER,
-        _topk_rule,
-        keeps("y1<0", form=Form.NEW),
-        "torch.topk({0}, {k}, dim={dim}, sorted={sorted})",
-        default("topk", _topk_arguments),
-        has=_COUNTS,
+    other(
+        "topk", _topk_rule, "torch.topk({0}, {k}, dim={dim}, sorted={sorted})", _topk_arguments, "y1<0", Trait.CHOOSES
     ),
-    OpRecord(
-        "argmax",
-        OpKind.OTHER,
-        _extreme_rule,
-        _MADE,
-        "torch.argmax({0}, dim={dim}, keepdim={keepdim})",
-        default("argmax", _extreme_arguments("argmax")),
-    ),
-    OpRecord(
+    other("argmax", _extreme_rule, "torch.argmax({0}, dim={dim}, keepdim={keepdim})", _extreme_arguments("argmax")),
+    other(
         "max",
-        OpKind.OTHER,
         _extreme_rule,
-        keeps("y1<0", form=Form.NEW),
         "torch.max({0}, dim={dim}, keepdim={keepdim})",
-        {"aten.max.dim": _extreme_arguments("max")},
+        _extreme_arguments("max"),
+        "y1<0",
+        aten="max.dim",
     ),
-    OpRecord(
-        "gather",
-        OpKind.OTHER,
-        _indexed,
-        keeps("x0<0 x1<0", form=Form.NEW),
-        "{0}.gather({dim}, {1})",
-        default("gather", _gather),
-    ),
-    OpRecord(
-        "scatter",
-        OpKind.OTHER,
-        _indexed,
-        keeps("x1<0", form=Form.NEW),
-        "{0}.scatter({dim}, {1}, {scalar})",
-        {"aten.scatter.value": _scatter},
-    ),
-    OpRecord(
-        "one_hot",
-        OpKind.OTHER,
-        "#[*a] -> [*a,c!]",
-        _MADE,
-        "F.one_hot({0}, {num_classes})",
-        default("one_hot", _one_hot),
-        has=_COUNTS,
-    ),
+    other("gather", _indexed, "{0}.gather({dim}, {1})", _gather, "x0<0 x1<0"),
+    other("scatter", _indexed, "{0}.scatter({dim}, {1}, {scalar})", _scatter, "x1<0", aten="scatter.value"),
+    other("one_hot", "#[*a] -> [*a,c!]", "F.one_hot({0}, {num_classes})", _one_hot, "", Trait.CHOOSES),
     OpRecord(
         "histc",
         OpKind.COUNT,
         "#[*a] -> [c!]",
-        _MADE,
+        keeps(form=Form.NEW),
         "torch.histc({0}.float(), bins={bins}, min={min}, max={max})",
         default("histc", _histc),
         index_limits=_bins,
-        has=_COUNTS,
+        has=(Trait.CHOOSES,),
     ),
     OpRecord(
         "weighted_count",
@@ -253,7 +218,7 @@ RECORDS = (
         keeps("x0<1", form=Form.NEW),
         "{1}.new_zeros({num}).scatter_add(0, {0}.flatten(), {1}.flatten())",
         index_limits=_bins,
-        has=_COUNTS,
+        has=(Trait.CHOOSES,),
     ),
     # as captured: of one that counts `autoplan.capture.passes.hoist` makes a weighted_count, others have no rule
     OpRecord("scatter_add", OpKind.OTHER, aten=default("scatter_add", _scatter_add)),

@@ -23,7 +23,7 @@ WHOLE = keeps(form=Form.VIEW, gradient=Gradient.PASS)  # every element of the in
 PART = keeps(form=Form.VIEW)  # its gradient is padded with zeros, or summed
 
 
-def _record(
+def _view(
     name: str,
     rule: str | Builder,
     text: str | Emitter,
@@ -31,21 +31,25 @@ def _record(
     aten: Mapping[str, Lowering],
     *traits: Trait,
     saved: SavedRule = WHOLE,
-    linear: Linear = Linear.NO,
+    linear: Linear = Linear.ALL,
     factor_names: Mapping[str, str] | None = None,
 ) -> OpRecord:
-    return OpRecord(
-        name,
-        OpKind.VIEW,
-        rule,
-        saved,
-        text,
-        aten,
-        linear,
-        strides=strides,
-        factor_names=factor_names or {},
-        has=(Trait.KEEPS_NUMBERS, *traits),
-    )
+    names, has = factor_names or {}, (Trait.KEEPS_NUMBERS, *traits)
+    kind = OpKind.VIEW
+    return OpRecord(name, kind, rule, saved, text, aten, linear, strides=strides, factor_names=names, has=has)
+
+
+def _part(
+    name: str,
+    rule: Builder,
+    text: str | Emitter,
+    strides: ViewStrides,
+    aten: Mapping[str, Lowering],
+    factor_names: Mapping[str, str] | None = None,
+) -> OpRecord:
+    """A view of a part of a tensor; spmd_types does not know it to be linear."""
+    args = name, rule, text, strides, aten, Trait.FOLLOWS
+    return _view(*args, saved=PART, linear=Linear.NO, factor_names=factor_names)
 
 
 # -- the whole tensor in another shape ---------------------------------------------------------------------------------
@@ -214,97 +218,40 @@ def _matrix_transpose(a: Args) -> Result:
     return Lowered("transpose", (a["self"],), {"dim0": 0, "dim1": 1})
 
 
-_RESHAPES = "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int".split()
-_CHUNKS = "chunk.default split.Tensor split_with_sizes.default".split()
+def _reshape_text(t: OpText) -> str:
+    return f"{t.args[0]}.reshape({shape_text(t.outputs[0])})"
+
+
+def _expand_text(t: OpText) -> str:
+    return f"{t.args[0]}.expand({shape_text(t.outputs[0])})"
+
+
+def _permute_dims(a: Args) -> Result:
+    return Lowered("permute", (a["self"],), {"dims": tuple(a["dims"])})
+
+
+def _permute_text(t: OpText) -> str:
+    return f"{t.args[0]}.permute({', '.join(map(str, t.attrs['dims']))})"
+
+
+_RESHAPING = "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int"
+_RESHAPES = {f"aten.{name}": plain("reshape") for name in _RESHAPING.split()}
+_CHUNKS = {f"aten.{name}": _chunk_arguments for name in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
+_TRANSPOSES = {"aten.transpose.int": given("transpose", "dim0", "dim1"), "aten.t.default": _matrix_transpose}
+_DETACHES = {**default("detach"), "aten.detach_.default": plain("detach")}
+_UNSQUEEZE, _SQUEEZE = default("unsqueeze", given("unsqueeze", "dim")), {"aten.squeeze.dim": given("squeeze", "dim")}
+_SELECT = {"aten.select.int": given("select", "dim", "index")}
+_EXPAND = (Trait.IN_CORE, Trait.RESIZES, Trait.FILLS)
 
 RECORDS = (
-    _record(
-        "reshape",
-        _reshape,
-        lambda t: f"{t.args[0]}.reshape({shape_text(t.outputs[0])})",
-        _reshape_strides,
-        {f"aten.{name}": plain("reshape") for name in _RESHAPES},
-        Trait.FOLLOWS,
-        Trait.IN_CORE,
-        Trait.RESIZES,
-        linear=Linear.ALL,
-    ),
-    _record(
-        "transpose",
-        _transpose,
-        "{0}.transpose({dim0}, {dim1})",
-        _transpose_strides,
-        {"aten.transpose.int": given("transpose", "dim0", "dim1"), "aten.t.default": _matrix_transpose},
-        Trait.FOLLOWS,
-        linear=Linear.ALL,
-    ),
-    _record(
-        "permute",
-        _permute,
-        lambda t: f"{t.args[0]}.permute({', '.join(map(str, t.attrs['dims']))})",
-        _permute_strides,
-        default("permute", lambda a: Lowered("permute", (a["self"],), {"dims": tuple(a["dims"])})),
-        Trait.FOLLOWS,
-        linear=Linear.ALL,
-    ),
-    _record(
-        "unsqueeze",
-        _unsqueeze,
-        "{0}.unsqueeze({dim})",
-        _unsqueeze_strides,
-        default("unsqueeze", given("unsqueeze", "dim")),
-        Trait.FOLLOWS,
-        linear=Linear.ALL,
-    ),
-    _record(
-        "squeeze",
-        _squeeze,
-        _squeeze_text,
-        _squeeze_strides,
-        {"aten.squeeze.dim": given("squeeze", "dim")},
-        Trait.FOLLOWS,
-        linear=Linear.ALL,
-    ),
-    _record(
-        "detach",
-        "~[*a] -> [*a]",
-        "{0}.detach()",
-        _same_strides,
-        {**default("detach"), "aten.detach_.default": plain("detach")},
-        Trait.STOPS_GRADIENT,
-    ),
-    _record(
-        "expand",
-        _expand,
-        lambda t: f"{t.args[0]}.expand({shape_text(t.outputs[0])})",
-        _expand_strides,
-        default("expand"),
-        Trait.IN_CORE,
-        Trait.RESIZES,
-        Trait.FILLS,
-        saved=PART,
-        linear=Linear.ALL,
-    ),
-    _record(
-        "slice", _slice, _slice_text, _slice_strides, {"aten.slice.Tensor": _slice_arguments}, Trait.FOLLOWS, saved=PART
-    ),
-    _record(
-        "select",
-        _select,
-        "{0}.select({dim}, {index})",
-        _select_strides,
-        {"aten.select.int": given("select", "dim", "index")},
-        Trait.FOLLOWS,
-        saved=PART,
-    ),
-    _record(
-        "chunk",
-        _chunk,
-        _chunk_text,
-        _same_strides,
-        {f"aten.{name}": _chunk_arguments for name in _CHUNKS},
-        Trait.FOLLOWS,
-        saved=PART,
-        factor_names={"count": "chunks"},
-    ),
+    _view("reshape", _reshape, _reshape_text, _reshape_strides, _RESHAPES, Trait.FOLLOWS, Trait.IN_CORE, Trait.RESIZES),
+    _view("transpose", _transpose, "{0}.transpose({dim0}, {dim1})", _transpose_strides, _TRANSPOSES, Trait.FOLLOWS),
+    _view("permute", _permute, _permute_text, _permute_strides, default("permute", _permute_dims), Trait.FOLLOWS),
+    _view("unsqueeze", _unsqueeze, "{0}.unsqueeze({dim})", _unsqueeze_strides, _UNSQUEEZE, Trait.FOLLOWS),
+    _view("squeeze", _squeeze, _squeeze_text, _squeeze_strides, _SQUEEZE, Trait.FOLLOWS),
+    _view("detach", "~[*a] -> [*a]", "{0}.detach()", _same_strides, _DETACHES, Trait.STOPS_GRADIENT, linear=Linear.NO),
+    _view("expand", _expand, _expand_text, _expand_strides, default("expand"), *_EXPAND, saved=PART),
+    _part("slice", _slice, _slice_text, _slice_strides, {"aten.slice.Tensor": _slice_arguments}),
+    _part("select", _select, "{0}.select({dim}, {index})", _select_strides, _SELECT),
+    _part("chunk", _chunk, _chunk_text, _same_strides, _CHUNKS, factor_names={"count": "chunks"}),
 )

@@ -124,7 +124,7 @@ def test_experts(case: Case) -> None:
     test_matrix(case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [case_of(p) for p in (dict(zip(SPACE, c, strict=True)) for c in itertools.product(*SPACE.values())) if legal(p)],
