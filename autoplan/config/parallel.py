@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -376,7 +376,7 @@ def _always(config: ParallelConfig) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParallelConfig:
     """Degrees and settings of one plan.
 
@@ -500,8 +500,11 @@ class ParallelConfig:
         return hash(_DEGREES(self))
 
     def but(self, **changes: Any) -> ParallelConfig:
-        """Return the same with other values: `dataclasses.replace`, several times as fast."""
-        return ParallelConfig(**{**dict(zip(_NAMES, _VALUES(self), strict=True)), **changes})
+        """Return the same with other values, as `dataclasses.replace`: a search makes some 100,000."""
+        made = object.__new__(ParallelConfig)
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(changes)
+        return made
 
     @property
     def num_devices(self) -> int:
@@ -534,8 +537,6 @@ class ParallelConfig:
         return 2 * self.pp * self.num_micro_batches * self.virtual_stages
 
 
-_NAMES = tuple(f.name for f in fields(ParallelConfig))
-_VALUES = attrgetter(*_NAMES)
 _DEGREES = attrgetter(
     *("dp", "tp", "pp", "cp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches"),
     *("schedule", "virtual_stages", "zero_replicas", "offload"),

@@ -43,6 +43,12 @@ class Pins(Mapping[str, Any]):
         return read_recompute(self._values["recompute"]) if "recompute" in self._values else None
 
     @property
+    def _recompute(self) -> str | dict[str, str] | tuple[int, ...]:
+        """As `recompute`, or the layers per stage: those are priced, and found by a search."""
+        given = self._values.get("recompute", "none")
+        return given if isinstance(given, tuple) and isinstance(given[0], int) else read_recompute(given)
+
+    @property
     def stages(self) -> tuple[int, ...] | None:
         """Layers per stage; None: not pinned."""
         stages = self._values.get("stages")
@@ -59,7 +65,7 @@ class Pins(Mapping[str, Any]):
     @property
     def config(self) -> ParallelConfig:
         """The pinned choices, the others at their defaults."""
-        forms = {"recompute": self.recompute or "none", "stages": self.stages, "offload": state_offload(self._values)}
+        forms = {"recompute": self._recompute, "stages": self.stages, "offload": state_offload(self._values)}
         return ParallelConfig(**{**self._values, **{name: forms[name] for name in forms if name in self._values}})
 
     def completed(self, num_devices: int, global_batch_size: int | None = None) -> ParallelConfig:

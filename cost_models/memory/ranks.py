@@ -210,6 +210,7 @@ class MemoryModel:
         ]
         self.saved = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
         self.kept = w.unit_kept
+        self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
         freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
         self.ladder = Ladder.full_only(w.layers, freed, [0.0] * len(freed))
         # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
@@ -337,8 +338,8 @@ class MemoryModel:
 
     def kept_bytes(self, unit: int, how: str) -> float:
         """What a unit keeps under a choice of recompute."""
-        known = {NONE: self.saved, SELECTIVE: self.workload.unit_selective, FULL: self.kept}
-        return known[how][unit] if how in known else self.workload.unit_choices[unit][how]
+        kept = self._kept_by_kind.get(how)
+        return self.workload.unit_choices[unit][how] if kept is None else kept[unit]
 
     def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
         w = self.workload
