@@ -3,7 +3,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 STAMP := .venv/.installed
 
-.PHONY: venv demo lint quick test test-all versions
+.PHONY: venv demo lint quick test test-all exhaustive versions
 
 venv: $(STAMP)
 
@@ -31,13 +31,17 @@ quick: lint
 
 # All but the tests marked slow, two files at a time, then what waits for timeouts or measures, one after the other.
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu"
-	$(PY) -m pytest -m "alone and not slow and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not exhaustive and not gpu"
+	$(PY) -m pytest -m "alone and not slow and not exhaustive and not gpu"
 
-# Every test that needs no GPU. CI runs this (.ci/run).
+# Every test but the exhaustive ones and those of a GPU. CI runs this (.ci/run).
 test-all: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu"
-	$(PY) -m pytest -m "alone and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not exhaustive and not gpu"
+	$(PY) -m pytest -m "alone and not exhaustive and not gpu"
+
+# Every pair of features, and every combination of degrees and options in one process: hours.
+exhaustive: venv
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive
 
 # The tests that compare with one process on another version: make versions TORCH=2.15.0 PYTHON=python3.13
 versions:

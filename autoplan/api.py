@@ -38,7 +38,8 @@ from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.whole import broadcast
 from autoplan.search.planner import PlanRequest, search_plan
-from autoplan.search.space import check_pins, space
+from autoplan.search.refusals import check_pins
+from autoplan.search.space import space
 from autoplan.verify.door import check_verify, verify_capture
 from autoplan.verify.runs import Task
 

@@ -26,7 +26,9 @@ from typing import Any
 
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
-from autoplan.ir.graph import Block, ModelGraph, Node
+from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 
 _SUFFIX = ".json.gz"
 
@@ -94,14 +96,14 @@ def description(graph: ModelGraph, name: str = "", source: str = "") -> Descript
     """Dimensions of any transformer's graph; 0 for what it does not have."""
     layers = [c for c in graph.calls if c.params and "." in c.name]
     heads, kv, vocab, hidden, experts, top_k = 0, 0, 0, 0, 0, 0
-    for block, node in _nodes(graph):
-        shapes = [[size.value or 0 for size in block.values[n].shape] for n in node.tensor_inputs]
-        if node.op == "attention":
-            heads, kv = max(heads, shapes[0][1]), max(kv, shapes[1][1])
-        elif node.op == "embedding" and shapes[0][0] > vocab:
-            vocab, hidden = shapes[0]
-        elif node.op == "experts":
-            experts, top_k = max(experts, node.attrs["num_experts"]), max(top_k, node.attrs["top_k"])
+    for block, node in nodes_of(graph, OpKind.ATTENTION):
+        query, keys = (block.values[n].shape for n in node.tensor_inputs[:2])
+        heads, kv = max(heads, query[1].value or 0), max(kv, keys[1].value or 0)
+    for block, node in nodes_of(graph, OpKind.EMBEDDING):
+        rows, columns = (size.value or 0 for size in block.values[node.tensor_inputs[0]].shape)
+        vocab, hidden = (rows, columns) if rows > vocab else (vocab, hidden)
+    for _, node in nodes_of(graph, OpKind.EXPERTS):
+        experts, top_k = max(experts, node.attrs["num_experts"]), max(top_k, node.attrs["top_k"])
     return Description(
         name=name or graph.name,
         num_params=graph.num_params,
@@ -120,10 +122,9 @@ def description(graph: ModelGraph, name: str = "", source: str = "") -> Descript
 def active_params(graph: ModelGraph) -> int:
     """Parameters that one token uses: of an experts module `top_k` of its `num_experts` experts, of the rest all."""
     share: dict[tuple[str, str], tuple[int, int]] = {}
-    for block, node in _nodes(graph):
-        if node.op == "experts":
-            for name in node.tensor_inputs[3:]:
-                share[block.name, name] = (node.attrs["top_k"], node.attrs["num_experts"])
+    for block, node in nodes_of(graph, OpKind.EXPERTS):
+        for name in node.tensor_inputs[3:]:
+            share[block.name, name] = (node.attrs["top_k"], node.attrs["num_experts"])
     idle = 0
     for call in graph.calls:
         for local, full in call.params.items():
@@ -131,10 +132,6 @@ def active_params(graph: ModelGraph) -> int:
                 used, among = share[call.block, local]
                 idle += graph.params[full].num_elements * (among - used) // among
     return graph.num_params - idle
-
-
-def _nodes(graph: ModelGraph) -> list[tuple[Block, Node]]:
-    return [(block, node) for block in graph.blocks.values() for node in block.nodes]
 
 
 def _unknown(text: str) -> AutoplanError:

@@ -14,12 +14,11 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import chosen_methods
-from autoplan.program.expert_mesh import inner_degree, spreads
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.pins import (
     layer_calls,
-    make_mesh,
     pipeline_units,
     split_stages,
     stage_calls,
@@ -63,7 +62,7 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        more = [("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", spreads(c) and c.tp > 1, inner_degree(c))]
+        more = [("cp", c.cp > 1, c.cp), ("ep", c.ep > 1, c.ep), ("etp", c.spreads_experts and c.tp > 1, c.expert_tp)]
         more.append(("virtual_stages", c.virtual_stages > 1, c.virtual_stages))
         spread = "".join(f" {name}={n}" for name, shown, n in more if shown)
         given = c.context_method
@@ -124,12 +123,12 @@ def make_plan(
     if config.cp > 1 and config.context_method is None:
         config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.program.pins`
     check_config(config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin ")
-    _, axes = make_mesh(graph, config)
+    axes = ParallelDims.of(graph, config).layout_axes
     settings = IntraSettings(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
     )
     problem = build_problem(graph, settings)
-    if axes and spreads(config):
+    if axes and config.spreads_experts:
         problem = with_own_tokens(problem, graph, config.state_slack)
     solution = solve(problem)
     certificate = {
@@ -167,11 +166,11 @@ def _plan(
     precision: str = "native",
 ) -> tuple[Plan, Layouts]:
     """What was decided, as a record and as codegen takes it."""
-    mesh, axes = make_mesh(graph, config)
+    dims = ParallelDims.of(graph, config)
     recompute = _recompute(graph, config)
     layouts = Layouts(
-        mesh,
-        axes,
+        dims.mesh,
+        dims.layout_axes,
         solution.selection,
         stages,
         config.zero_stage,
@@ -187,7 +186,7 @@ def _plan(
         graph_hash=graph.content_hash,
         config=config,
         num_devices=num_devices,
-        axes=tuple((a.name, a.size) for a in mesh.axes),
+        axes=tuple((a.name, a.size) for a in dims.mesh.axes),
         stages=stages,
         recompute=recompute,
         layout={k: o.name for k, o in solution.selection.items()},

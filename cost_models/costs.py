@@ -19,10 +19,10 @@ from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.errors import PinError
+from autoplan.ops.table import op_record
 
 # bytes AdamW moves per element beside the state it keeps: reads gradient and parameter, writes the parameter
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
-_PRODUCTS = frozenset(("linear", "matmul", "attention", "experts"))
 _WAIT_SPREAD = 0.5  # of the square root of two measured lengths; assumed
 _HOST_COPY_SPREAD = 0.5  # of copies to the host at the stated speed of its link; assumed
 # An AdamW step on a GPU's host, in times of moving its bytes once: one kernel does (torch's fused=True, DeepSpeed's
@@ -81,7 +81,7 @@ class Costs:
     def _device(self, work: OpWork) -> Device:
         """The device with the peak of the dtype that this operation's products run in."""
         device = self.cluster.device
-        if work.op not in _PRODUCTS or not device.peak_flops_by_dtype:
+        if not op_record(work.op).multiplies or not device.peak_flops_by_dtype:
             return device
         dtype = work.matmul_dtype or next(t.dtype for t in work.inputs if "float" in t.dtype)
         return _with_peak(device, dtype)

@@ -27,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoplan.cost_models.json_fields import JsonField
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.errors import ProfileError
@@ -93,7 +94,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class OpRecord:
+class MeasuredOp:
     """One measured operation. `backward_s` is None if no gradient flows through it.
 
     `host_*`: what the host needs to queue it, where the device works off a queue; None elsewhere.
@@ -172,7 +173,7 @@ class Profile:
     hardware: Mapping[str, Plain] = field(default_factory=dict)
     software: Mapping[str, str] = field(default_factory=dict)
     date: str = ""
-    ops: tuple[OpRecord, ...] = ()
+    ops: tuple[MeasuredOp, ...] = ()
     links: tuple[LinkRecord, ...] = ()
     overheads: Mapping[str, float] = field(default_factory=dict)
     held_out: Mapping[str, ErrorStats] = field(default_factory=dict)
@@ -193,7 +194,7 @@ class Profile:
         return max(1.0, self.clock["sustained_s"] / self.clock["burst_s"]) if self.clock else 1.0
 
     @cached_property
-    def by_key(self) -> dict[str, OpRecord]:
+    def by_key(self) -> dict[str, MeasuredOp]:
         """Operations by `OpWork.key`."""
         return {r.work.key: r for r in self.ops}
 
@@ -328,7 +329,7 @@ class Profile:
             data = json.loads(text)
         except json.JSONDecodeError as exc:
             raise ProfileError(f"{source} is not JSON: {exc}") from exc
-        return _read_profile(_Field(source, "", data))
+        return _read_profile(JsonField(source, "", data))
 
     @staticmethod
     def load(path_or_name: Path | str) -> Profile:
@@ -436,7 +437,7 @@ def _timing_json(t: Timing) -> dict[str, float]:
     return {"median": _short(t.median), "low": _short(t.low), "high": _short(t.high), "repeats": t.repeats}
 
 
-def _op_json(r: OpRecord) -> dict[str, Any]:
+def _op_json(r: MeasuredOp) -> dict[str, Any]:
     return {
         "op": r.work.op,
         "inputs": [_tensor_json(t) for t in r.work.inputs],
@@ -461,73 +462,7 @@ def _link_json(r: LinkRecord) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Field:
-    """A place in a JSON document; every reader says where it stands and what it wanted."""
-
-    source: str
-    path: str
-    value: Any
-
-    def fail(self, expected: str) -> ProfileError:
-        return ProfileError(
-            f"{self.source}: {self.path or 'the file'} must be {expected}, got {json.dumps(self.value)[:80]}"
-        )
-
-    def get(self, name: str) -> _Field:
-        if not isinstance(self.value, dict):
-            raise self.fail("an object")
-        path = f"{self.path}.{name}" if self.path else name
-        if name not in self.value:
-            raise ProfileError(
-                f"{self.source}: {path} is missing; {self.path or 'the file'} has {', '.join(self.value)}"
-            )
-        return _Field(self.source, path, self.value[name])
-
-    def only(self, *names: str) -> _Field:
-        if not isinstance(self.value, dict):
-            raise self.fail("an object")
-        for name in self.value:
-            if name not in names:
-                path = f"{self.path}.{name}" if self.path else name
-                raise ProfileError(f"{self.source}: {path} is not known; known: {', '.join(names)}")
-        return self
-
-    def items(self) -> list[tuple[str, _Field]]:
-        if not isinstance(self.value, dict):
-            raise self.fail("an object")
-        return [(k, _Field(self.source, f"{self.path}.{k}", v)) for k, v in self.value.items()]
-
-    def each(self) -> list[_Field]:
-        if not isinstance(self.value, list):
-            raise self.fail("a list")
-        return [_Field(self.source, f"{self.path}[{i}]", v) for i, v in enumerate(self.value)]
-
-    def text(self, choices: tuple[str, ...] = ()) -> str:
-        if not isinstance(self.value, str) or (choices and self.value not in choices):
-            raise self.fail(f"one of {', '.join(choices)}" if choices else "a text")
-        return self.value
-
-    def number(self, *, positive: bool = False) -> float:
-        good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool) and math.isfinite(self.value)
-        if not good or self.value < 0 or (positive and self.value == 0):
-            raise self.fail("a positive number" if positive else "a number of at least 0")
-        return float(self.value)
-
-    def count(self) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < 1:
-            raise self.fail("a whole number of at least 1")
-        return self.value
-
-    def plain(self) -> Plain:
-        if isinstance(self.value, list):
-            return tuple(int(f.number()) for f in self.each())
-        if self.value is not None and not isinstance(self.value, (str, int, float, bool)):
-            raise self.fail("plain data")
-        return self.value
-
-
-def _read_tensor(f: _Field) -> TensorWork:
+def _read_tensor(f: JsonField) -> TensorWork:
     match = _TENSOR.fullmatch(f.text())
     if match is None or match.group(1) not in DTYPE_BYTES:
         raise f.fail('a tensor such as "float32[2,128]*" (a star: needs a gradient)')
@@ -535,7 +470,7 @@ def _read_tensor(f: _Field) -> TensorWork:
     return TensorWork(shape, match.group(1), match.group(3) == "*")
 
 
-def _read_timing(f: _Field) -> Timing:
+def _read_timing(f: JsonField) -> Timing:
     f.only("median", "low", "high", "repeats")
     low, median, high = f.get("low").number(), f.get("median").number(positive=True), f.get("high").number()
     if not low <= median <= high:
@@ -543,7 +478,7 @@ def _read_timing(f: _Field) -> Timing:
     return Timing(median, low, high, f.get("repeats").count())
 
 
-def _read_op(f: _Field) -> OpRecord:
+def _read_op(f: JsonField) -> MeasuredOp:
     host = [f"host_{phase}_s" for phase in PHASES]
     f.only("op", "inputs", "outputs", "attrs", "flops", "moved_bytes", "forward_s", "backward_s", *host)
     work = OpWork(
@@ -555,7 +490,7 @@ def _read_op(f: _Field) -> OpRecord:
         f.get("moved_bytes").number(),
     )
     backward = f.get("backward_s")
-    return OpRecord(
+    return MeasuredOp(
         work,
         _read_timing(f.get("forward_s")),
         None if backward.value is None else _read_timing(backward),
@@ -563,7 +498,7 @@ def _read_op(f: _Field) -> OpRecord:
     )
 
 
-def _read_link(f: _Field) -> LinkRecord:
+def _read_link(f: JsonField) -> LinkRecord:
     f.only("kind", "group_size", "stride", "bytes", "time_s", "alone_s")
     return LinkRecord(
         f.get("kind").text(COLLECTIVES),
@@ -575,12 +510,12 @@ def _read_link(f: _Field) -> LinkRecord:
     )
 
 
-def _read_stats(f: _Field) -> ErrorStats:
+def _read_stats(f: JsonField) -> ErrorStats:
     f.only("count", "median", "p90", "max")
     return ErrorStats(f.get("count").count(), *(f.get(name).number() for name in ("median", "p90", "max")))
 
 
-def _read_overheads(f: _Field) -> dict[str, float]:
+def _read_overheads(f: JsonField) -> dict[str, float]:
     overheads = {k: v.number() for k, v in f.items()}
     for name in overheads:
         if name not in OVERHEADS:
@@ -588,12 +523,12 @@ def _read_overheads(f: _Field) -> dict[str, float]:
     return overheads
 
 
-def _read_clock(f: _Field) -> dict[str, float]:
+def _read_clock(f: JsonField) -> dict[str, float]:
     f.only(*CLOCK)
     return {name: f.get(name).number(positive=True) for name in CLOCK}
 
 
-def _read_profile(f: _Field) -> Profile:
+def _read_profile(f: JsonField) -> Profile:
     if f.get("schema").value != SCHEMA_VERSION:
         raise f.get("schema").fail(f"{SCHEMA_VERSION}, the version this autoplan reads")
     f.only("schema", *Profile.__dataclass_fields__)

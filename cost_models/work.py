@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from autoplan.config.recompute import OFFLOAD
 from autoplan.units import dtype_bytes
 
 Plain = str | int | float | bool | None | tuple[int, ...]
@@ -134,8 +135,8 @@ class BlockWork:
     `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
     modules start together with another one (queries, keys and values of one input; a norm with the product after it);
     `group_ops`: those that computing a group of regions again runs; `modules`: what the modules that are computed again
-    do, where some are; `offloaded_bytes`: what it sends to the host and
-    back if its activations wait there; `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
+    do, where some are; `freed_bytes`: what it does not keep under each choice of recompute beside `full` and
+    `selective`; `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
     """
 
     name: str
@@ -146,8 +147,13 @@ class BlockWork:
     joined_ops: frozenset[int] = frozenset()
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
     modules: Again | None = None
-    offloaded_bytes: float = 0.0
+    freed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Gathered = Gathered.AGAIN
+
+    @property
+    def offloaded_bytes(self) -> float:
+        """What it sends to the host and back if its activations wait there."""
+        return self.freed_bytes.get(OFFLOAD, 0.0)
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,7 @@ class Workload:
     micro_batch_size: int
     seq_len: int
     # of one call of each block, every number of bytes that what is kept and needed is added up from
-    held: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    activation_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
     # per unit: bytes kept under the other choices of recompute, if all of its layers make them
     unit_choices: tuple[Mapping[str, float], ...] = ()
     # of these nothing is in the bytes of units above

@@ -10,7 +10,7 @@ import faulthandler
 import re
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ _PHASES = {
     "forward_one_chunk": "forward",
     "_call_impl": "forward",
     "reduce_deferred": "gradient reduction",
-    "_sum_tied": "gradient reduction",
+    "sum_tied": "gradient reduction",
     "new_group": "making process groups",
     "materialise": "sharding parameters",
     "search_plan": "planning",
@@ -71,17 +71,21 @@ def place_of(frames: Iterable[Frame]) -> Place:
     """The place that a stack says, innermost frame first."""
     stack = list(frames)
     phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
-    named = [f.function for f in stack[:4] if f.file == _COLLECTIVES and not f.function.startswith("_")]
-    collective = next((name for name in reversed(named) if name != "wrapper"), "")
-    if not named and stack and stack[0].file == _OPERATORS:
-        found = (_FUNCTIONAL.match(f.function) for f in stack[1:6])
-        collective = next((match[1] for match in found if match), "")
-    elif not named and stack and stack[0].file == _PIPELINE:
-        collective = "send or receive of the pipeline"
     foreign = [f for f in stack if not _is_ours(f.file)]
     own = next((f for f in foreign if "site-packages" not in f.file), foreign[0] if foreign else None)
     line = f"{Path(own.file).name}:{own.line} ({own.function})" if own is not None else ""
-    return Place(phase, collective, line)
+    return Place(phase, _collective_of(stack), line)
+
+
+def _collective_of(stack: Sequence[Frame]) -> str:
+    """The collective that a stack waits in, "" if in none."""
+    named = [f.function for f in stack[:4] if f.file == _COLLECTIVES and not f.function.startswith("_")]
+    if named or not stack:
+        return next((name for name in reversed(named) if name != "wrapper"), "")
+    if stack[0].file == _OPERATORS:
+        found = (_FUNCTIONAL.match(f.function) for f in stack[1:6])
+        return next((match[1] for match in found if match), "")
+    return "send or receive of the pipeline" if stack[0].file == _PIPELINE else ""
 
 
 def _is_ours(file: str) -> bool:

@@ -52,32 +52,10 @@ def attention(
         ValueError: wrong number of dims, head counts that do not divide, dropout, a window with what it excludes, or
             both ring and gather.
     """
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"attention: dropout_p is {dropout_p}; the fused kernels draw their own masks, which differ between plans: "
-            "set the attention dropout of the model to 0"
-        )
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            f"attention: q, k, v need 4 dims; they have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    heads, groups = q.shape[1], k.shape[1]
-    if heads % groups != 0 or v.shape[1] != groups:
-        raise ValueError(f"attention: {heads} query heads over {groups} key and {v.shape[1]} value heads")
-    if window is not None and (window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]):
-        raise ValueError(
-            f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many keys "
-            f"as queries ({k.shape[2]} and {q.shape[2]})"
-        )
-    if ring is not None and gather is not None:
-        raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
-    if documents is not None and (mask is not None or documents.shape != q.shape[::2]):
-        raise ValueError(
-            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask"
-        )
-    cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
-    if cut and (mask is not None or q.shape[2] != k.shape[2]):
-        raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
+    _check_heads(q, k, v, dropout_p)
+    _check_window(q, k, window, causal, mask)
+    _check_documents(q, documents, mask)
+    cut = _cut_axes(q, k, mask, gather, ring, ulysses)
     if ulysses is not None and ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
         ids = None if documents is None else gathered_documents(documents, ulysses)
@@ -91,12 +69,64 @@ def attention(
         return _windowed(q, k, v, window, scale, documents)
     if documents is not None:
         mask = same_document(documents, documents)[:, None]
-    if causal and mask is not None:
-        # SDPA takes one or the other.
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
-        causal = False
+    if causal and mask is not None:  # SDPA takes one or the other
+        return sdpa(q, k, v, mask=_causal(mask, q.shape[2], k.shape[2]), scale=scale)
     return sdpa(q, k, v, mask=mask, causal=causal, scale=scale)
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"attention: dropout_p is {dropout_p}; the fused kernels draw their own masks, which differ between plans: "
+            "set the attention dropout of the model to 0"
+        )
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"attention: q, k, v need 4 dims; they have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    heads, groups = q.shape[1], k.shape[1]
+    if heads % groups != 0 or v.shape[1] != groups:
+        raise ValueError(f"attention: {heads} query heads over {groups} key and {v.shape[1]} value heads")
+
+
+def _check_window(
+    q: torch.Tensor, k: torch.Tensor, window: int | None, causal: bool, mask: torch.Tensor | None
+) -> None:
+    if window is not None and (window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many keys "
+            f"as queries ({k.shape[2]} and {q.shape[2]})"
+        )
+
+
+def _check_documents(q: torch.Tensor, documents: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    if documents is not None and (mask is not None or documents.shape != q.shape[::2]):
+        raise ValueError(
+            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask"
+        )
+
+
+def _cut_axes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    gather: str | None,
+    ring: str | None,
+    ulysses: str | None,
+) -> list[str]:
+    """The axes over which the sequence is cut on this mesh; ValueError for what cut sequences exclude."""
+    if ring is not None and gather is not None:
+        raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
+    cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
+    if cut and (mask is not None or q.shape[2] != k.shape[2]):
+        raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
+    return cut
+
+
+def _causal(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    """The mask, and nothing behind the query."""
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).tril()
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
 def _windowed(

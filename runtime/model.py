@@ -11,21 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.compiled import compile_blocks
-from autoplan.runtime.compression import Compression, PowerSGD
+from autoplan.runtime.compression import Compression
 from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
-    all_reduce_flat,
     buffer_owner,
     local_of,
     materialise,
@@ -34,11 +32,13 @@ from autoplan.runtime.params import (
     unshard,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
-from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision
+from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
 from autoplan.runtime.program import copy_beside_computing, load_module
+from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
 from autoplan.runtime.state import IncompatibleKeys, check_state
+from autoplan.runtime.tied import TiedGradients, share_tied
 from autoplan.runtime.whole import HOST, broadcast, of_shards, own_shard
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
@@ -96,6 +96,7 @@ class ParallelModel:
         self.plan: Any = None  # a Plan, whose class the runtime does not know
         self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
+        self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
@@ -103,39 +104,27 @@ class ParallelModel:
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
-        if self.precision is not None and dtype is not None:
-            raise ValueError(
-                f"dtype={dtype}: this program computes in {spec.compute_dtype} whatever its parameters are"
-            )
+        check_precision(spec, self.precision, dtype, gradient_compression)
         self._num_steps = 0
         self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         if compile is not None:
+            hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():
-                compile_blocks(stage, compile, [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ())
+                compile_blocks(stage, compile, hidden)
         self._owners = self._find_owners()
         self._compression = gradient_compression
-        if self.precision is not None and self.precision.scales_loss and isinstance(gradient_compression, PowerSGD):
-            raise ValueError(
-                "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
-                "scale; use bf16"
-            )
         self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised()
         self._host = self._host_shards()
-        self.loss_scaler: LossScaler | None = None
-        if self.precision is not None and self.precision.scales_loss:
-            self.loss_scaler = scaler = LossScaler()
-            last = self.stages.get(len(spec.stages) - 1)
-            if last is not None:  # after the hooks of fully_shard, which then see the loss itself
-                last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
-        self._tied_groups = self._make_tied_groups()
+        self.loss_scaler = self._make_loss_scaler()
+        self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._shards_shown = Shards(
             self.mesh,
             [p for stage in spec.stages for p in stage.params],
-            split=not self._plain_parameters,
+            split=not self._replicas.plain,
         )
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -144,6 +133,16 @@ class ParallelModel:
             self.optimizer = self._make_optimizer(optimizer)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
+
+    def _make_loss_scaler(self) -> LossScaler | None:
+        """Of a program in float16: it scales what the last stage returns."""
+        if self.precision is None or not self.precision.scales_loss:
+            return None
+        scaler = LossScaler()
+        last = self.stages.get(len(self.spec.stages) - 1)
+        if last is not None:  # after the hooks of fully_shard, which then see the loss itself
+            last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
+        return scaler
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         """An optimizer over the local parts, all copies of tied parameters included."""
@@ -162,7 +161,7 @@ class ParallelModel:
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
         """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
         precision, copies, syncs = self.precision, None, {}
-        if self._plain_parameters:
+        if self._replicas.plain:
             copies = self._make_copies()
         # 16-bit sums are reduced as such, where they are: in the copies
         in_copies = copies is not None and precision is not None and precision.gradients != MASTER
@@ -172,11 +171,11 @@ class ParallelModel:
                 mine = self._specs[index]
                 syncs[index] = apply_zero(
                     stage,
-                    self._copies_of("rdp", self._shards),
+                    self._replicas.submesh(),
                     self.spec.zero_stage,
                     schedule=self.spec.schedule,
                     apart=self._dispatched(mine),
-                    apart_mesh=self._copies_of("redp", self._expert_shards) if self.mesh.has("edp") else None,
+                    apart_mesh=self._replicas.submesh_of_experts(),
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
@@ -207,10 +206,6 @@ class ParallelModel:
         """What the optimizer works on of a parameter: itself, or its copy on the host."""
         return parameter if self._host is None else self._host.of(parameter)
 
-    def _copies_of(self, copies: str, shards: str) -> DeviceMesh:
-        """The ranks that ZeRO shards over; under hybrid ZeRO together with those that have copies of the shards."""
-        return self.mesh.submesh(copies, shards) if self._hybrid else self.mesh.submesh(shards)
-
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
             return None
@@ -222,35 +217,9 @@ class ParallelModel:
         return Copies(uses, self.precision)
 
     @property
-    def _plain_parameters(self) -> bool:
-        """True if no parameter is sharded by ZeRO."""
-        return self.spec.zero_stage == 0 or self.mesh.size(self._replicas) == 1
-
-    @property
     def stage(self) -> nn.Module:
         """The module of this rank's first stage in model order: without virtual stages its only one."""
         return next(iter(self.stages.values()))
-
-    @property
-    def _replicas(self) -> str:
-        """The ranks with the same parameters: of data and, together with them, of context parallelism."""
-        return "replicas" if "replicas" in self.mesh.groups else "dp"
-
-    @property
-    def _shards(self) -> str:
-        """The ranks that ZeRO shards over: all replicas, or the neighbours among them (hybrid)."""
-        if not self._hybrid:
-            return self._replicas
-        return "shards" if "shards" in self.mesh.groups else "sdp"
-
-    @property
-    def _expert_shards(self) -> str:
-        """The same of experts that tokens travel to."""
-        return "sedp" if self._hybrid else "edp"
-
-    @property
-    def _hybrid(self) -> bool:
-        return "rdp" in self.mesh.axes
 
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
@@ -268,8 +237,8 @@ class ParallelModel:
         materialise(
             stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype, stored
         )
-        if self._plain_parameters:
-            self._share_tied(stage, mine)
+        if self._replicas.plain:
+            share_tied(stage, mine, self.spec.tied)
         copy_beside_computing(stage, self.device)
         return stage
 
@@ -280,16 +249,6 @@ class ParallelModel:
             for p in mine.params
             if any(s.axis == "ep" for s in p.shards)
         ]
-
-    def _share_tied(self, stage: nn.Module, spec: StageSpec) -> None:
-        """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
-        specs = {(p.block, p.attr): p for p in spec.params}
-        for tied in self.spec.tied:
-            mine = [(block, attr) for index, block, attr in tied.places if index == spec.index]
-            for block, attr in mine[1:]:
-                if specs[block, attr].used_as == specs[mine[0]].used_as:
-                    first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])
-                    setattr(stage.get_submodule(f"blocks.{block}"), attr, first)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -345,44 +304,6 @@ class ParallelModel:
             if parameter.requires_grad:
                 yield parameter
 
-    def _make_tied_groups(self) -> list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]]:
-        """For each tied parameter: this rank's copies, and the other ranks of the pipeline that hold one."""
-        out: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
-        ranks = torch.arange(self.mesh.world_size).reshape(self.mesh.size("pp"), -1)
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for tied in self.spec.tied:
-            homes = sorted({self._rank_of(stage) for stage, _, _ in tied.places})
-            mine = [place for place in tied.places if place[0] in self.stages]
-            group: dist.ProcessGroup | None = None
-            if len(homes) > 1:
-                if tuple(homes) not in groups:
-                    columns: list[list[int]] = ranks[homes].T.tolist()
-                    groups[tuple(homes)] = self.mesh.group_of_some(columns, "tied")
-                group = groups[tuple(homes)]
-            out.append((mine, group))
-        return out
-
-    def _rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that holds a stage."""
-        return self.spec.stage_ranks[stage] if self.spec.stage_ranks else stage
-
-    def _sum_tied(self) -> None:
-        for mine, group in self._tied_groups:
-            if not mine:
-                continue
-            places = (self.stages[i].get_submodule(f"blocks.{b}").get_parameter(a) for i, b, a in mine)
-            copies = {id(p): p for p in places}
-            gradients = [local_of(p.grad) for p in copies.values() if p.grad is not None]
-            if not gradients:
-                continue
-            total = gradients[0]
-            for other in gradients[1:]:
-                total += other
-            if group is not None:
-                all_reduce_flat([total], group, device=self.device)
-            for other in gradients[1:]:
-                other.copy_(total)
-
     # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -432,7 +353,7 @@ class ParallelModel:
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
             reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent, self.device)
-            self._sum_tied()
+            self._tied.sum_tied(self.device)
             if self.loss_scaler is not None:
                 self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size)
         if self._host is not None:
@@ -440,7 +361,7 @@ class ParallelModel:
         self._num_steps += 1
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
         total = total.to(torch.float64).detach().clone()
-        for axis in (self._replicas, "pp"):  # other stages add zero
+        for axis in (self._replicas.all, "pp"):  # other stages add zero
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         return total.to(denominator.dtype)
@@ -514,23 +435,12 @@ class ParallelModel:
             dtype = self._dtype
         return tuple(evaluate(s, env) for s in c.shape), dtype, c.requires_grad
 
-    def _counts_here(self, p: ParamSpec) -> bool:
-        """True on exactly one of the ranks that hold the same elements."""
-        for tied in self.spec.tied:
-            if tied.name == p.name and tied.places[0][1:] != (p.block, p.attr):
-                return False
-        sharded = {atom for s in p.shards for atom in self.mesh.atoms(s.axis)}
-        if self.spec.zero_stage > 0:
-            apart = any(s.axis == "ep" for s in p.shards)
-            sharded.update(self.mesh.atoms(self._expert_shards if apart else self._shards))
-        return all(name in sharded or name == "pp" or self._coordinate(name) == 0 for name in self.mesh.axes)
-
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
         """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
         if self.loss_scaler is not None and self.loss_scaler.skipped:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
-        total = square_sum((grad for p, grad in self._gradients() if self._counts_here(p)), self.device)
+        total = square_sum((grad for p, grad in self._gradients() if self._replicas.counts_here(p)), self.device)
         if self.mesh.world_size > 1:
             dist.all_reduce(total)
         return total.sqrt()
@@ -556,6 +466,11 @@ class ParallelModel:
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Full tensors by original name, on the host of every rank (a collective): `pick` chooses parameter or
         gradient. Tensor by tensor: of the memory of a device it takes a bucket (`autoplan.runtime.whole`)."""
+        mine = self._own_tensors(pick)
+        return mine if self.mesh.size("pp") == 1 else self._of_all_stages(mine)
+
+    def _own_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Those of this rank's stages."""
         mine: dict[str, torch.Tensor] = {}
         for p, parameter in self._places():
             tensor = pick(self._held(parameter))
@@ -567,8 +482,10 @@ class ParallelModel:
             full = unshard(local, p, self.mesh, self.device)  # of every copy of a tied one: its ranks take part alike
             if p.name not in mine:
                 mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of what trains
-        if self.mesh.size("pp") == 1:
-            return mine
+        return mine
+
+    def _of_all_stages(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same of all stages, each sent by the rank of the pipeline that holds it."""
         out: dict[str, torch.Tensor] = {}
         group = self.mesh.group("pp")
         for index, stage in enumerate(self.spec.stages):
@@ -594,7 +511,7 @@ class ParallelModel:
         return dtype
 
     def _rank_of_stage(self, index: int) -> int:
-        return dist.get_global_rank(self.mesh.group("pp"), self._rank_of(index))
+        return dist.get_global_rank(self.mesh.group("pp"), self.spec.rank_of(index))
 
     @guarded("state_dict")
     def state_dict(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from autoplan.runtime.compression import Compression, PowerSGD
 from autoplan.runtime.params import local_of
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 
@@ -314,3 +315,18 @@ class LossScaler:
         self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self.growth_interval, self.growth_tracker = int(state["growth_interval"]), int(state["_growth_tracker"])
         self.__post_init__()
+
+
+def check_precision(
+    spec: ProgramSpec, precision: MixedPrecision | None, dtype: torch.dtype | None, compression: Compression | None
+) -> None:
+    """Raise ValueError for what a program in mixed precision does not take."""
+    if precision is None:
+        return
+    if dtype is not None:
+        raise ValueError(f"dtype={dtype}: this program computes in {spec.compute_dtype} whatever its parameters are")
+    if precision.scales_loss and isinstance(compression, PowerSGD):
+        raise ValueError(
+            "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
+            "scale; use bf16"
+        )

@@ -9,7 +9,7 @@ import importlib.util
 import linecache
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,15 +101,21 @@ class Block(nn.Module):
         """`compute`, with what `recompute` says of its activations."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)
-        if self.recompute == "full":
-            # no generator state to restore: dropout here is a function of its position
-            return checkpoint(
-                self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept_copies, **kwargs
-            )
-        if self.recompute == "offload":
-            with self._offloads.open([*self.parameters(), *self.buffers()], self._follows) as moved:
-                self._ran.add(moved)
-                return self.compute(*args, **kwargs)
+        run: Callable[..., Any] = _RUNS.get(self.recompute, Block._run_regions)
+        return run(self, *args, **kwargs)
+
+    def _run_full(self, *args: Any, **kwargs: Any) -> Any:
+        # no generator state to restore: dropout here is a function of its position
+        return checkpoint(
+            self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept_copies, **kwargs
+        )
+
+    def _run_offloaded(self, *args: Any, **kwargs: Any) -> Any:
+        with self._offloads.open([*self.parameters(), *self.buffers()], self._follows) as moved:
+            self._ran.add(moved)
+            return self.compute(*args, **kwargs)
+
+    def _run_regions(self, *args: Any, **kwargs: Any) -> Any:
         with Regions() as self._regions:
             self._ran.add(self._regions)
             try:
@@ -137,6 +143,10 @@ class Block(nn.Module):
             if region in self.recompute.split("+"):
                 return self._regions.run(fn, args, drop_result=True)
         return fn(*args)
+
+
+# How a choice of recompute runs a block; all others name its regions.
+_RUNS: Mapping[str, Callable[..., Any]] = {"full": Block._run_full, "offload": Block._run_offloaded}
 
 
 def copy_beside_computing(stage: nn.Module, device: torch.device) -> None:

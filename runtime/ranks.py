@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,18 +141,22 @@ class Ranks:
                 return news
             heard.update((r, a) for r, a in answers.items() if not isinstance(a, Silence))
             # one answer is enough: on a busy machine the next may take long
-            silent = [r for r in answers if r not in heard and r not in self.known.left]
+            silent = self._not_left(r for r in answers if r not in heard)
+            if silent and left_s < 0:
+                return self._note_silent(silent, grace_s)
             if silent:
-                if left_s < 0:
-                    return self._note_silent(silent, grace_s)
                 time.sleep(0.02)
                 continue
-            lives = {r: a for r, a in heard.items() if r not in self.known.left}
+            lives = {r: heard[r] for r in self._not_left(heard)}
             elsewhere = [r for r, a in lives.items() if not a["waits"]]
             if elsewhere == late:  # twice: not on the way from one collective to the next
                 return self._note_late(elsewhere, lives)
             late = elsewhere
             time.sleep(0.5)
+
+    def _not_left(self, ranks: Iterable[int]) -> list[int]:
+        """Those that have not ended as they should."""
+        return [r for r in ranks if r not in self.known.left]
 
     def note_gone(self, ranks: list[int]) -> News:
         """Take note that there are no such processes any more."""

@@ -162,8 +162,11 @@ class ProgramSpec:
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a rank of the pipeline holds, in model order."""
-        homes = self.stage_ranks or range(len(self.stages))
-        return tuple(stage for stage, home in zip(self.stages, homes, strict=True) if home == rank)
+        return tuple(stage for index, stage in enumerate(self.stages) if self.rank_of(index) == rank)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the pipeline that holds a stage."""
+        return self.stage_ranks[stage] if self.stage_ranks else stage
 
     def axis_size(self, name: str) -> int:
         """Size of an axis; 1 if the program has none of that name."""

@@ -15,7 +15,7 @@ much as a forward does (the paper's M_W and M_B).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -162,32 +162,45 @@ def backward_input(
         leaves,
         {id(p) for p in at_once},
     )
-    wanted = [*(t for _, t in given), *now]
-    if made and wanted:
-        handles = [d.node.register_prehook(d.remember) for d in deferred]
-        if kept is not None:
-            handles += [d.node.register_prehook(kept.enter) for d in deferred]
-            handles += [d.node.register_hook(kept.leave) for d in deferred]
-        try:
-            with kept.spending() if kept is not None else nullcontext():
-                found = torch.autograd.grad(
-                    [t for t, _ in made],  # type: ignore[arg-type]  # torch takes a mixture
-                    wanted,
-                    [g for _, g in made],
-                    retain_graph=bool(deferred),
-                    allow_unused=True,
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
+    if made and (given or now):
+        found = _first_part(made, [*(t for _, t in given), *now], deferred, kept)
         for (i, _), gradient in zip(given, found, strict=False):
             out[i] = gradient
         _add(now, found[len(given) :])
-    held = {id(t) for _, t in given}
+    _let_go(outputs, {id(t) for _, t in given})
+    return tuple(out), deferred
+
+
+def _let_go(outputs: Sequence[Root], held: Set[int]) -> None:
+    """Free the graph between the outputs and the first branch; outputs that are inputs, `held` by id, keep theirs."""
     for t in outputs:
         if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in held and not t._is_view():
-            t.detach_()  # the graph between an output and the first branch
-    return tuple(out), deferred
+            t.detach_()
+
+
+def _first_part(
+    made: Sequence[tuple[Root, torch.Tensor | None]],
+    wanted: Sequence[torch.Tensor],
+    deferred: Sequence[Deferred],
+    kept: Kept | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `wanted`; those that arrive where parameters branch off are remembered."""
+    handles = [d.node.register_prehook(d.remember) for d in deferred]
+    if kept is not None:
+        handles += [d.node.register_prehook(kept.enter) for d in deferred]
+        handles += [d.node.register_hook(kept.leave) for d in deferred]
+    try:
+        with kept.spending() if kept is not None else nullcontext():
+            return torch.autograd.grad(
+                [t for t, _ in made],  # type: ignore[arg-type]  # torch takes a mixture
+                wanted,
+                [g for _, g in made],
+                retain_graph=bool(deferred),
+                allow_unused=True,
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def backward_weight(deferred: Iterable[Deferred]) -> None:
@@ -221,38 +234,53 @@ def _branches(
     A parameter can wait if it is reached from one node of those ways only. From several, the second part would have to
     follow the ways between them again; and beside all ways there is nothing to remember.
     """
-    followed: dict[Node, list[Node]] = {}  # keeps the nodes' Python objects, and with them their identity
-    on_way: dict[Node, bool] = {}
-    reached: dict[Node, frozenset[Node]] = {}  # leaves; from a node on the way: beside it
-    stack = list(roots)
-    while stack:
-        node = stack[-1]
-        if node in on_way:
-            stack.pop()
-            continue
-        if node not in followed:
-            followed[node] = [n for n, _ in node.next_functions if n is not None]
-            stack += [n for n in followed[node] if n not in on_way]
-            continue
-        stack.pop()
-        after = followed[node]
-        on_way[node] = node in inputs or any(on_way[n] for n in after)
-        beside = [reached[n] for n in after if not on_way[n]]
-        own = frozenset({node}) if node in leaves else frozenset()
-        # mostly one set or none: shared, not copied
-        reached[node] = own.union(*beside) if own or len(beside) > 1 else beside[0] if beside else own
+    walk = _walked(roots, inputs, leaves)
     times = {n: 2 if id(p) in at_once else 0 for n, p in leaves.items()}
-    for node in followed:
-        if on_way[node]:
-            for leaf in reached[node]:
-                times[leaf] += 1
-    for root in set(roots):
-        if not on_way[root]:
-            for leaf in reached[root]:
-                times[leaf] += 2
+    counted = [(node, 1) for node in walk.followed if walk.on_way[node]]
+    counted += [(root, 2) for root in set(roots) if not walk.on_way[root]]
+    for node, count in counted:
+        for leaf in walk.reached[node]:
+            times[leaf] += count
     deferred = []
-    for node in followed:
-        params = [leaves[n] for n in reached[node] if times[n] == 1] if on_way[node] and reached[node] else []
+    for node in walk.followed:
+        params = [leaves[n] for n in walk.reached[node] if times[n] == 1] if walk.on_way[node] else []
         if params:
             deferred.append(Deferred(node, params))
     return deferred, [p for n, p in leaves.items() if times[n] > 1]
+
+
+@dataclass
+class _Walk:
+    """The graph from the roots on.
+
+    Attributes:
+        followed: node -> what follows; keeps the nodes' Python objects, and with them their identity.
+        on_way: node -> whether it leads to an input.
+        reached: node -> leaves that it leads to; from a node on the way: those beside it.
+    """
+
+    followed: dict[Node, list[Node]] = field(default_factory=dict)
+    on_way: dict[Node, bool] = field(default_factory=dict)
+    reached: dict[Node, frozenset[Node]] = field(default_factory=dict)
+
+
+def _walked(roots: Sequence[Node], inputs: set[Node], leaves: Mapping[Node, nn.Parameter]) -> _Walk:
+    """Every node once, after all that follow it. A stack of our own: graphs are deeper than Python's."""
+    walk = _Walk()
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node not in walk.followed:
+            walk.followed[node] = [n for n, _ in node.next_functions if n is not None]
+            stack += [n for n in walk.followed[node] if n not in walk.on_way]
+            continue
+        stack.pop()
+        if node in walk.on_way:
+            continue
+        after = walk.followed[node]
+        walk.on_way[node] = node in inputs or any(walk.on_way[n] for n in after)
+        beside = [walk.reached[n] for n in after if not walk.on_way[n]]
+        own = frozenset({node}) if node in leaves else frozenset()
+        # mostly one set or none: shared, not copied
+        walk.reached[node] = own.union(*beside) if own or len(beside) > 1 else beside[0] if beside else own
+    return walk

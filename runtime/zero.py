@@ -36,6 +36,7 @@ from torch.distributed.tensor import Shard
 from autoplan.runtime.compression import Compression, Compressor
 from autoplan.runtime.private import end_of_backward
 from autoplan.runtime.spec import ScheduleSpec
+from autoplan.streams import has_streams
 
 # What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
@@ -59,7 +60,7 @@ class ZeroStage(enum.IntEnum):
 
 def reduces_beside(device_type: str) -> bool:
     """Whether ZeRO 0 reduces gradients beside the last backward on such a device: where there are streams to do so."""
-    return device_type != "cpu"
+    return has_streams(device_type)
 
 
 def check_schedule(zero: ZeroStage | int, schedule: ScheduleSpec | None) -> None:
@@ -126,18 +127,13 @@ class _AllReduce(GradientSync):
         super().__init__(ZeroStage.NOTHING)
         # Backward order, so that what was written last is read first and may still be in a cache.
         parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
-        others = {id(p) for p in apart}
-        replicas = [(group, [p for p in parameters if id(p) not in others])]
-        if apart_group is not None:
-            replicas.append((apart_group, [p for p in parameters if id(p) in others]))
-        self.compressors: list[Compressor] = []
-        if compression is not None:
-            self.compressors = [Compressor(compression, group) for group, _ in replicas]
-        self._replicas, self._bucket_bytes = replicas, bucket_bytes
-        on_cpu = bool(parameters) and parameters[0].device.type == "cpu"
-        alone = min(ALONE_BYTES, bucket_bytes) if on_cpu else None
+        self._replicas = replicas = _by_replicas(parameters, group, apart, apart_group)
+        self._bucket_bytes = bucket_bytes
+        self.compressors = [Compressor(compression, g) for g, _ in replicas if compression is not None]
+        device = parameters[0].device if parameters else torch.device("meta")
+        alone = min(ALONE_BYTES, bucket_bytes) if device.type == "cpu" else None
         self._buckets = [(g, bucket) for g, mine in replicas for bucket in buckets(mine, bucket_bytes, alone)]
-        self._lane = torch.cuda.Stream(parameters[0].device) if parameters and parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
+        self._lane = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._open: list[set[int]] = []  # of every bucket the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not on its way
         self._beside = beside is not None and compression is None
@@ -194,6 +190,20 @@ class _AllReduce(GradientSync):
         self._lane.wait_stream(torch.cuda.current_stream(self._lane.device))
         with torch.cuda.stream(self._lane):
             _unpack(*_all_reduce(gradients, group))  # waiting makes the lane wait, not the host
+
+
+def _by_replicas(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    apart: Sequence[nn.Parameter],
+    apart_group: dist.ProcessGroup | None,
+) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
+    """The parameters by the ranks that hold copies of them."""
+    others = {id(p) for p in apart}
+    out = [(group, [p for p in parameters if id(p) not in others])]
+    if apart_group is not None:
+        out.append((apart_group, [p for p in parameters if id(p) in others]))
+    return out
 
 
 def _all_reduce(
@@ -327,19 +337,11 @@ def apply_zero(
     zero = ZeroStage(zero)
     splits = schedule is not None and schedule.splits_backward
     check_schedule(zero, schedule)
-    hybrid = mesh.ndim == 2 and zero is not ZeroStage.NOTHING
-    if mesh.ndim != 1 and not hybrid:
-        raise ValueError(f"ZeRO {zero:d} needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
-    if hybrid and mesh.size(1) == 1:
-        raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh})")
-    if compression is not None and zero is not ZeroStage.NOTHING:
-        raise ValueError(f"gradients are compressed in the all-reduce of ZeRO 0 only, not with ZeRO {zero:d}")
+    _check_mesh(mesh, zero, compression, offload)
     blocks = _blocks_of(stage)
     if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
         apart, apart_mesh = (), None  # the same replicas: FSDP wants one mesh for them
     several = bool(apart) and apart_mesh is not None and apart_mesh.size() > 1
-    if offload and (zero is ZeroStage.NOTHING or mesh.size() == 1):
-        raise ValueError(f"parameters on the host need ZeRO 1 to 3 over several ranks, not {zero:d} over {mesh.size()}")
     if mesh.size() == 1 and not several:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
@@ -347,9 +349,34 @@ def apply_zero(
         # of a split backward the parameters' part of one micro-batch may come after the inputs' part of the last
         beside = None if splits else beside
         return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression, beside)
-
     _check_shardable(blocks)
-    reshard_after_forward = zero is ZeroStage.PARAMETERS
+    root = _shard(stage, blocks, mesh, zero, apart, apart_mesh, policies or {}, offload)
+    return (_ShardedSplit if splits else _Sharded)(root, zero)
+
+
+def _check_mesh(mesh: DeviceMesh, zero: ZeroStage, compression: Compression | None, offload: bool) -> None:
+    hybrid = mesh.ndim == 2 and zero is not ZeroStage.NOTHING
+    if mesh.ndim != 1 and not hybrid:
+        raise ValueError(f"ZeRO {zero:d} needs a mesh of one axis, this one has {mesh.ndim}: {mesh.mesh_dim_names}")
+    if hybrid and mesh.size(1) == 1:
+        raise ValueError(f"hybrid ZeRO needs several ranks to shard over ({mesh})")
+    if compression is not None and zero is not ZeroStage.NOTHING:
+        raise ValueError(f"gradients are compressed in the all-reduce of ZeRO 0 only, not with ZeRO {zero:d}")
+    if offload and (zero is ZeroStage.NOTHING or mesh.size() == 1):
+        raise ValueError(f"parameters on the host need ZeRO 1 to 3 over several ranks, not {zero:d} over {mesh.size()}")
+
+
+def _shard(
+    stage: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    zero: ZeroStage,
+    apart: Sequence[nn.Parameter],
+    apart_mesh: DeviceMesh | None,
+    policies: Mapping[str, MixedPrecisionPolicy],
+    offload: bool,
+) -> FSDPModule:
+    """`fully_shard` on every block of a stage, and on the stage; arguments as for `apply_zero`."""
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
     place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
     # torch pins memory by the driver of an accelerator, which a CPU has not
@@ -358,7 +385,7 @@ def apply_zero(
         gathered = getattr(block, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
         fully_shard(
             block,
-            mp_policy=(policies or {}).get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
+            mp_policy=policies.get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
             mesh=mesh,
             reshard_after_forward=gathered != "keep",
             shard_placement_fn=place,
@@ -368,16 +395,15 @@ def apply_zero(
         if isinstance(block, FSDPModule) and gathered == "drop":
             block.set_unshard_in_backward(False)
     # The stage itself too, although it owns no parameter: the root, which all blocks share streams and switches with.
-    root = fully_shard(
-        stage, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=alone, offload_policy=policy
-    )
+    reshard = zero is ZeroStage.PARAMETERS
+    root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard, ignored_params=alone, offload_policy=policy)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Without this a factor of 1 becomes PREMUL_SUM, which gloo refuses and NCCL spends a multiplication on.
             module.set_force_sum_reduction_for_comms(True)
     _prefetch_in_block_order(list(blocks.values()))
-    return (_ShardedSplit if splits else _Sharded)(root, zero)
+    return root
 
 
 def placement_apart(

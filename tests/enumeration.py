@@ -108,18 +108,7 @@ def brute_force(r: PlanRequest) -> float:
     for c, kind in itertools.product(space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates, kinds):
         if "parameters" in kind and (c.zero_stage == 0 or c.dp == 1):
             continue  # nothing is sharded
-        config = ParallelConfig(
-            schedule=c.schedule,
-            virtual_stages=c.virtual_stages,
-            dp=c.dp,
-            tp=c.tp,
-            pp=c.pp,
-            zero_stage=c.zero_stage,
-            micro_batch_size=c.micro_batch_size,
-            num_micro_batches=c.num_micro_batches,
-            zero_replicas=c.zero_replicas,
-            offload=tuple(name for name in kind if name != "activations"),
-        )
+        config = c.but(offload=tuple(name for name in kind if name != "activations"))
         best = min(best, best_of(r, config, "activations" in kind))
     return best
 

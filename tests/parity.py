@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -568,9 +568,20 @@ def assert_trains_as_one_device(case: Case) -> None:
     assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
 
 
-def spread_out(cases: Sequence[Any], every: int = 3) -> list[Any]:
-    """Parameters of a test: one of `every` in make test, all in make test-all."""
-    return [pytest.param(c, marks=[] if i % every == 0 else pytest.mark.slow) for i, c in enumerate(cases)]
+def spread_out(cases: Iterable[Any], every: int = 3, unpack: bool = False) -> list[Any]:
+    """Parameters of a test: one of `every` in make test, all in make test-all.
+
+    Args:
+        cases: arguments, or `pytest.param`s. unpack: each is a tuple of several arguments.
+    """
+
+    def of(case: Any, slow: bool) -> Any:
+        marks = (pytest.mark.slow,) if slow else ()
+        if hasattr(case, "marks"):
+            return pytest.param(*case.values, marks=(*case.marks, *marks), id=case.id)
+        return pytest.param(*case, marks=marks) if unpack else pytest.param(case, marks=marks)
+
+    return [of(case, i % every > 0) for i, case in enumerate(cases)]
 
 
 def state_keys(family: str) -> list[str]:

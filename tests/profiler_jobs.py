@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from autoplan.cost_models.profile import LinkRecord, OpRecord, Timing
+from autoplan.cost_models.profile import LinkRecord, MeasuredOp, Timing
 from autoplan.errors import AutoplanError
 from autoplan.profiler import run
 from autoplan.profiler.interference import measure_interference
@@ -32,7 +32,7 @@ def measure_unlike(rank: int, world: int) -> tuple[list[str], dict[str, str]]:
     ]
     before = run.memory_bytes, run.measure_op
 
-    def unlike(task: Task, clock: Clock, cache: int) -> OpRecord:
+    def unlike(task: Task, clock: Clock, cache: int) -> MeasuredOp:
         if rank == 0 and task is tasks[2]:
             raise RuntimeError("no kernel for this")
         return before[1](task, clock, cache)

@@ -234,6 +234,15 @@ def objective(residual: Floats, weights: Floats, z: Floats, prior: Floats, width
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
+def _check_arguments(steps: Sequence[Step], least_groups: int, rounds: int, looseness: float) -> None:
+    if not steps:
+        raise AutoplanError("no measured steps; give at least one")
+    if least_groups < 1 or rounds < 1:
+        raise AutoplanError(f"least_groups={least_groups} and rounds={rounds} must be at least 1")
+    if not 0 < looseness < math.inf:
+        raise AutoplanError(f"looseness={looseness!r} must be a positive number")
+
+
 def fit(
     steps: Sequence[Step],
     price: Price,
@@ -249,12 +258,7 @@ def fit(
     `looseness`: factor on the widths of all priors.
     Raises: AutoplanError for no steps, a step without a price, or a constant that is not known.
     """
-    if not steps:
-        raise AutoplanError("no measured steps; give at least one")
-    if least_groups < 1 or rounds < 1:
-        raise AutoplanError(f"least_groups={least_groups} and rounds={rounds} must be at least 1")
-    if not 0 < looseness < math.inf:
-        raise AutoplanError(f"looseness={looseness!r} must be a positive number")
+    _check_arguments(steps, least_groups, rounds, looseness)
     chosen = _names(names, start)
     measured = np.log([s.measured_s for s in steps])
     labels = sorted({s.group for s in steps})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.graph import Node, Value
 
 
@@ -39,6 +40,10 @@ class Trace:
     repeats: list[Repeat] = field(default_factory=list)
     order: list[tuple[str, int]] = field(default_factory=list)
     output: str = ""
+
+    def flow(self) -> Dataflow:
+        """What depends on what among `nodes`, by index."""
+        return Dataflow([(node.tensor_inputs, node.outputs) for node in self.nodes])
 
     def append(self, node: Node, layer: str) -> None:
         """Add a node at the end, in a layer ("": outside)."""

@@ -25,11 +25,14 @@ from autoplan.capture.frontend.inplace import (
     window,
 )
 from autoplan.capture.frontend.inputs import LossModule
-from autoplan.capture.ops import OPS, SKIP, Alias, Arguments, Lowered, lower
+from autoplan.capture.ops import OPS, SKIP, Arguments, lower
 from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
+from autoplan.ops.arguments import Alias, Lowered
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has, op_record
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -279,23 +282,9 @@ class Translator:
             name = getattr(node.target, "__name__", target)
             raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
-            changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-            done = isinstance(changed, Assembly) and changed.complete
-            windows = {n for n, v in self.env.items() if done and isinstance(v, Window) and v.of is changed}
-            whole = {n for n, v in self.env.items() if done and v is changed and n is not node.args[0]}
-            target = out_of_place(target, node, windows | whole) or target
+            target = self._out_of_place(target, node)
         if target not in OPS:
-            if target.split(".")[1].endswith("_"):
-                changed = self.env.get(cast(fx.Node, node.args[0]))
-                if changed in self.trace.buffers:
-                    raise CaptureError(self._mutated(self.trace.buffers[changed]))
-                raise CaptureError(
-                    f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
-                )
-            raise CaptureError(
-                f"op {target} at {where or node.name} is not supported; add it to autoplan.capture.ops.OPS and its "
-                "rule to autoplan.ops.table"
-            )
+            raise self._refusal(target, node)
         try:
             result = lower(target, *self._arguments(node))
         except CaptureError as exc:
@@ -313,13 +302,37 @@ class Translator:
             previous = names[0]
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
+    def _out_of_place(self, target: str, node: fx.Node) -> str:
+        """The operation that makes a new tensor instead of one that changes a tensor which nobody else sees."""
+        changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if not isinstance(changed, Assembly) or not changed.complete:
+            return out_of_place(target, node, set()) or target
+        windows = {n for n, v in self.env.items() if isinstance(v, Window) and v.of is changed}
+        whole = {n for n, v in self.env.items() if v is changed and n is not node.args[0]}
+        return out_of_place(target, node, windows | whole) or target
+
+    def _refusal(self, target: str, node: fx.Node) -> CaptureError:
+        """Why an operation without a rule cannot be captured."""
+        where = source_of(node)
+        if target.split(".")[1].endswith("_"):
+            changed = self.env.get(self._first(node))
+            if changed in self.trace.buffers:
+                return CaptureError(self._mutated(self.trace.buffers[changed]))
+            return CaptureError(
+                f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
+            )
+        return CaptureError(
+            f"op {target} at {where or node.name} is not supported; add its record to autoplan/ops (docs/how_to_add.md)"
+        )
+
     def _is_noop(self, result: Any, node: fx.Node) -> bool:
         """A cast to the same dtype, or a reshape/expand to the same shape."""
-        if not isinstance(result, Lowered) or result.op not in ("to", "reshape", "expand"):
+        traits = op_record(result.op).traits if isinstance(result, Lowered) else frozenset()
+        if not isinstance(result, Lowered) or traits.isdisjoint((Trait.CAST, Trait.RESIZES)):
             return False
         before = self.trace.values[str(result.tensors[0])]
         value = node.meta["val"]
-        if result.op == "to":
+        if Trait.CAST in traits:
             return before.dtype == dtype_name(value.dtype)
         return before.shape == self._shape(value)
 
@@ -329,12 +342,13 @@ class Translator:
         base = self._fresh(item.op)
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
+        passes = not op_has(item.op, Trait.STOPS_GRADIENT)
         for name, meta in zip(outs, metas, strict=True):
             dtype = dtype_name(meta.dtype)
-            grad = any(v.requires_grad for v in inputs) and item.op != "detach" and "float" in dtype
+            grad = passes and any(v.requires_grad for v in inputs) and "float" in dtype
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
-        if item.op in ("to", "arange", "full"):
+        if op_has(item.op, Trait.TAKES_DTYPE):
             attrs["dtype"] = dtype_name(metas[0].dtype)
         elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
             attrs["dtype"] = None

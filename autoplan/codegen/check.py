@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,32 +93,41 @@ def _as_it_is(x: torch.Tensor, types: Mapping[str, Any], mesh: AxisMesh) -> dict
     return out
 
 
-def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: AxisMesh, env: Mapping[str, int]) -> None:
-    from spmd_types.checker import typecheck
-
+def _fill(stage: nn.Module, this: StageSpec, mesh: AxisMesh) -> None:
+    """Give a stage parameters and buffers of zeros in the shapes of one rank."""
     with torch.no_grad():
         for p in this.params:
-            block = stage.get_submodule(f"blocks.{p.block}")
             value = torch.zeros(local_shape(p, mesh.size), dtype=getattr(torch, p.dtype))
-            setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
+            setattr(stage.get_submodule(f"blocks.{p.block}"), p.attr, nn.Parameter(value, requires_grad=p.trainable))
         for b in this.buffers:
             owner = buffer_owner(stage, b)
             setattr(owner, b.attr, torch.zeros_like(getattr(owner, b.attr)))
+
+
+def _assert_types(
+    stage: nn.Module, this: StageSpec, inputs: Mapping[str, torch.Tensor], carried: Sequence[torch.Tensor]
+) -> None:
+    """Tell the checker the types of all that a stage is given."""
+    for p in this.params:
+        parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+        typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as})
+    for x in (*(getattr(buffer_owner(stage, b), b.attr) for b in this.buffers), *inputs.values()):
+        typed(x, R)
+    for c, x in zip(this.carried_in, carried, strict=True):
+        typed(x, R, **{a: _TYPES[t] for a, t in c.types})
+
+
+def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: AxisMesh, env: Mapping[str, int]) -> None:
+    from spmd_types.checker import typecheck
+
+    _fill(stage, this, mesh)
     inputs = {name: _input(name, spec, env) for name in spec.inputs}
     inputs |= {"loss_denominator": torch.ones(()), "rng": torch.zeros(3, dtype=torch.int64)}
     inputs |= {"loss_share": torch.ones(())} if spec.loss_share else {}
     carried = [_carried(c, env) for c in this.carried_in]
     names = [name for name in _tensor_axes(spec) if mesh.size(name) > 1]
     with use_mesh(mesh), typecheck():
-        for p in this.params:
-            parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
-            typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as})
-        for b in this.buffers:
-            typed(getattr(buffer_owner(stage, b), b.attr), R)
-        for x in inputs.values():
-            typed(x, R)
-        for c, x in zip(this.carried_in, carried, strict=True):
-            typed(x, R, **{a: _TYPES[t] for a, t in c.types})
+        _assert_types(stage, this, inputs, carried)
         out = stage(*carried, **inputs)
         outs = list(out) if isinstance(out, tuple) else [out]
         wanted: list[dict[str, Any]] = [{a: _TYPES[t] for a, t in c.types} for c in this.carried_out]

@@ -1,24 +1,24 @@
 """Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
 
-The text of each op is in `autoplan.ops.text`; here stands what depends on mesh and methods.
+The text of each op is in its record (`autoplan.ops`); the axes that it works over are given by its statement.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from autoplan.config.context_methods import ContextMethod
-from autoplan.errors import LayoutError, RuleError
+from autoplan.errors import RuleError
 from autoplan.ir.graph import Value
-from autoplan.ir.layout import Axis, ConversionKind, Layout
+from autoplan.ir.layout import Axis, AxisType, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
-from autoplan.ops.text import EMITTERS, OpText, py, shape_text
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.ops.text import OpText, py, shape_text
 from autoplan.program.regions import Region, regions, variables_of
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
-from autoplan.program.token_dispatch_layouts import expert_weights, inner_place
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 _SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}
@@ -31,37 +31,14 @@ class Context:
     factors: Mapping[str, Expr]
     axes: tuple[Axis, ...]
     groups: Mapping[tuple[str, ...], str]  # sub-axes -> name of their product
-    dispatch: Axis | None = None  # over which experts are spread and tokens travel to them
-    inner: Axis | None = None  # over which each of these experts is split
-    context: Axis | None = None  # over which sequences are cut
-    method: ContextMethod | None = None  # how attention of this block sees all of them
-    batch: int = 1  # ranks of data parallelism, which share a micro-batch
-    cut: bool = True  # this block sees a part of a sequence that is cut
+    parts: Mapping[str, int] = field(default_factory=dict)  # symbol -> ranks that each have a part of it
 
     def whole(self, size: Expr) -> Expr:
         """A size of the model in the sizes of this rank: b and s are parts of the whole micro-batch and sequence."""
-        ways = {"b": self.batch, "s": self.context.size if self.context is not None and self.cut else 1}
         out = Expr(())
         for symbols, coefficient in size.terms:
-            out += Expr(((symbols, coefficient * math.prod(ways.get(x, 1) for x in symbols)),))
+            out += Expr(((symbols, coefficient * math.prod(self.parts.get(x, 1) for x in symbols)),))
         return out
-
-    def sharing(self, symbols: Sequence[str]) -> str:
-        """The axis of the ranks that have the parts of a micro-batch along `symbols`; empty where it is one rank."""
-        axes = [a for a, there in (("dp", "b" in symbols), ("cp", "s" in symbols)) if there]
-        sizes = {"dp": self.batch, "cp": self.context.size if self.context is not None else 1}
-        axes = [a for a in axes if sizes[a] > 1]
-        return "replicas" if len(axes) > 1 else axes[0] if axes else ""
-
-    def over(self) -> str:
-        """Keywords of attention: the axes that its method works over."""
-        m = self.method
-        if self.context is None or m is None:
-            return ""
-        whole = self.context.name
-        axes = {"ulysses": "cpu" if m.is_product else whole, m.inner: "cpr" if m.is_product else whole}
-        names = (*(("ulysses",) if m.ulysses > 1 else ()), *((m.inner,) if m.inner else ()))
-        return "".join(f", {name}={axes[name]!r}" for name in names)
 
     def axis(self, indices: Sequence[int]) -> str:
         """Name of one sub-axis or of a product."""
@@ -81,28 +58,18 @@ def describe(value: Value, layout: Layout, ctx: Context) -> str:
     return f"{_SHORT.get(value.dtype, value.dtype)}[{shape}] {' '.join(types)}".rstrip()
 
 
-def _special_axes(op: Op, ctx: Context) -> str:
-    """The axes of a special form, as a Python tuple or name; empty if the op is in none."""
-    return repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
+def _over(op: Op, ctx: Context, site: int) -> str:
+    """The axes that an op works over, as arguments of its function; of a dropout, the parts of its output."""
+    if op_has(op.node.op, Trait.RANDOM):
+        return _dropout_parts(op, ctx, site)
+    special = repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
+    if op_kind(op.node.op) not in _KEYWORDS:
+        return special or "".join(repr(axis) for _, axis in op.over)
+    given = [("axes", special)] if special else []
+    return "".join(f", {name}={axis}" for name, axis in (*given, *((name, repr(axis)) for name, axis in op.over)))
 
 
-def _sharing(op: Op, ctx: Context) -> str:
-    axis = ctx.sharing(op.node.attrs["over"])
-    return repr(axis) if axis else ""
-
-
-def _expert_axes(op: Op, ctx: Context) -> str:
-    axes = _special_axes(op, ctx)
-    here = f", axes={axes}" if axes else ""
-    if ctx.dispatch is None:
-        return here
-    if not all(kind.is_shard and kind.dim == 0 for kind in op.strategy.inputs[0]):
-        raise LayoutError(
-            f"{op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
-            "autoplan.program.token_dispatch_layouts"
-        )
-    here += f", dispatch={ctx.dispatch.name!r}"
-    return here if ctx.inner is None else f"{here}, inner={ctx.inner.name!r}"
+_KEYWORDS = frozenset((OpKind.ATTENTION, OpKind.EXPERTS))  # whose functions take the axes by keyword
 
 
 def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
@@ -129,22 +96,12 @@ def _num_partial(op: Op, ctx: Context) -> int:
     return math.prod(axis.size for axis, kind, c in kinds if kind.kind_name == "P" and c.factor is not None)
 
 
-# what depends on mesh and methods in the text of an op; of every other op the axes of a special form
-_OVER: dict[str, Callable[[Op, Context], str]] = {
-    "attention": lambda op, ctx: ctx.over(),
-    "experts": _expert_axes,
-    "batch_sum": _sharing,
-    "batch_part": _sharing,
-}
-
-
 def op_text(op: Op, ctx: Context, site: int) -> str:
-    """Right-hand side of an op. RuleError for an op without an emitter."""
-    name = op.node.op
-    if name not in EMITTERS:
-        raise RuleError(f"op {name!r} ({op.node.source}) has no emitter; add one line to autoplan.ops.text.EMITTERS")
-    over = _dropout_parts(op, ctx, site) if name == "dropout" else _OVER.get(name, _special_axes)(op, ctx)
-    text = EMITTERS[name](
+    """Right-hand side of an op. RuleError for an op without a text."""
+    record = op_record(op.node.op, op.node.source)
+    if record.emit is None:
+        raise RuleError(f"op {op.node.op!r} at {op.node.source} cannot be written in a program: its record has no text")
+    text = record.emit(
         OpText(
             args=tuple(x for x in op.args if x is not None),
             attrs=op.node.attrs,
@@ -154,7 +111,7 @@ def op_text(op: Op, ctx: Context, site: int) -> str:
                 for v, layout in zip(op.values, op.strategy.outputs, strict=True)
             ),
             whole=ctx.whole,
-            over=over,
+            over=_over(op, ctx, site),
             bias=op.bias or "",
             num_partial=_num_partial(op, ctx),
         )
@@ -175,43 +132,49 @@ def op_text(op: Op, ctx: Context, site: int) -> str:
     return f"vary({text}, {', '.join(map(repr, made))})" if made else text
 
 
+_CONVERSIONS = {
+    ConversionKind.ALL_REDUCE: "all_reduce({x}, {axis}, dst={target})",
+    ConversionKind.REDUCE_SCATTER: "reduce_scatter({x}, {axis}, dim={cut})",
+    ConversionKind.ALL_GATHER: "all_gather({x}, {axis}, dim={joined}, dst={target})",
+    ConversionKind.SLICE: "slice_({x}, {axis}, dim={cut}, src={source})",
+    ConversionKind.TO_REPLICATE: "to_replicate({x}, {axis})",
+    ConversionKind.ALL_TO_ALL: "all_to_all({x}, {axis}, src_dim={joined}, dst_dim={cut})",
+    ConversionKind.TO_PARTIAL: "to_partial({x}, {axis}, src={source})",
+}
+
+
 def convert_text(c: Convert, ctx: Context) -> str:
     """Right-hand side of a conversion; a factor inside a dim gets a dim of its own for the time of the collective."""
     local = local_factors(c.value, c.layout, ctx.factors, ctx.axes)
-    after = local_factors(c.value, c.result, ctx.factors, ctx.axes)
-    step = c.step
-    shards = [t for t in (step.source, step.target) if t.is_shard]
-    inner = {t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])}
-    within = {step.source.dim} if len({t.dim for t in shards}) < len(shards) else set()  # between factors of one dim
-    opened = sorted(inner | within)
+    source, target = c.step.source, c.step.target
+    opened = _opened_dims(local, [t for t in (source, target) if t.is_shard])
+
+    def place(t: AxisType) -> int:
+        """The dim of a shard's factor, counted with those that are opened."""
+        before = sum(len(local[d]) if d in opened else 1 for d in range(t.dim))
+        return before + (t.factor if t.dim in opened else 0)
+
     x = c.source
     if opened:
         sizes = [s for d, dim in enumerate(local) for s in (dim if d in opened else [product(dim)])]
         x = f"{x}.reshape({shape_text(sizes)})"
+    text = _CONVERSIONS[c.step.kind].format(
+        x=x,
+        axis=repr(ctx.axis(c.step.axes)),
+        source=source.kind_name,
+        target=target.kind_name,
+        joined=place(source) if source.is_shard else None,
+        cut=place(target) if target.is_shard else None,
+    )
+    after = local_shape(c.value, c.result, ctx.factors, ctx.axes)
+    return f"{text}.reshape({shape_text(after)})" if opened else text
 
-    def at(dim: int, factor: int) -> int:
-        before = sum(len(local[d]) if d in opened else 1 for d in range(dim))
-        return before + (factor if dim in opened else 0)
 
-    axis = repr(ctx.axis(step.axes))
-    if step.kind is ConversionKind.ALL_REDUCE:
-        text = f"all_reduce({x}, {axis}, dst={step.target.kind_name})"
-    elif step.kind is ConversionKind.REDUCE_SCATTER:
-        text = f"reduce_scatter({x}, {axis}, dim={at(step.target.dim, step.target.factor)})"
-    elif step.kind is ConversionKind.ALL_GATHER:
-        text = f"all_gather({x}, {axis}, dim={at(step.source.dim, step.source.factor)}, dst={step.target.kind_name})"
-    elif step.kind is ConversionKind.SLICE:
-        text = f"slice_({x}, {axis}, dim={at(step.target.dim, step.target.factor)}, src={step.source.kind_name})"
-    elif step.kind is ConversionKind.TO_REPLICATE:
-        text = f"to_replicate({x}, {axis})"
-    elif step.kind is ConversionKind.ALL_TO_ALL:
-        source, target = at(step.source.dim, step.source.factor), at(step.target.dim, step.target.factor)
-        text = f"all_to_all({x}, {axis}, src_dim={source}, dst_dim={target})"
-    else:
-        text = f"to_partial({x}, {axis}, src={step.source.kind_name})"
-    if opened:
-        text += f".reshape({shape_text([product(dim) for dim in after])})"
-    return text
+def _opened_dims(local: Sequence[Sequence[Expr]], shards: Sequence[AxisType]) -> list[int]:
+    """Dims that a collective sees factor by factor: what is cut or joined is not their first factor."""
+    inner = {t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])}
+    dims = [t.dim for t in shards]
+    return sorted(inner | {d for d in dims if dims.count(d) > 1})  # from one factor of a dim to another
 
 
 def block_source(
@@ -230,7 +193,7 @@ def block_source(
             lines.append(_assign(statement.target, convert_text(statement, ctx), comment))
             continue
         text = op_text(statement, ctx, site)
-        site += statement.node.op == "dropout"
+        site += op_has(statement.node.op, Trait.RANDOM)
         comment = "; ".join(
             describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
@@ -250,9 +213,8 @@ def block_source(
         lines += _init_lines(lowered, ctx, free)
     args = [f"{var}: Tensor" for var, _, _ in lowered.inputs]
     star = ["*"] if extra else []
-    returns = "Tensor" if len(lowered.outputs) == 1 else f"tuple[{', '.join(['Tensor'] * len(lowered.outputs))}]"
     name = "forward" if free else "compute"
-    lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {returns}:")
+    lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
     for var, value, layout in lowered.inputs:
         lines.append(f"        # {var}: {describe(value, layout, ctx)}")
     lines += [f"        {line}" for line in body]
@@ -262,7 +224,7 @@ def block_source(
 
 
 # before these, variables that nobody needs any more are let go
-_HEAVY = frozenset({"linear", "matmul", "attention", "cross_entropy_sum", "experts"})
+_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS)
 
 
 def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
@@ -270,7 +232,7 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
     variables = variables_of(lowered.statements)
     at = {region.statements[-1]: region for region in apart}
     inside = {i for region in apart for i in region.statements}
-    names = {v for reads, writes in variables for v in (*reads, *writes)} | {v for v, _, _ in lowered.inputs}
+    names = {v for pair in variables for side in pair for v in side} | {v for v, _, _ in lowered.inputs}
     order = [i for i in range(len(lines)) if i not in inside or i in at]
     reads = {i: at[i].reads if i in at else variables[i][0] for i in order}
     writes = {i: at[i].writes if i in at else variables[i][1] for i in order}
@@ -280,22 +242,28 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
     for before, i in zip([-1, *order], order, strict=False):
         dead += last_use.get(before, [])
         statement = lowered.statements[i]
-        if dead and (isinstance(statement, Convert) or statement.node.op in _HEAVY):
+        if dead and (isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY):
             body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
             dead = []
         if i not in at:
             body.append(lines[i])
             continue
-        region, results = at[i], ", ".join(at[i].writes)
-        name = _unused(f"{region.group}_region", names)
-        signature = ", ".join(f"{v}: Tensor" for v in region.reads)
-        made = "Tensor" if len(region.writes) == 1 else f"tuple[{', '.join(['Tensor'] * len(region.writes))}]"
-        body.append(f"def {name}({signature}) -> {made}:  # may be computed again")
-        body += [f"    {lines[k]}" for k in region.statements]
-        body.append(f"    return {results}")
-        arguments = ", ".join([repr(region.group), name, *region.reads])
-        body.append(f"{results} = self.again({arguments})")
+        body += _region_lines(at[i], lines, _unused(f"{at[i].group}_region", names))
     return body
+
+
+def _region_lines(region: Region, lines: Sequence[str], name: str) -> list[str]:
+    """A function of the statements of a region, and its call."""
+    results = ", ".join(region.writes)
+    signature = ", ".join(f"{v}: Tensor" for v in region.reads)
+    body = [f"def {name}({signature}) -> {_returns(len(region.writes))}:  # may be computed again"]
+    body += [f"    {lines[k]}" for k in region.statements]
+    arguments = ", ".join([repr(region.group), name, *region.reads])
+    return [*body, f"    return {results}", f"{results} = self.again({arguments})"]
+
+
+def _returns(count: int) -> str:
+    return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 def _unused(name: str, names: set[str]) -> str:
@@ -344,13 +312,11 @@ def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
     for param in lowered.params:
         sizes = local_shape(param.value, param.stored, ctx.factors, ctx.axes)
         made, used = describe(param.value, param.stored, ctx), ""
-        if ctx.dispatch is not None and param.value.name in expert_weights(lowered.block):
-            sizes = [sizes[0].scale(Fraction(1, ctx.dispatch.size)), *sizes[1:]]
-            made, used = describe(param.value, (), replace(ctx, axes=())), f" {ctx.dispatch.name}:S(experts)"
-            if ctx.inner is not None:
-                dim, position = inner_place(lowered.block, param.value.name)
-                sizes[dim] = sizes[dim].scale(Fraction(1, ctx.inner.size))
-                used += f" {ctx.inner.name}:S({(param.value.dims or ())[dim][position]})"
+        if param.spread:
+            made = describe(param.value, (), replace(ctx, axes=()))
+            for part in param.spread:
+                sizes[part.dim] = sizes[part.dim].scale(Fraction(1, part.ways))
+                used += f" {part.axis}:S({(param.value.dims or ())[part.dim][part.position]})"
         elif param.used != param.stored:
             used = f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         shape = shape_text(sizes)

@@ -15,9 +15,9 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
-from autoplan.ops.saved import backward_reads_params
+from autoplan.ops.table import backward_reads_params
 from autoplan.ops.text import py
-from autoplan.program.expert_mesh import canonical
+from autoplan.program.expert_degrees import Spread
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten
 from autoplan.program.problem import Selection
@@ -83,22 +83,14 @@ def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
             yield statement.value, statement.result
 
 
-def _axis(mesh: Mesh, name: str) -> Axis | None:
-    """An axis or a product of axes of the mesh; None if it has none of that name."""
-    known = name in mesh.groups or any(a.name == name for a in mesh.axes)
-    return Axis(name, mesh.size(name)) if known else None
-
-
 class _Compiler:
     def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
         self.graph, self.layouts = graph, layouts
         self.precision = executed_precision(layouts.precision)
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         groups[tuple(a.name for a in layouts.axes)] = "tp"  # also where experts cut them further
-        self.dispatch, self.inner, self.context = (_axis(layouts.mesh, name) for name in ("ep", "etp", "cp"))
-        self.ctx = Context(
-            graph.factors, layouts.axes, groups, self.dispatch, self.inner, self.context, batch=layouts.mesh.size("dp")
-        )
+        self.cut_over = layouts.mesh.size("cp") if layouts.mesh.has("cp") else None  # ranks that sequences are cut over
+        self.ctx = Context(graph.factors, layouts.axes, groups, {"b": layouts.mesh.size("dp"), "s": self.cut_over or 1})
         stack = executed(layouts.mesh, layouts.context)
         self.lowered: dict[str, LoweredBlock] = {
             name: rewritten(BlockLowering(graph, block, layouts.selection, layouts.axes).run(), stack)
@@ -243,7 +235,7 @@ class _Compiler:
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
                 if p.spread:
                     shards = tuple(ShardSpec(s.axis, s.dim, s.position) for s in p.spread)
-                    pending, used = (), self._used_by_own()
+                    pending, used = (), self._used_by_own(p.spread)
                 params.append(
                     ParamSpec(
                         block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used
@@ -262,10 +254,10 @@ class _Compiler:
             tuple(self._carried_spec(v) for v in (self._carried(index) if index < last else [])),
         )
 
-    def _used_by_own(self) -> tuple[tuple[str, str], ...]:
-        """Types of their weights on the atoms of tp: each rank has others, or a copy for its own tokens."""
+    def _used_by_own(self, spread: Sequence[Spread]) -> tuple[tuple[str, str], ...]:
+        """Types of weights of experts on the atoms of tp: each rank has others, or a copy for its own tokens."""
         mesh = self.layouts.mesh
-        apart = {atom for axis in (self.dispatch, self.inner) if axis is not None for atom in mesh.atoms(axis.name)}
+        apart = {atom for part in spread for atom in mesh.atoms(part.axis)}
         return tuple((atom, "S" if atom in apart else "R") for atom in mesh.atoms("tp"))
 
     @staticmethod
@@ -286,7 +278,7 @@ class _Compiler:
         for name in self.layouts.stages[index]:
             lowered = self.lowered[self.calls[name].block]
             for c in (c for s in (*lowered.statements, *lowered.params) for c in s.collectives):
-                axis = canonical(self.layouts.mesh, c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
+                axis = self.layouts.mesh.canonical(c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
                 size = c.num_elements * self._sent_width(c)
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
         last = len(self.layouts.stages) - 1
@@ -327,7 +319,8 @@ class _Compiler:
         needs: dict[str, dict[str, bool]] = {}
         for name, calls in blocks.items():
             free_block = set(calls) <= self.free_names
-            ctx = replace(self.ctx, method=self.layouts.context.get(name), cut=not free_block)
+            parts = {**self.ctx.parts, "s": 1} if free_block else self.ctx.parts  # sequences are cut behind free blocks
+            ctx = replace(self.ctx, parts=parts)
             groups = {g for call in calls for g in groups_of(self.layouts.recompute.get(call, "none"))}
             text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups)
             lines += text
@@ -390,10 +383,10 @@ class _Compiler:
         self, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]
     ) -> list[str]:
         """What is made of whole sequences, cut to this rank's part; from here on s is the size of that."""
-        if self.context is None:
+        if self.cut_over is None:
             return []
         whole = {*self.graph.inputs, *(v for call in free for v in call.outputs)}
-        axis, lines = self.context.name, []
+        axis, lines = "cp", []
         for name in dict.fromkeys(v for call in mine for v in call.inputs if v in whole):
             value = self.graph.values[name]
             dims = [i for i, size in enumerate(value.shape) if "s" in size.symbols]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autoplan.errors import PinError
 
-INNER = ("ring", "gather")
+INNER = ("gather", "ring")  # in the order in which they are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,18 @@ def methods(cp: int) -> tuple[ContextMethod, ...]:
     """All methods over `cp` ranks."""
     if cp == 1:
         return ()
-    products = [
-        ContextMethod(u, inner, cp // u) for u in range(2, cp // 2 + 1) if cp % u == 0 for inner in reversed(INNER)
-    ]
-    return (ContextMethod(1, "gather", cp), ContextMethod(1, "ring", cp), ContextMethod(cp), *products)
+    alone = (ContextMethod(1, inner, cp) for inner in INNER)
+    products = (ContextMethod(u, inner, cp // u) for u in range(2, cp // 2 + 1) if cp % u == 0 for inner in INNER)
+    return (*alone, ContextMethod(cp), *products)
 
 
 def read_method(name: object, cp: int) -> ContextMethod:
     """The method of a name over `cp` ranks. PinError names those that there are."""
-    if not isinstance(name, str) or not re.fullmatch(r"gather|ring|ulysses|ulysses\d+x(ring|gather)\d+", name):
+    inner = "|".join(INNER)
+    if not isinstance(name, str) or not re.fullmatch(rf"{inner}|ulysses|ulysses\d+x({inner})\d+", name):
         raise PinError(
-            f"context_method={name!r} is not known; use gather, ring, ulysses, or a product such as ulysses2xring2",
+            f"context_method={name!r} is not known; use {', '.join(INNER)}, ulysses, or a product such as "
+            "ulysses2xring2",
             ("context_method",),
         )
     for method in methods(cp):

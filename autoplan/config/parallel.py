@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 from autoplan.config.choice import Written, choice, choices_of, is_count
 from autoplan.config.context_methods import methods_text, read_methods
@@ -494,44 +495,49 @@ class ParallelConfig:
         label_at=12,
     )
 
+    def __hash__(self) -> int:
+        # mappings by block have no hash, and few configurations differ in nothing else
+        return hash(_DEGREES(self))
+
+    def but(self, **changes: Any) -> ParallelConfig:
+        """Return the same with other values, as `dataclasses.replace`: a search makes some 100,000."""
+        made = object.__new__(ParallelConfig)
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(changes)
+        return made
+
     @property
     def num_devices(self) -> int:
         """World size."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return self.dp * self.cp // self.zero_replicas
 
-class Degrees(Protocol):
-    """What rules read of a configuration: of a ParallelConfig, or of one that is decided in part."""
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that each expert is split over: etp, or as tp."""
+        return self.tp if self.etp is None else self.etp
 
     @property
-    def pp(self) -> int: ...
+    def spreads_experts(self) -> bool:
+        """False if experts are where tensor parallelism has them; else they are laid out over ep x etp."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
     @property
-    def dp(self) -> int: ...
+    def methods(self) -> tuple[tuple[str, str], ...]:
+        """(block, its method of context parallelism) where that is decided by block, sorted; else nothing."""
+        return tuple(sorted(self.context_method.items())) if isinstance(self.context_method, Mapping) else ()
+
     @property
-    def tp(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def etp(self) -> int | None: ...
-    @property
-    def zero_stage(self) -> int: ...
-    @property
-    def micro_batch_size(self) -> int: ...
-    @property
-    def num_micro_batches(self) -> int: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def virtual_stages(self) -> int: ...
-    @property
-    def recompute(self) -> str | Mapping[str, str] | tuple[int, ...]: ...
-    @property
-    def stages(self) -> tuple[int, ...] | None: ...
-    @property
-    def context_method(self) -> str | Mapping[str, str] | None: ...
-    @property
-    def zero_replicas(self) -> int: ...
-    @property
-    def offload(self) -> tuple[str, ...]: ...
+    def num_actions(self) -> int:
+        """About how many actions a simulation of the pipeline has."""
+        return 2 * self.pp * self.num_micro_batches * self.virtual_stages
+
+
+_DEGREES = attrgetter(
+    *("dp", "tp", "pp", "cp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches"),
+    *("schedule", "virtual_stages", "zero_replicas", "offload"),
+)

@@ -2,19 +2,15 @@
 
 flow = Dataflow([(("x",), ("y",)), (("y", "w"), ("z",))])
 flow.before, flow.after, flow.leading_to([1]), flow.parts({0, 1})      by position
-flow.digraph()                                                         the same as a networkx.DiGraph
 
-Planning asks these few questions on lists: importing networkx takes 0.2 s, a fifth of an estimate. Capture, where torch
-has imported it, and explanations of errors take the DiGraph.
+On lists, not by networkx: an estimate takes 0.9 s, importing networkx 0.2 s more. Networks (`cost_models.hardware.
+fabric_graph`) and schedules that never finish (`schedules.graph`) ask networkx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    import networkx as nx
+from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Steps = Sequence[tuple[Collection[str], Collection[str]]]
@@ -50,15 +46,6 @@ class Dataflow:
                 seen |= part
                 out.append(tuple(sorted(part)))
         return out
-
-    def digraph(self) -> nx.DiGraph:
-        """An edge from each step to every step that reads what it makes."""
-        import networkx as nx
-
-        graph = nx.DiGraph()
-        graph.add_nodes_from(range(len(self.after)))
-        graph.add_edges_from((i, k) for i, after in enumerate(self.after) for k in after)
-        return graph
 
 
 def _reached(found: Iterable[int], way: Sequence[Sequence[int]], through: Callable[[int], bool]) -> set[int]:

@@ -122,6 +122,12 @@ class Mesh:
         """The sub-axes of an axis or of a named product."""
         return self.groups.get(name, (name,))
 
+    def canonical(self, name: str) -> str:
+        """The first axis or group that spans the same ranks: under which the runtime records collectives."""
+        sizes = {a.name: a.size for a in self.axes}
+        wanted = [a for a in self.atoms(name) if sizes[a] > 1]
+        return next(n for n in (*sizes, *self.groups) if [a for a in self.atoms(n) if sizes[a] > 1] == wanted)
+
 
 class ConversionKind(Enum):
     """What a conversion step does. The value is the runtime function's name."""

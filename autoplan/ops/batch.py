@@ -13,10 +13,9 @@ from collections.abc import Mapping, Set
 from autoplan.ir.graph import OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
 from autoplan.ir.layout import AxisType, P, R, shard
 from autoplan.ir.symbols import Expr
+from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.strategies import axis_choices
-
-# made anew in every part, with the part's own batch size and no values that depend on the position in it
-_FILLS = frozenset({"expand", "full"})
+from autoplan.ops.table import op_has, op_record
 
 
 def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
@@ -35,26 +34,50 @@ def _result(
     """Types of a node's outputs, or None if it cannot be computed in parts."""
     inputs = tuple(types[n] for n in node.tensor_inputs)
     places = [_places(block.values[n], factors, symbol) for n in node.outputs]
-    if any(len(p) > 1 for p in places) or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
+    if max(map(len, places)) > 1 or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
         return None
-    if symbol == "s" and node.op == "attention":  # over the keys of all parts (autoplan.runtime.context)
-        documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))
-        whole = (len(inputs) == 3 or documents) and all(t == shard(2, 0) for t in inputs[:3])
-        return [p[0] for p in places] if whole else None
-    if node.op in ("batch_sum", "batch_part") and symbol in node.attrs["over"]:  # over all parts, by a collective
-        before, after = (P, R) if node.op == "batch_sum" else (R, P)
-        return [after] if inputs == (before,) and not any(places) else None
-    if node.op == "to" and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
+    op = op_record(node.op)
+    if op.kind is OpKind.COLLECTIVE and symbol in node.attrs["over"]:
+        return None if any(places) else _over_all_parts(op, inputs)
+    if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
         return [P]  # of a term of the loss: each part is rounded
-    if symbol == "s" and node.op == "dropout" and node.attrs["p"]:
-        return None  # its mask is a function of the place in the whole sequence
-    if all(t is R for t in inputs) and (not any(places) or node.op in _FILLS):
+    if symbol == "s" and not _of_a_sequence(node, op, inputs):
+        return None
+    if symbol == "s" and op.kind is OpKind.ATTENTION:
+        return [p[0] for p in places]
+    return _split(node, block, factors, inputs, places)
+
+
+def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType] | None:
+    before, after = (P, R) if Trait.SUMS_RANKS in op.traits else (R, P)
+    return [after] if inputs == (before,) else None
+
+
+def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...]) -> bool:
+    """False for ops that need the whole sequence: dropout, whose mask is a function of the place in it, and attention
+    whose queries, keys and values are not all cut (its runtime, autoplan.runtime.context, sees the keys of all parts).
+    """
+    if op.kind is not OpKind.ATTENTION:
+        return not (Trait.RANDOM in op.traits and node.attrs["p"])
+    documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))
+    return (len(inputs) == 3 or documents) and set(inputs[:3]) == {shard(2, 0)}
+
+
+def _split(
+    node: Node,
+    block: Block,
+    factors: Mapping[str, Expr],
+    inputs: tuple[AxisType, ...],
+    places: list[list[AxisType]],
+) -> list[AxisType] | None:
+    """Output types by the choice of the op that has these input types, or None; a mean of a part is no part of it."""
+    if set(inputs) <= {R} and (op_has(node.op, Trait.FILLS) or not any(places)):
         return [p[0] if p else R for p in places]
     for choice in axis_choices(node, block.values, factors, pending_counts=True):
         shards = [[t] if t.is_shard else [] for t in choice.outputs]
         if choice.inputs == inputs and shards == places and choice.special is None:
-            split = choice.factor is not None
-            return None if node.op == "mean" and split and P in choice.outputs else list(choice.outputs)
+            averaged = op_has(node.op, Trait.AVERAGES) and choice.factor is not None and P in choice.outputs
+            return None if averaged else list(choice.outputs)
     return None
 
 

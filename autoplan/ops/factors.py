@@ -16,24 +16,10 @@ from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, Dim, ModelGraph, Value, check
 from autoplan.ir.symbols import Expr
 from autoplan.ops.language import OpRule
-from autoplan.ops.table import rule_for
+from autoplan.ops.table import op_record, rule_for
 
-# names for factors, best first: the first op that gives one of these labels to a dim names it
-_HINTS: dict[tuple[str, str], str] = {
-    ("attention", "kv"): "kv",
-    ("attention", "g"): "group",
-    ("attention", "d"): "head",
-    ("attention", "e"): "head",
-    ("embedding", "v"): "vocab",
-    ("embedding", "h"): "hidden",
-    ("cross_entropy_sum", "v"): "vocab",
-    ("experts", "e"): "experts",
-    ("experts", "f"): "expert_out",
-    ("chunk", "count"): "chunks",
-    ("experts", "count"): "chunks",
-    ("linear", "o"): "out",
-    ("linear", "i"): "in",
-}
+# names for factors, best first: the first op that gives one of these to a dim (`OpRecord.factor_names`) names it
+_BEST_FIRST = ("kv", "group", "head", "vocab", "hidden", "experts", "expert_out", "chunks", "out", "in")
 
 
 class _Factors(Classes[int]):
@@ -148,7 +134,7 @@ class _Inference:
                     )
 
     def _hint(self, op: str, label: str, factors: list[int]) -> None:
-        name = _HINTS.get((op, label))
+        name = op_record(op).factor_names.get(label)
         if name is None:
             return
         atoms = self.table.atoms(factors)
@@ -156,7 +142,7 @@ class _Inference:
             self.table.hints.setdefault(atoms[0], []).append(name)
 
     def _names(self) -> dict[int, str]:
-        rank = {hint: i for i, hint in enumerate(dict.fromkeys(_HINTS.values()))}
+        rank = {name: i for i, name in enumerate(_BEST_FIRST)}
         order: dict[int, None] = {}
         for dims in self.dims.values():
             for dim in dims:

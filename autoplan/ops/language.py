@@ -49,7 +49,6 @@ class OpRule:
     whole: frozenset[str] = frozenset()
     special: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, Expr] = field(default_factory=dict)  # of labels that share a dim
-    passes_partial: bool = True
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as cartesian
+from math import prod
 
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.layout import Axis, AxisType, I, Layout, P, R, shard
 from autoplan.ir.symbols import Expr
 from autoplan.ops.factors import occurrences
 from autoplan.ops.language import OpRule, Role
-from autoplan.ops.table import PASSES_PARTIAL, rule_for
-
-# what a split of a marked label makes of the output; the runtime module of that name does the work
-SPECIAL_OUTPUT: dict[str, AxisType] = {"vocab_embedding": P, "vocab_cross_entropy": I, "expert_parallel": P}
+from autoplan.ops.record import Linear
+from autoplan.ops.table import SPECIAL_OUTPUT, op_record, rule_for
 
 
 @dataclass(frozen=True)
@@ -106,21 +105,19 @@ def axis_choices(
                 if choice.name in {c.name for c in choices}:  # one factor in two labels: a square weight
                     choice = replace(choice, name=f"S({factor}:{label})")
                 choices.append(choice)
-    if node.op in PASSES_PARTIAL and (pending_counts or any(grad[num_inputs:])):
-        choices += _partial_choices(node, rule, num_inputs, num_outputs)
+    linear = op_record(node.op).linear
+    if linear is not Linear.NO and (pending_counts or any(grad[num_inputs:])):
+        choices += _partial_choices(linear, num_inputs, num_outputs)
     return choices
 
 
-def _partial_choices(node: Node, rule: OpRule, num_inputs: int, num_outputs: int) -> list[AxisChoice]:
-    if not num_inputs:
-        return []
+def _partial_choices(linear: Linear, num_inputs: int, num_outputs: int) -> list[AxisChoice]:
+    """How pending sums pass through an op that is linear in some of its inputs."""
     outs = (P,) * num_outputs
-    if all(role in (Role.ADD, Role.LINEAR) for role in rule.roles):
+    if linear is Linear.ALL:
         return [AxisChoice("P", (P,) * num_inputs, outs)]
-    if all(role is Role.MUL for role in rule.roles):
-        carriers = range(1) if node.op == "div" else range(num_inputs)  # 1/x is not linear in x
-        return [AxisChoice(f"P{k}", tuple(P if i == k else R for i in range(num_inputs)), outs) for k in carriers]
-    return []
+    carriers = range(num_inputs) if linear is Linear.ONE else range(1)
+    return [AxisChoice(f"P{k}", tuple(P if i == k else R for i in range(num_inputs)), outs) for k in carriers]
 
 
 def divisible(choice: AxisChoice, num_shards: int, sizes: Mapping[str, int]) -> bool:
@@ -145,38 +142,33 @@ def strategies(
     per_axis = [
         c for c in axis_choices(node, values, factors) if c.factor is None or "b" not in factors[c.factor].symbols
     ]
-    total = 1
-    for axis in axes:
-        total *= axis.size
-    out = []
-    for combo in cartesian(per_axis, repeat=len(axes)):
-        split: dict[AxisChoice, int] = {}
-        legal = True
-        for axis, choice in zip(axes, combo, strict=True):
-            if choice.factor is not None:
-                split[choice] = split.get(choice, 1) * axis.size
-                legal &= divisible(choice, split[choice], sizes)
-            if choice.special and any(other.special != choice.special for other in combo):
-                legal = False  # a special form works on the whole product
-        mixed = len(set(combo)) > 1
-        if mixed and not all(c is combo[0] or _too_small(combo[0], total, sizes) for c in combo):
-            legal = False
-        if not legal:
-            continue
-        shards = 1
-        for axis, choice in zip(axes, combo, strict=True):
-            shards *= axis.size if choice.factor is not None else 1
-        num_inputs, num_outputs = len(node.tensor_inputs), len(node.outputs)
-        out.append(
-            Strategy(
-                name="x".join(dict.fromkeys(c.name for c in combo)) if mixed else combo[0].name,
-                inputs=tuple(tuple(c.inputs[k] for c in combo) for k in range(num_inputs)),
-                outputs=tuple(tuple(c.outputs[k] for c in combo) for k in range(num_outputs)),
-                choices=tuple(combo),
-                num_shards=shards,
-            )
-        )
-    return out
+    combos = cartesian(per_axis, repeat=len(axes))
+    return [_together(node, combo, axes) for combo in combos if _legal(combo, axes, sizes)]
+
+
+def _legal(combo: Sequence[AxisChoice], axes: Sequence[Axis], sizes: Mapping[str, int]) -> bool:
+    """True if the choices, one per sub-axis, go together and the factors that they split have enough parts."""
+    split: dict[AxisChoice, int] = {}
+    for axis, choice in zip(axes, combo, strict=True):
+        if choice.factor is not None:
+            split[choice] = split.get(choice, 1) * axis.size
+            if not divisible(choice, split[choice], sizes):
+                return False
+        if choice.special and any(other.special != choice.special for other in combo):
+            return False  # a special form works on the whole product
+    total = prod(axis.size for axis in axes)
+    return all(c is combo[0] for c in combo) or _too_small(combo[0], total, sizes)
+
+
+def _together(node: Node, combo: tuple[AxisChoice, ...], axes: Sequence[Axis]) -> Strategy:
+    num_inputs, num_outputs = len(node.tensor_inputs), len(node.outputs)
+    return Strategy(
+        name="x".join(dict.fromkeys(c.name for c in combo)),
+        inputs=tuple(tuple(c.inputs[k] for c in combo) for k in range(num_inputs)),
+        outputs=tuple(tuple(c.outputs[k] for c in combo) for k in range(num_outputs)),
+        choices=combo,
+        num_shards=prod(axis.size for axis, c in zip(axes, combo, strict=True) if c.factor is not None),
+    )
 
 
 def _too_small(choice: AxisChoice, total: int, sizes: Mapping[str, int]) -> bool:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.cost_models.profile import OpRecord, Timing
+from autoplan.cost_models.profile import MeasuredOp, Timing
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.runtime import program
 from autoplan.units import MIB
@@ -403,12 +403,11 @@ def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock
     return found[1:]
 
 
-def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> OpRecord:
+def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> MeasuredOp:
     """Forward and backward time of one operation. Whatever the operation raises is raised."""
-    if task.work.op == "optimizer_adamw":
-        return _measure_adamw(task, clock, cache, limit_s)
-    if task.work.op == "grad_accumulate":
-        return _measure_accumulate(task, clock, cache, limit_s)
+    update = _UPDATES.get(task.work.op)
+    if update is not None:
+        return update(task, clock, cache, limit_s)
     chain = _Chain(task, clock.device, cache)
     enabled = gc.isenabled()
     gc.disable()  # a collection in the middle of a chain is not the op's
@@ -429,7 +428,7 @@ def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) 
     finally:
         if enabled:
             gc.enable()
-    return OpRecord(task.work, timing(forwards), *(timing(found) if found else None for found in (backwards, *host)))
+    return MeasuredOp(task.work, timing(forwards), *(timing(found) if found else None for found in (backwards, *host)))
 
 
 def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[float], list[float]]:
@@ -447,7 +446,7 @@ def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[flo
     return forwards, _samples(lambda: chain.backward(clock.issue, clock.host_edges, length), length, limit_s, clock)
 
 
-def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRecord:
+def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
     """AdamW over several tensors of this size, per tensor."""
     (t,) = task.work.inputs
     length = max(1, min(_MAX_CHAIN, -(-2 * cache // (4 * t.num_bytes))))
@@ -456,13 +455,13 @@ def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRe
         p.grad = torch.randn_like(p)
     optimizer = torch.optim.AdamW(params, lr=1e-4)
     optimizer.step()
-    return OpRecord(
+    return MeasuredOp(
         task.work,
         timing(_samples(lambda: clock.measure(optimizer.step)[0], length, limit_s, clock)),
     )
 
 
-def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) -> OpRecord:
+def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
     """What one more micro-batch's gradient costs autograd: its backward less that of the first, which is taken over."""
     (t,) = task.work.inputs
     length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together are beyond the cache
@@ -489,4 +488,8 @@ def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) ->
         return timing([max(a - first, 1e-9) / count for a, _ in pairs])
 
     host = more(clock.issue, min(length, _MANY_QUEUED)) if clock.queued else None
-    return OpRecord(task.work, more(clock.measure, length), host_forward_s=host)
+    return MeasuredOp(task.work, more(clock.measure, length), host_forward_s=host)
+
+
+# work that is no op of the graph (autoplan.ops.making)
+_UPDATES = {"optimizer_adamw": _measure_adamw, "grad_accumulate": _measure_accumulate}

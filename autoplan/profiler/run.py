@@ -30,10 +30,11 @@ import torch.distributed as dist
 
 from autoplan import devices
 from autoplan.config.parallel import ParallelConfig, Precision
-from autoplan.cost_models.kernels.operations import class_of, has_near, interpolated_s
-from autoplan.cost_models.profile import PHASES, ErrorStats, OpRecord, Profile, Timing, user_folder
+from autoplan.cost_models.kernels.operations import has_near, interpolated_s
+from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile, Timing, user_folder
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.table import op_record
 from autoplan.profiler.clocks import large_product, measure_clock
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
@@ -47,7 +48,7 @@ from autoplan.profiler.tasks import model_tasks
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope, broken
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.runtime.failure import RankFailure, guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
@@ -189,7 +190,7 @@ def _backend(device: torch.device) -> str:
     return devices.backends_of(dist.get_backend_config())[device.type]
 
 
-def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
+def _merge_ranks(parts: Sequence[list[MeasuredOp]]) -> list[MeasuredOp]:
     """One record per operation: the mean of the ranks' medians, the widest spread."""
 
     def together(given: Iterable[Timing | None]) -> Timing | None:
@@ -200,7 +201,7 @@ def _merge_ranks(parts: Sequence[list[OpRecord]]) -> list[OpRecord]:
         return Timing(median, min(t.low for t in times), max(t.high for t in times), sum(t.repeats for t in times))
 
     return [
-        OpRecord(
+        MeasuredOp(
             records[0].work,
             together(r.forward_s for r in records) or records[0].forward_s,
             together(r.backward_s for r in records),
@@ -218,12 +219,12 @@ class _Notes:
     failed: dict[str, str] = field(default_factory=dict)  # by OpWork.key
 
 
-def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[OpRecord]:
+def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[MeasuredOp]:
     """As many of the tasks as there is time for, on all ranks at once. What one rank cannot run, none measures."""
     cache = cache_bytes(job.device)
     # the least that any rank may use of the memory it shares, so that all leave out the same
     limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
-    found: list[OpRecord] = []
+    found: list[MeasuredOp] = []
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
             if not job.goes_on():
@@ -246,7 +247,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes,
     return _merge_ranks(job.gather(found))
 
 
-def _check(profile: Profile, checks: Sequence[OpRecord]) -> dict[str, ErrorStats]:
+def _check(profile: Profile, checks: Sequence[MeasuredOp]) -> dict[str, ErrorStats]:
     """Error of the interpolation on shapes it has not seen but others near to them, by class and phase."""
     errors: dict[str, list[float]] = {}
     for record in checks:
@@ -254,7 +255,7 @@ def _check(profile: Profile, checks: Sequence[OpRecord]) -> dict[str, ErrorStats
             timing = record.forward_s if phase == "forward" else record.backward_s
             predicted = interpolated_s(record.work, phase, profile)
             if timing is not None and predicted is not None and has_near(record.work, phase, profile):
-                name = f"{class_of(record.work.op)} {phase}"
+                name = f"{op_record(record.work.op).measured_as} {phase}"
                 errors.setdefault(name, []).append(abs(predicted.mid / timing.median - 1))
     return {name: ErrorStats.of(found) for name, found in errors.items()}
 
@@ -316,12 +317,9 @@ def _measure(
     dtypes: Sequence[str],
     general: bool,
 ) -> Profile:
-    # The speed of a shared machine changes by half within minutes: operations of one size measured one after the other
-    # would differ from those of another by that.
-    tasks = spread(tasks)
+    notes, machine = _Notes([]), Machine(job, nodes)
     clock = Clock(job.device, job.timer)
-    notes, machine = _Notes([f"operations: {clock.name}"]), Machine(job, nodes)
-    notes.lines += machine.begin(hardware(job.device))
+    notes.lines += [f"operations: {clock.name}", *machine.begin(hardware(job.device))]
     profile = Profile(
         name or machine_key(job.world, job.device.type),
         job.device.type,
@@ -333,54 +331,104 @@ def _measure(
     )
     if known is not None:
         profile = _measured_before(known).merged(profile)
-    # first what every plan needs: a short budget still has the whole range of every collective
-    if general and job.world > 1:
+    # The speed of a shared machine changes by half within minutes: operations of one size measured one after the other
+    # would differ from those of another by that.
+    run = _Run(job, clock, spread(tasks), notes, profile)
+    if general:
+        run.everything(known, dtypes)
+    elif tasks:
+        run.measure(job.until(1.0), run.tasks, _OF_THE_MODEL)
+    notes.lines += machine.end()
+    return replace(
+        run.profile,
+        machine={**run.profile.machine, **machine.data()},
+        ops=(*run.profile.ops, *_only(run.ops)),
+        failed={**run.profile.failed, **notes.failed},
+        notes=tuple(dict.fromkeys((*run.profile.notes, *notes.lines))),
+    )
+
+
+@dataclass
+class _Run:
+    """The stages of a measurement, the most needed first: a short budget still has the whole range of every collective.
+
+    Attributes:
+        tasks: operations of a model. profile: what is known so far, without `ops`, which were measured in this run.
+    """
+
+    job: Job
+    clock: Clock
+    tasks: Sequence[Task]
+    notes: _Notes
+    profile: Profile
+    ops: list[MeasuredOp] = field(default_factory=list)
+
+    def measure(self, part: Job, tasks: Sequence[Task], what: str) -> list[MeasuredOp]:
+        """Operations, as far as there is time in this part of it."""
+        found = _measure_tasks(part, self.clock, tasks, self.notes, what)
+        self.ops += found
+        return found
+
+    def everything(self, known: Profile | None, dtypes: Sequence[str]) -> None:
+        """What any model needs, and the operations of this one."""
+        if self.job.world > 1:
+            self._links(known)
+        if self.tasks:
+            self.measure(self.job.until(0.6), self.tasks, _OF_THE_MODEL)
+        others = [t for d in dtypes for t in every_step_tasks(d) if t.work.key not in self.profile.by_key]
+        self.measure(self.job.until(0.4), others, "operations of every step")
+        self._overheads()
+        self._left_of_the_model()
+        self._sustained_clock()
+        if known is None or not known.held_out or self.job.queued:
+            self._general_shapes(dtypes)
+
+    def _links(self, known: Profile | None) -> None:
+        job, profile = self.job, self.profile
         links, errors, left_out = measure_links(job.until(0.25), _MAX_LINK_BYTES[job.device.type], known=known)
         links, not_alone = measure_sharing(job.until(0.1), [*profile.links, *links])
-        profile = replace(profile, links=tuple(links), held_out={**profile.held_out, **errors})
-        notes.lines += [f"{_NO_TIME}{what}" for what in (*left_out, *not_alone)]
-    ops: list[OpRecord] = []
-    if tasks:
-        ops += _measure_tasks(job.until(0.6 if general else 1.0), clock, tasks, notes, _OF_THE_MODEL)
-    if general:
-        others = [t for d in dtypes for t in every_step_tasks(d) if t.work.key not in profile.by_key]
-        ops += _measure_tasks(job.until(0.4), clock, others, notes, "operations of every step")
-    if general and not profile.overheads:
-        profile = replace(profile, overheads=measure_overheads(job.until(0.6), profile))
-    if general and job.queued and not profile.host_overheads:
-        profile = replace(profile, host_overheads=measure_overheads(job.until(0.5), profile, host=True))
-    if general and "overlap_fraction" not in profile.overheads and job.goes_on():
-        profile = replace(profile, overheads={**profile.overheads, **measure_interference(job)})
-    if general:  # what the model needs itself, before shapes that are not its own
-        measured = {r.work.key for r in ops} | set(notes.failed)
-        left = [t for t in tasks if t.work.key not in measured]
+        self.profile = replace(profile, links=tuple(links), held_out={**profile.held_out, **errors})
+        self.notes.lines += [f"{_NO_TIME}{what}" for what in (*left_out, *not_alone)]
+
+    def _overheads(self) -> None:
+        job = self.job
+        if not self.profile.overheads:
+            self.profile = replace(self.profile, overheads=measure_overheads(job.until(0.6), self.profile))
+        if job.queued and not self.profile.host_overheads:
+            of_host = measure_overheads(job.until(0.5), self.profile, host=True)
+            self.profile = replace(self.profile, host_overheads=of_host)
+        if "overlap_fraction" not in self.profile.overheads and job.goes_on():
+            found = {**self.profile.overheads, **measure_interference(job)}
+            self.profile = replace(self.profile, overheads=found)
+
+    def _left_of_the_model(self) -> None:
+        """What the model needs itself, before shapes that are not its own."""
+        measured = {r.work.key for r in self.ops} | set(self.notes.failed)
+        left = [t for t in self.tasks if t.work.key not in measured]
         if left:
-            notes.lines = [line for line in notes.lines if not line.endswith(_OF_THE_MODEL)]
-            ops += _measure_tasks(job.until(0.9), clock, left, notes, _OF_THE_MODEL)
-    if general and job.queued and not profile.clock and job.goes_on():
-        profile = replace(profile, clock=measure_clock(job.until(0.7), large_product(job.device)))
-        notes.lines += [] if profile.clock else [f"{_NO_TIME}the clock of sustained load"]
-    size = _MAX_FLOPS[job.device.type], _MAX_BYTES[job.device.type]
-    if general and (known is None or not known.held_out or job.queued):
-        missing = [d for d in dtypes if not (job.queued and _has_general(profile, held_out(d, *size)))]
+            self.notes.lines = [line for line in self.notes.lines if not line.endswith(_OF_THE_MODEL)]
+            self.measure(self.job.until(0.9), left, _OF_THE_MODEL)
+
+    def _sustained_clock(self) -> None:
+        job = self.job
+        if job.queued and not self.profile.clock and job.goes_on():
+            self.profile = replace(self.profile, clock=measure_clock(job.until(0.7), large_product(job.device)))
+            self.notes.lines += [] if self.profile.clock else [f"{_NO_TIME}the clock of sustained load"]
+
+    def _general_shapes(self, dtypes: Sequence[str]) -> None:
+        """A lattice of shapes, and shapes beside it that tell how well it interpolates."""
+        job, size = self.job, (_MAX_FLOPS[self.job.device.type], _MAX_BYTES[self.job.device.type])
+        missing = [d for d in dtypes if not (job.queued and _has_general(self.profile, held_out(d, *size)))]
         for i, dtype in enumerate(missing):
             part = job.until(1.0 / (len(missing) - i))
             # the general shapes get what the model's own left, and a quarter of that checks them
-            grid = [t for t in lattice(dtype, *size) if t.work.key not in profile.by_key]
-            ops += _measure_tasks(part.until(0.75), clock, grid, notes, f"general shapes in {dtype}")
-            so_far = replace(profile, ops=(*profile.ops, *_only(ops)))
-            checks = _measure_tasks(part, clock, held_out(dtype, *size), notes, f"held-out shapes in {dtype}")
+            grid = [t for t in lattice(dtype, *size) if t.work.key not in self.profile.by_key]
+            self.measure(part.until(0.75), grid, f"general shapes in {dtype}")
+            so_far = replace(self.profile, ops=(*self.profile.ops, *_only(self.ops)))
+            checks = self.measure(part, held_out(dtype, *size), f"held-out shapes in {dtype}")
             if dtype == dtypes[0]:
-                profile = replace(profile, held_out={**profile.held_out, **_check(so_far, checks)})
-            ops += checks
-    notes.lines += machine.end()
-    return replace(
-        profile,
-        machine={**profile.machine, **machine.data()},
-        ops=(*profile.ops, *_only(ops)),
-        failed={**profile.failed, **notes.failed},
-        notes=tuple(dict.fromkeys((*profile.notes, *notes.lines))),
-    )
+                errors = {**self.profile.held_out, **_check(so_far, checks)}
+                self.profile = replace(self.profile, held_out=errors)
 
 
 def _has_general(profile: Profile, checks: Sequence[Task]) -> bool:
@@ -388,7 +436,7 @@ def _has_general(profile: Profile, checks: Sequence[Task]) -> bool:
     return 2 * sum(t.work.key in profile.by_key for t in checks) > len(checks)
 
 
-def _only(ops: Sequence[OpRecord]) -> list[OpRecord]:
+def _only(ops: Sequence[MeasuredOp]) -> list[MeasuredOp]:
     """The last record of each operation."""
     return list({r.work.key: r for r in ops}.values())
 
@@ -516,7 +564,7 @@ def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int
         config = ParallelConfig(tp=tp)
         if broken(config, Facts(tp, ModelFacts(graph)), Scope.PRICED) is not None:
             continue
-        _, axes = make_mesh(graph, config)
+        axes = ParallelDims.of(graph, config).layout_axes
         for task in model_tasks(OpCosts(graph, axes, env)):
             found.setdefault(task.work.key, task)
     return list(found.values())

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.table import Table
 
-from autoplan.cost_models.kernels.operations import class_of, phase_flops
-from autoplan.cost_models.profile import CLOCK, PHASES, OpRecord, Profile, Timing
+from autoplan.cost_models.kernels.operations import phase_flops
+from autoplan.cost_models.profile import CLOCK, PHASES, MeasuredOp, Profile, Timing
+from autoplan.ops.table import op_record
 from autoplan.profiler.topology import Topology
 from autoplan.units import GB, MIB, MICRO
 
@@ -25,9 +26,9 @@ def _operations(profile: Profile) -> Table:
     host = ("host",) if profile.has_host else ()
     for name in ("class", "phase", "shapes", "from", "to", *host, "best GFLOP/s", "spread", "held-out error"):
         table.add_column(name, justify="left" if name in ("class", "phase") else "right")
-    classes: dict[str, list[OpRecord]] = {}
+    classes: dict[str, list[MeasuredOp]] = {}
     for record in profile.ops:
-        classes.setdefault(class_of(record.work.op), []).append(record)
+        classes.setdefault(op_record(record.work.op).measured_as, []).append(record)
     for name, records in sorted(classes.items()):
         for phase in PHASES:
             found = [(r, t) for r in records if (t := r.forward_s if phase == "forward" else r.backward_s) is not None]
@@ -51,7 +52,7 @@ def _operations(profile: Profile) -> Table:
     return table
 
 
-def _host(records: Sequence[OpRecord], phase: str) -> str:
+def _host(records: Sequence[MeasuredOp], phase: str) -> str:
     """Median of what the host needs to queue one."""
     found = [t.median for r in records if (t := r.host_s(phase)) is not None]
     return f"{statistics.median(found) / MICRO:.1f} us" if found else ""

@@ -10,18 +10,18 @@ import torch
 from autoplan.codegen.emit import Context, op_text
 from autoplan.cost_models.work import OpWork
 from autoplan.ir.graph import Block, Node
+from autoplan.ops.products import adds_bias
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
+from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.profiler.ops import Task, compiled
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import LoweredBlock, Op
 
-# Their text needs the runtime's mesh, or torch's own rule for meta tensors gives other strides than the kernels do.
-_NOT_ON_META = frozenset(("attention", "dropout", "experts"))
-
 
 def _text(op: Op, work: OpWork, ctx: Context) -> str:
     """The emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
-    if op.node.op == "dropout":  # the same arithmetic, without asking the mesh which part this is
+    if op_has(op.node.op, Trait.RANDOM):  # the same arithmetic, without asking the mesh which part this is
         index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape)
         return f"dropout(x0, {op.node.attrs['p']}, rng, 0, ({index}))"
     if op.strategy.special is not None:
@@ -46,15 +46,10 @@ def _statement(block: Block, node: Node, strategy: Strategy, bias: bool) -> Op:
 
 def _bounds(node: Node, work: OpWork) -> dict[int, int]:
     """Integer inputs stay inside tables and classes."""
-    if node.op == "embedding":
-        return {i: work.inputs[0].shape[0] for i, t in enumerate(work.inputs) if "int" in t.dtype}
-    if node.op == "experts":  # of all experts: a rank with a part of them has that part of the rows
-        return {1: int(node.attrs["num_experts"])}
-    if node.op in ("histc", "weighted_count"):
-        return {0: int(work.outputs[0].shape[0])}
-    if node.op == "cross_entropy_sum":
-        return {1: work.inputs[0].shape[-1]}
-    return {}
+    limits = op_record(node.op).index_limits
+    if limits is None:
+        return {}
+    return limits(node.attrs, [t.shape for t in work.inputs], [t.shape for t in work.outputs])
 
 
 class _Memory:
@@ -74,9 +69,9 @@ class _Memory:
                 s for s in strategies(node, block.values, works.graph.factors, (), works.sizes) if s.name in ("R", "-")
             )
             work = rank0.op_work(block, node, strategy)
-            if node.op in _NOT_ON_META:
+            if op_has(node.op, Trait.RUNS_ON_DEVICE):
                 outs = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in work.outputs]
-                if node.op == "attention":  # the fused kernels write [b, s, h, d]
+                if op_kind(node.op) is OpKind.ATTENTION:  # the fused kernels write [b, s, h, d]
                     b, h, s, d = work.outputs[0].shape
                     outs = [torch.empty((b, s, h, d), dtype=outs[0].dtype, device="meta").transpose(1, 2)]
             else:
@@ -136,9 +131,9 @@ def _biased(block: Block) -> set[str]:
     out = set()
     makers = {o: n for n in block.nodes for o in n.outputs}
     for node in block.nodes:
-        if node.op == "add" and node.attrs.get("bias") and node.inputs[0] in makers:
+        if adds_bias(node) and node.inputs[0] in makers:
             maker = makers[node.inputs[0]]
-            if maker.op == "linear":
+            if op_kind(maker.op) is OpKind.PRODUCT:
                 out.add(maker.name)
     return out
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -205,6 +205,26 @@ class Matrix:
     numa: Mapping[int, int]
 
 
+Pair = tuple[int, int]  # cards, the lower number first
+
+
+def _link(cell: str, where: str) -> tuple[LinkKind, int]:
+    """The kind of link that a cell names, and how many NVLinks it is."""
+    nvlinks = re.fullmatch(r"NV(\d+)", cell)
+    if nvlinks is not None:
+        return LinkKind.NVLINK, int(nvlinks.group(1))
+    if cell not in LinkKind.__members__:
+        raise Unreadable(f"nvidia-smi topo -m: {cell!r} {where} is not known")
+    return LinkKind[cell], 0
+
+
+def _numa_node(tail: Sequence[str], cells: Sequence[str]) -> int | None:
+    """The first NUMA node that the cells behind the matrix name, by the columns `tail`."""
+    place = tail.index("NUMA Affinity") if "NUMA Affinity" in tail else len(cells)
+    first = re.match(r"\d+", cells[place]) if place < len(cells) else None
+    return int(first.group()) if first else None
+
+
 def parse_matrix(text: str) -> Matrix:
     """The matrix. Unreadable if there is none. Cards are named as in its legend, older drivers name them at once."""
     text = _ANSI.sub("", text)
@@ -216,8 +236,8 @@ def parse_matrix(text: str) -> Matrix:
     tail = [name for name in _TAIL if name in head]
     columns = (head[: head.index(tail[0])] if tail else head).split()
     legend = dict(_LEGEND.findall(text))
-    counts: dict[tuple[int, int], int] = {}
-    kinds: dict[tuple[int, int], LinkKind] = {}
+    counts: dict[Pair, int] = {}
+    kinds: dict[Pair, LinkKind] = {}
     nics: dict[str, dict[int, LinkKind]] = {}
     numa: dict[int, int] = {}
     for line in lines[header + 1 :]:
@@ -228,27 +248,27 @@ def parse_matrix(text: str) -> Matrix:
         for column, cell in zip(columns, cells, strict=False):
             if cell == "X":
                 continue
-            nvlinks = re.fullmatch(r"NV(\d+)", cell)
-            if nvlinks is None and cell not in LinkKind.__members__:
-                raise Unreadable(f"nvidia-smi topo -m: {cell!r} between {name} and {column} is not known")
+            kind, count = _link(cell, f"between {name} and {column}")
             if re.fullmatch(r"GPU\d+", column):
                 key = min(row, int(column[3:])), max(row, int(column[3:]))
-                counts[key] = int(nvlinks.group(1)) if nvlinks else 0
-                kinds[key] = LinkKind.NVLINK if nvlinks else LinkKind[cell]
+                counts[key], kinds[key] = count, kind
             else:
-                nics.setdefault(legend.get(column, column), {})[row] = LinkKind[cell]
-        after = cells[len(columns) :]
-        if "NUMA Affinity" in tail and len(after) > tail.index("NUMA Affinity"):
-            first = re.match(r"\d+", after[tail.index("NUMA Affinity")])
-            if first:
-                numa[row] = int(first.group())
+                nics.setdefault(legend.get(column, column), {})[row] = kind
+        node = _numa_node(tail, cells[len(columns) :])
+        if node is not None:
+            numa[row] = node
+    return Matrix(_pair_links(kinds, counts), nics, numa)
+
+
+def _pair_links(kinds: Mapping[Pair, LinkKind], counts: Mapping[Pair, int]) -> tuple[PairLink, ...]:
+    """Links of pairs of cards; more NVLinks than a card has lead to a switch."""
     links = []
     for (a, b), kind in sorted(kinds.items()):
         total = max(sum(n for pair, n in counts.items() if end in pair) for end in (a, b))
         if kind is LinkKind.NVLINK and total > _MOST_NVLINKS:
             kind = LinkKind.NVSWITCH
         links.append(PairLink(a, b, kind, counts[a, b]))
-    return Matrix(tuple(links), nics, numa)
+    return tuple(links)
 
 
 def parse_rate(text: str) -> float | None:

@@ -9,7 +9,6 @@ from autoplan.ir.graph import Call
 from autoplan.program.megatron_modules import Module
 
 Ints = tuple[int, ...]
-OFFLOAD = "offload"  # the choice that sends what is kept to the host
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,15 @@ class Activations:
     choice_bytes: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, tuple[Module, ...]] = field(default_factory=dict)
     available: tuple[str, ...] = ()
+
+    @property
+    def figures(self) -> Ints:
+        """Every number of bytes that memory is added up from."""
+        return (
+            *(self.saved_bytes, self.kept_bytes, self.transient_bytes, self.selective_bytes),
+            self.recompute_transient_bytes,
+            *(self.choice_bytes[choice] for choice in sorted(self.choice_bytes)),
+        )
 
 
 def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:

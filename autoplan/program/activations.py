@@ -17,14 +17,15 @@ micro-batch: exactly, if `saved_bytes_of` does the summing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
-from autoplan.config.recompute import modules_choice
+from autoplan.config.recompute import OFFLOAD, modules_choice
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout
 from autoplan.ir.symbols import Expr
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import (
     Form,
     Gradient,
@@ -33,12 +34,13 @@ from autoplan.ops.saved import (
     TensorFacts,
     extra_bytes,
     kept,
-    saved_rule,
     workspace_bytes,
 )
-from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped, view_strides
-from autoplan.program import megatron_kernels as handwritten
-from autoplan.program.activation_bytes import OFFLOAD, Activations
+from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped
+from autoplan.ops.table import op_kind, op_record, saved_rule
+from autoplan.program import megatron_kernels
+from autoplan.program.activation_bytes import Activations
+from autoplan.program.gradients import Step, backward_peak
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import Module, modules
 from autoplan.program.regions import Region, attention_core, choices, logits, regions
@@ -55,25 +57,10 @@ class _Tensor:
     strides: Ints
 
 
-@dataclass(slots=True)
-class _Step:
-    """What one statement did."""
-
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    saved: frozenset[int] = frozenset()
-    extra: tuple[int, ...] = ()  # of what is saved, what is no value of the program
-    fusible: bool = False
-    forward: int = 0  # workspace
-    backward: int = 0
-    # (variable or None for a parameter, bytes, True if it is the output's gradient itself)
-    gradients: list[tuple[str | None, int, bool]] = field(default_factory=list)
-
-
 # the statements before which the emitted text lets go of variables that nobody needs (autoplan.codegen.emit)
-_HEAVY = frozenset(("linear", "matmul", "attention", "cross_entropy_sum"))
+_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS)
 # beside element-wise operations and views, what fused kernels take in
-_FUSED = frozenset(("mean", "sum", "cat", "layer_norm", "rms_norm"))
+_FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 
 
 def activations(
@@ -126,7 +113,7 @@ class _Walk:
         self.shapes: dict[tuple[int, Layout], Ints] = {}
         self.storages: list[int] = []  # bytes
         self.tensors: dict[str, _Tensor] = {}
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.params: set[str] = set()
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
@@ -228,7 +215,7 @@ class _Walk:
         float32, and a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner
         solves the same problem as a minimum cut). Transients stay those of the operations one by one: an upper bound.
         """
-        makers: dict[int, _Step] = {}
+        makers: dict[int, Step] = {}
         for step in self.steps:
             views = {self.tensors[var].storage for var in step.reads}
             for var in step.writes:
@@ -249,10 +236,10 @@ class _Walk:
                 step.saved = frozenset[int]().union(*(sources(s) for s in sorted(step.saved)))
                 there |= step.saved
 
-    def _convert(self, c: Convert) -> _Step:
+    def _convert(self, c: Convert) -> Step:
         source, value = self.tensors[c.source], c.value
         shape, width = self.local(value, c.result), self.width(value)
-        step = _Step((c.source,), (c.target,))
+        step = Step((c.source,), (c.target,))
         own = prod(source.shape) * width
         if c.step.kind is ConversionKind.TO_REPLICATE:
             self.tensors[c.target] = source
@@ -273,7 +260,7 @@ class _Walk:
     def _name(self, var: str) -> str | None:
         return None if var in self.params else var
 
-    def _op(self, op: Op) -> _Step:
+    def _op(self, op: Op) -> Step:
         args = [a for a in op.args if a is not None]
         ins = [self.tensors[a] for a in args]
         shapes = [self.local(v, layout) for v, layout in zip(op.values, op.strategy.outputs, strict=True)]
@@ -285,13 +272,14 @@ class _Walk:
             op.strategy.special,
             self.device_type,
         )
-        rule = handwritten.rule_of(facts, self.kernels) or saved_rule(facts)
+        rule = megatron_kernels.rule_of(facts, self.kernels) or saved_rule(facts)
         saved: set[int] = set()
         forward, backward = workspace_bytes(facts, rule)
         outs = self._outputs(op, rule, ins, shapes)
         for var, out in zip(op.targets, outs, strict=True):
             self.tensors[var] = out
-        if op.node.op in _PRODUCTS:
+        known = op_record(op.node.op)
+        if known.kind is OpKind.PRODUCT:
             ins, copied = self._folded(op, ins, facts)
             forward += copied
         for name in kept(facts, rule):
@@ -299,27 +287,28 @@ class _Walk:
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
         extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
-        fusible = rule.form is not Form.NEW or op.node.op in _FUSED
-        step = _Step(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
+        fusible = rule.form is not Form.NEW or known.kind in _FUSED
+        step = Step(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
         """The storage that a product keeps its input in. The head's product is not one of Transformer Engine's."""
-        if op.node.op != "linear" or not self.kernels.float8_inputs or op.targets[0] in self.logits:
+        linear = op_kind(op.node.op) is OpKind.PRODUCT and op_record(op.node.op).weights
+        if not linear or not self.kernels.float8_inputs or op.targets[0] in self.logits:
             return tensor.storage
         if tensor.storage not in self.narrow:
-            self.narrow[tensor.storage] = self.new(handwritten.float8_bytes(tensor.shape))
+            self.narrow[tensor.storage] = self.new(megatron_kernels.float8_bytes(tensor.shape))
             self.copies.setdefault(tensor.storage, set()).add(self.narrow[tensor.storage])
         return self.narrow[tensor.storage]
 
-    def _gradients(self, step: _Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
+    def _gradients(self, step: Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
         out = facts.outputs[0]
         for var, fact in zip(args, facts.inputs, strict=True):
             if not fact.requires_grad or (var in self.params and self._accumulates(op)):
                 continue
             passes = rule.gradient is Gradient.PASS
-            if op.node.op in _BROADCASTING and fact.num_elements != out.num_elements:
+            if op_kind(op.node.op) is OpKind.ELEMENTWISE and fact.num_elements != out.num_elements:
                 # the gradient of the result's size is summed to that of the operand
                 passes = False
                 step.backward += out.num_bytes if rule.gradient is Gradient.NEW else 0
@@ -329,17 +318,17 @@ class _Walk:
 
     def _accumulates(self, op: Op) -> bool:
         """True if the operation adds the gradients of its weights to where they are summed."""
-        return self.kernels.handwritten and op.node.op in handwritten.PRODUCTS
+        return self.kernels.handwritten and bool(op_record(op.node.op).weights)
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
-        if op.node.op == "dropout" and not op.node.attrs["p"]:
+        known = op_record(op.node.op)
+        if Trait.RANDOM in known.traits and not op.node.attrs["p"]:
             return [ins[0]]
-        if op.node.op == "to" and self.dtype(op.inputs[0]) == self.dtype(op.values[0]):
-            return [ins[0]]
-        if op.node.op == "to" and op.targets[0] in self.logits:
+        same = Trait.CAST in known.traits and self.dtype(op.inputs[0]) == self.dtype(op.values[0])
+        if same or (Trait.CAST in known.traits and op.targets[0] in self.logits):
             return [ins[0]]  # the loss keeps the cast logits itself
-        if rule.form is Form.VIEW:
-            views = view_strides(op.node.op, op.node.attrs, ins[0].shape, ins[0].strides, shapes)
+        if known.strides is not None:
+            views = known.strides(op.node.attrs, ins[0].shape, ins[0].strides, shapes)
             return [
                 _Tensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
                 for value, shape, strides in zip(op.values, shapes, views, strict=True)
@@ -347,7 +336,7 @@ class _Walk:
         if rule.form is Form.DENSE:
             return [self.fresh(op.values[0], shapes[0], elementwise([(t.shape, t.strides) for t in ins], shapes[0]))]
         outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
-        if op.node.op == "attention":
+        if known.kind is OpKind.ATTENTION:
             _, h, s, d = shapes[0]
             # in memory the CPU's kernel and Transformer Engine have heads inside the sequence, PyTorch's of CUDA follow
             # the queries
@@ -368,7 +357,7 @@ class _Walk:
         `at::native::_matmul_impl` and `should_fold`.
         """
         a, b = ins[:2]
-        if op.node.op == "linear":
+        if op_record(op.node.op).weights:
             b = _Tensor(b.storage, b.shape[::-1], b.strides[::-1])
         copied = 0
 
@@ -405,51 +394,62 @@ class _Walk:
         with_grad = [s for s, (_, value, _) in zip(inputs, low.inputs, strict=True) if value.requires_grad]
         counted = {*with_grad, *range(first, len(self.storages))}
         # without a gradient: tables and indices, taken to be used by somebody
-        outs = [
-            (self.tensors[v].storage, low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)
-        ]
+        outs = [(self._storage(v), low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)]
         given = {s for s, value in outs if not value.requires_grad} & counted
-        saved = set(given)
-        for step in self.steps:
-            saved |= step.saved & counted
-        core = attention_core(self.lowered.statements, [(step.reads, step.writes) for step in self.steps])
-        selective = set(given)
-        for i, step in enumerate(self.steps):
-            selective |= ({self.tensors[v].storage for v in step.reads} if i in core else step.saved) & counted
-        inside = {self.tensors[v].storage for i in core for v in self.steps[i].writes}
-        selective -= inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved}
-        found = regions(low.statements, low.outputs)
-        choice_bytes = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
-        asked = self.kernels.modules
+        saved = given.union(*(step.saved & counted for step in self.steps))
+        core = attention_core(low.statements, [(step.reads, step.writes) for step in self.steps])
+        found, asked = regions(low.statements, low.outputs), self.kernels.modules
         there = modules(low.statements, low.outputs) if asked else {}
-        if asked:
-            mine = [m for name in asked for m in there.get(name, ())]
-            choice_bytes[modules_choice(asked)] = self._bytes(self._without_modules(mine, counted) | given)
-        saved_bytes = self._bytes(saved)
-        kept_bytes = self._bytes({*given, *with_grad})
-        peak = max(self._forward_peak(counted, with_grad, given), self._backward_peak(counted, given, outs))
+        saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
+        transient = max(0, self._peak(counted, with_grad, given, outs) - saved_bytes)
         return Activations(
             saved_bytes=saved_bytes,
             kept_bytes=kept_bytes,
-            transient_bytes=max(0, peak - saved_bytes),
-            selective_bytes=min(self._bytes(selective), saved_bytes),
+            transient_bytes=transient,
+            selective_bytes=min(self._bytes(self._without_core(core, given, counted)), saved_bytes),
             selective_ops=tuple(core),
-            recompute_transient_bytes=max(
-                0, self._bytes({*saved, *with_grad}) + max(0, peak - saved_bytes) - kept_bytes
-            ),
+            recompute_transient_bytes=max(0, self._bytes({*saved, *with_grad}) + transient - kept_bytes),
             saved_inputs=tuple(self.storages[s] if s in saved and s in with_grad else 0 for s in inputs),
             saved_outputs=tuple(
                 self.storages[s] if value.requires_grad and s in saved and s not in with_grad else 0
                 for s, value in outs
             ),
-            group_ops={
-                group: tuple(i for r in found if r.group == group for i in r.statements)
-                for group in sorted({r.group for r in found})
-            },
-            choice_bytes={**choice_bytes, OFFLOAD: self._bytes(given)},
+            group_ops=_statements_by_group(found),
+            choice_bytes=self._choice_bytes(found, there, given, counted),
             modules={name: there[name] for name in asked if name in there},
             available=tuple(there),
         )
+
+    def _choice_bytes(
+        self, found: Sequence[Region], there: Mapping[str, Sequence[Module]], given: set[int], counted: set[int]
+    ) -> dict[str, int]:
+        """Bytes kept under every choice of recompute but none, full and selective."""
+        out = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
+        if self.kernels.modules:
+            mine = [m for name in self.kernels.modules for m in there.get(name, ())]
+            out[modules_choice(self.kernels.modules)] = self._bytes(self._without_modules(mine, counted) | given)
+        return {**out, OFFLOAD: self._bytes(given)}
+
+    def _storage(self, var: str) -> int:
+        return self.tensors[var].storage
+
+    def _without_core(self, core: Sequence[int], given: set[int], counted: set[int]) -> set[int]:
+        """Storages that are kept if the attention core is computed again."""
+        kept = set(given)
+        for i, step in enumerate(self.steps):
+            kept |= ({self._storage(v) for v in step.reads} if i in core else step.saved) & counted
+        inside = {self._storage(v) for i in core for v in self.steps[i].writes}
+        return kept - (inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved})
+
+    def _peak(self, counted: set[int], inputs: list[int], given: set[int], outs: Sequence[tuple[int, Value]]) -> int:
+        """The most bytes alive at once in the forward or the backward."""
+        arriving = {
+            var: prod(self.tensors[var].shape) * self.width(value)
+            for var, (_, value) in zip(self.lowered.outputs, outs, strict=True)
+            if value.requires_grad
+        }
+        backward = backward_peak(self.steps, self.storages, counted, given, arriving)
+        return max(self._forward_peak(counted, inputs), backward)
 
     def _without_modules(self, found: Sequence[Module], counted: set[int]) -> set[int]:
         """Storages that are kept if modules are computed again."""
@@ -458,7 +458,7 @@ class _Walk:
         kept: set[int] = set()
         for i, step in enumerate(self.steps):
             if i not in inside:
-                again = {step.extra[handwritten.EXPERTS_ACTIVATION]} if i in activations else set[int]()
+                again = {step.extra[megatron_kernels.EXPERTS_ACTIVATION]} if i in activations else set[int]()
                 kept |= (step.saved & counted) - again
         for m in sorted(found, key=lambda m: m.statements[-1], reverse=True):
             if m.name == "moe_act":
@@ -490,7 +490,7 @@ class _Walk:
     def _bytes(self, storages: set[int]) -> int:
         return sum(self.storages[s] for s in storages)
 
-    def _forward_peak(self, counted: set[int], inputs: list[int], given: set[int]) -> int:
+    def _forward_peak(self, counted: set[int], inputs: list[int]) -> int:
         """The most bytes alive while the text runs forward."""
         last: dict[str, int] = {}
         made: set[str] = set()
@@ -508,7 +508,7 @@ class _Walk:
         dead: list[str] = []
         for i, (step, statement) in enumerate(zip(self.steps, self.lowered.statements, strict=True)):
             dead += ends.get(i - 1, [])
-            if isinstance(statement, Convert) or statement.node.op in _HEAVY:
+            if isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY:
                 for var in dead:
                     s = self.tensors[var].storage
                     holders[s] -= 1
@@ -522,71 +522,10 @@ class _Walk:
             peak = max(peak, live + step.forward)
         return peak
 
-    def _backward_peak(self, counted: set[int], given: set[int], outs: list[tuple[int, Value]]) -> int:
-        """The most bytes alive while gradients flow back, parameters' gradients included while they are new."""
-        users: dict[int, int] = dict.fromkeys(given, 1)
-        for step in self.steps:
-            for s in step.saved & counted:
-                users[s] = users.get(s, 0) + 1
-        live = sum(self.storages[s] for s in users)
-        grads: dict[str, int] = {}  # variable -> gradient
-        sizes: list[int] = []
-        holders: list[int] = []
 
-        def make(size: int) -> int:
-            sizes.append(size)
-            holders.append(0)
-            return len(sizes) - 1
-
-        def hold(var: str, grad: int) -> None:
-            nonlocal live
-            live += 0 if holders[grad] else sizes[grad]
-            holders[grad] += 1
-            grads[var] = grad
-
-        def drop(var: str) -> None:
-            nonlocal live
-            grad = grads.pop(var)
-            holders[grad] -= 1
-            live -= 0 if holders[grad] else sizes[grad]
-
-        for var, (_, value) in zip(self.lowered.outputs, outs, strict=True):
-            if value.requires_grad and var not in grads:
-                hold(var, make(self._dense(var, value)))
-        peak = live
-        for step in reversed(self.steps):
-            mine = [grads[v] for v in step.writes if v in grads]
-            if mine:
-                incoming = []
-                passing = 0
-                for target, size, passes in step.gradients:
-                    passing += 0 if passes else size
-                    if target is not None:
-                        incoming.append((target, mine[0] if passes else make(size)))
-                peak = max(peak, live + passing + step.backward)
-                for var, grad in incoming:
-                    if var in grads:  # a second use: summed, in place where nobody else holds the first
-                        size = sizes[grads[var]]
-                        shared = holders[grads[var]] > 1
-                        if shared:
-                            drop(var)
-                            hold(var, make(size))
-                    else:
-                        hold(var, grad)
-                for var in step.writes:
-                    if var in grads:
-                        drop(var)
-            for s in step.saved & counted:
-                users[s] -= 1
-                live -= 0 if users[s] else self.storages[s]
-        return peak
-
-    def _dense(self, var: str, value: Value) -> int:
-        return prod(self.tensors[var].shape) * self.width(value)
-
-
-_PRODUCTS = frozenset(("linear", "matmul"))
-_BROADCASTING = frozenset("add sub mul div pow maximum minimum where".split())
+def _statements_by_group(found: Sequence[Region]) -> dict[str, Ints]:
+    groups = sorted({r.group for r in found})
+    return {group: tuple(i for r in found if r.group == group for i in r.statements) for group in groups}
 
 
 def _transposed(t: _Tensor) -> _Tensor:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from autoplan.config.context_methods import ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, saved_rule, workspace_bytes
+from autoplan.ops.record import OpKind
+from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
+from autoplan.ops.table import saved_rule
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
 from autoplan.units import DTYPE_BYTES
 
@@ -41,8 +43,8 @@ def context_parallelism(
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         method = methods.get(lowered.block.name)
         if method is None or (handwritten and method.ulysses == 1):
-            return lowered.map_ops("attention", lambda op: _as_megatron(lowered, op, degree, fused))
-        return lowered.map_ops("attention", lambda op: _by_method(lowered, op, method))
+            return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, fused))
+        return lowered.map_ops(OpKind.ATTENTION, lambda op: _by_method(lowered, op, method))
 
     return rewritten
 

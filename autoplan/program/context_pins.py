@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autoplan.config.context_methods import ContextMethod, methods, read_method
-from autoplan.config.parallel import Degrees, ParallelConfig
+from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 
 Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 
@@ -17,12 +19,10 @@ Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
     """(where, heads, key-value heads) of every attention, by block."""
     out: dict[str, list[tuple[str, int, int]]] = {}
-    for block in graph.blocks.values():
-        for node in block.nodes:
-            if node.op == "attention":
-                heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
-                if heads is not None and kv is not None:
-                    out.setdefault(block.name, []).append((node.source or node.name, heads, kv))
+    for block, node in nodes_of(graph, OpKind.ATTENTION):
+        heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
+        if heads is not None and kv is not None:
+            out.setdefault(block.name, []).append((node.source or node.name, heads, kv))
     return out
 
 
@@ -35,7 +35,7 @@ def _obstacle(method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: 
 
 
 def _major(heads: Mapping[str, Sequence[tuple[str, int, int]]], tp: int) -> int:
-    """Over how many ranks of tp key-value heads are split (`autoplan.program.pins.make_mesh`)."""
+    """Over how many ranks of tp key-value heads are split (`autoplan.program.parallel_dims`)."""
     return math.gcd(tp, min((kv for found in heads.values() for _, _, kv in found), default=tp))
 
 
@@ -134,7 +134,7 @@ def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int
     return found
 
 
-def product_degree(config: Degrees) -> int:
+def product_degree(config: ParallelConfig) -> int:
     """Ranks of Ulysses in the products of a config's methods; 1 if there is none."""
     given = config.context_method
     return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)

@@ -19,16 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.ir.dataflow import Classes
-from autoplan.program.statements import Convert, LoweredBlock, Op
-
-_REDUCTIONS = frozenset(("mean", "sum"))
-_NORMS = frozenset(("layer_norm", "rms_norm"))
-_PRODUCTS = frozenset(("linear", "matmul"))
-_FUSED = ELEMENTWISE | VIEWS | _REDUCTIONS | {"cat"}
-_PASSING = frozenset(("add", "sub", "neg", "clone", "add_scalar")) | VIEWS  # of which no derivative needs an input
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.program.statements import Convert, LoweredBlock, Op, reads_of, writes_of
 
 
 class _Kernels:
@@ -40,7 +35,7 @@ class _Kernels:
         self.classes = Classes[int]()
         level: dict[int, int] = {}
         for k, statement in enumerate(lowered.statements):
-            read = _reads(statement)
+            read = reads_of(statement)
             before = [self.made[name] for name in read if name in self.made]
             level[k] = max((level[p] + (not self._fused(p)) for p in before), default=0)
             if self._fused(k):
@@ -48,12 +43,12 @@ class _Kernels:
                 for p in before:
                     if self._fused(p) and level[p] == level[k]:
                         self.classes.join(p, k)
-            for name in _writes(statement):
+            for name in writes_of(statement):
                 self.made[name] = k
 
     def _fused(self, k: int) -> bool:
         statement = self.lowered.statements[k]
-        return isinstance(statement, Op) and statement.node.op in _FUSED and statement.bias is None
+        return isinstance(statement, Op) and op_record(statement.node.op).fuses and statement.bias is None
 
     def kernels(self) -> list[list[int]]:
         """The statements of each kernel."""
@@ -63,20 +58,10 @@ class _Kernels:
         """What a value is a view of."""
         while (k := self.made.get(name)) is not None:
             statement = self.lowered.statements[k]
-            if isinstance(statement, Convert) or statement.node.op not in VIEWS or not _reads(statement):
+            if isinstance(statement, Convert) or not op_record(statement.node.op).as_view or not reads_of(statement):
                 return name
-            name = _reads(statement)[0]
+            name = reads_of(statement)[0]
         return name
-
-
-def _reads(statement: Convert | Op) -> list[str]:
-    if isinstance(statement, Convert):
-        return [statement.source]
-    return [a for a in (*statement.args, statement.bias) if a is not None]
-
-
-def _writes(statement: Convert | Op) -> Sequence[str]:
-    return (statement.target,) if isinstance(statement, Convert) else statement.targets
 
 
 def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
@@ -89,28 +74,28 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
     tensors: dict[str, TensorWork] = {}
     readers: dict[str, set[int]] = {}
     for k, statement in enumerate(lowered.statements):
-        for name in _reads(statement):
+        for name in reads_of(statement):
             readers.setdefault(name, set()).add(k)
         if isinstance(statement, Op) and k in position:
             work = ops[position[k]]
-            tensors.update(zip(_reads(statement), work.inputs, strict=False))
+            tensors.update(zip(reads_of(statement), work.inputs, strict=False))
             tensors.update(zip(statement.targets, work.outputs, strict=False))
     out = list(ops)
     for members in kernels.kernels():
         inside = set(members)
-        computing = [k for k in members if ops[position[k]].op not in VIEWS]
+        computing = [k for k in members if not op_record(ops[position[k]].op).as_view]
         if not computing:
             continue
         read: dict[str, TensorWork] = {}
         written: dict[str, TensorWork] = {}
         for k in members:
             statement = lowered.statements[k]
-            for name in _reads(statement):
+            for name in reads_of(statement):
                 source = kernels.base(name)
                 if kernels.made.get(source) not in inside:
                     tensor = tensors.get(source, tensors[name])
                     read[source] = tensor
-            for name in _writes(statement):
+            for name in writes_of(statement):
                 source = kernels.base(name)
                 leaves = readers.get(name, set()) - inside or name in lowered.outputs
                 if kernels.made.get(source) in inside and leaves:
@@ -133,7 +118,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
     kernels = _Kernels(lowered)
     readers: dict[str, list[int]] = {}
     for k, statement in enumerate(lowered.statements):
-        for name in _reads(statement):
+        for name in reads_of(statement):
             readers.setdefault(kernels.base(name), []).append(k)
     first: dict[tuple[str, bool], str] = {}  # (input, trained) -> what the first product of it made
     same: dict[str, str] = {}  # what a joined product made -> what the one that it is joined with did
@@ -141,12 +126,12 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
     for k, statement in enumerate(lowered.statements):
         if k not in position or not isinstance(statement, Op):
             continue
-        if statement.node.op in _NORMS:
+        if op_kind(statement.node.op) is OpKind.NORM:
             read_by = readers.get(statement.targets[0], [])
             if read_by and all(_is_product(lowered, j) for j in _behind_converts(lowered, readers, read_by)):
                 out.add(position[k])
         elif _is_product(lowered, k):
-            source = kernels.base(_reads(statement)[0])
+            source = kernels.base(reads_of(statement)[0])
             weight = ops[position[k]].inputs[1]
             key = same.get(source, source), weight.requires_grad
             if key in first:
@@ -159,7 +144,7 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
 
 def _is_product(lowered: LoweredBlock, k: int) -> bool:
     statement = lowered.statements[k]
-    return isinstance(statement, Op) and statement.node.op in _PRODUCTS
+    return isinstance(statement, Op) and op_kind(statement.node.op) is OpKind.PRODUCT
 
 
 def _behind_converts(
@@ -171,7 +156,7 @@ def _behind_converts(
         statement = lowered.statements[k]
         if isinstance(statement, Convert):
             out += _behind_converts(lowered, readers, readers.get(statement.target, ()))
-        elif statement.node.op not in VIEWS:
+        elif not op_record(statement.node.op).as_view:
             out.append(k)
     return out
 
@@ -185,7 +170,7 @@ def _traffic(
     arriving = float(sum(t.num_bytes for t in written.values() if t.requires_grad))
     if not gradients or not arriving:
         return forward, 0.0
-    if _PASSING.issuperset(ops):
+    if all(op_has(op, Trait.PASSES_GRADIENT) for op in ops):  # of which no derivative needs an input
         joined = max(t.num_bytes for t in written.values()) if len(gradients) > 1 else 0
         return forward, 3.0 * joined
     leaving = float(sum(t.num_bytes for t in gradients))

@@ -11,7 +11,10 @@ from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, Layout, Step, conversion
 from autoplan.ir.symbols import Expr, product
+from autoplan.ops.products import adds_bias
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy
+from autoplan.ops.table import RECORDS, op_has, op_kind
 from autoplan.program.problem import COPIES, Option, Selection
 from autoplan.program.statements import BlockParam, Collective, Convert, LoweredBlock, Op, Statement, local_shape
 
@@ -47,7 +50,7 @@ _RESERVED = (
     "experts context_part context_length slice_ all_gather all_reduce all_to_all reduce_scatter to_partial "
     "to_replicate vary vocab_parallel_embedding vocab_parallel_cross_entropy_sum"
 ).split()
-_FRIENDLY = {"attention": "attended", "dropout": "dropped", "cross_entropy_sum": "loss_sum"}
+_FRIENDLY = {op.name: op.variable for op in RECORDS.values() if op.variable is not None}
 _TAG = {"R": "full", "I": "same", "S": "shard", "P": "part"}
 
 
@@ -107,7 +110,7 @@ class BlockLowering:
             statements=tuple(self.statements),
             outputs=tuple(outputs),
             output_layouts=tuple(layouts),
-            num_dropouts=sum(n.op == "dropout" for n in self.block.nodes),
+            num_dropouts=sum(op_has(n.op, Trait.RANDOM) for n in self.block.nodes),
         )
 
     def _boundary(self, name: str) -> Layout:
@@ -163,13 +166,13 @@ class BlockLowering:
         out = {}
         for node in self.block.nodes:
             if (
-                node.op != "linear"
+                op_kind(node.op) is not OpKind.PRODUCT
                 or len(consumers.get(node.outputs[0], [])) != 1
                 or node.outputs[0] in self.block.outputs
             ):
                 continue
             follower = consumers[node.outputs[0]][0]
-            if follower.op != "add" or not follower.attrs.get("bias") or follower.inputs[0] != node.outputs[0]:
+            if not adds_bias(follower) or follower.inputs[0] != node.outputs[0]:
                 continue
             produced = dict(self.option(node).provides)[self.block.name, node.outputs[0]]
             wanted = dict(self.option(follower).requires)[self.block.name, node.outputs[0]]

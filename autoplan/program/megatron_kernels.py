@@ -26,13 +26,15 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.saved import RULES, Form, Gradient, OpFacts, SavedRule, experts_rows
+from autoplan.ops.attention import PLAIN
+from autoplan.ops.record import OpKind
+from autoplan.ops.routing import experts_rows
+from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
+from autoplan.ops.table import op_kind
 from autoplan.program.context_parallel import saved_by
 from autoplan.units import DTYPE_BYTES
 
 FLOAT8_BYTES = 1
-LOSSES = frozenset(("cross_entropy_sum",))
-PRODUCTS = frozenset(("linear", "experts"))  # whose weights' gradients are accumulated in place
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,22 @@ class Kernels:
 
 def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     """The rule of an operation that keeps something else than `autoplan.ops.saved` says, else None."""
-    if f.op == "attention" and kernels.attention is Attention.UNFUSED:
+    what = op_kind(f.op)
+    if what is OpKind.ATTENTION and kernels.attention is Attention.UNFUSED:
         return _UNFUSED_ATTENTION
-    if f.op in LOSSES and kernels.fused_loss:
+    if what is OpKind.LOSS and kernels.fused_loss:
         return _LOSS_IN_PLACE
-    if f.op == "attention" and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.fused):
+    if what is OpKind.ATTENTION and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.fused):
         return saved_by(kernels.method, _gathered, kernels.fused)
-    if f.op == "attention" and kernels.context > 1 and not kernels.fused:
+    if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.fused:
         return _gathered(kernels.context)
     if not kernels.handwritten:
         return None
-    if f.op == "attention":  # its kernels know windows; the plain form of ours cuts them out
-        return RULES["attention"] if f.attrs.get("window") is not None else None
-    if f.op in LOSSES:
+    if what is OpKind.ATTENTION:  # its kernels know windows; the plain form of ours cuts them out
+        return PLAIN if f.attrs.get("window") is not None else None
+    if what is OpKind.LOSS:
         return _LOSS
-    if f.op == "experts":
+    if what is OpKind.EXPERTS:
         return _EXPERTS_FLOAT8 if kernels.float8 else _EXPERTS
     return None
 

@@ -25,14 +25,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from autoplan.program.regions import Flow, attention_core, variables_of
+from autoplan.ops.record import Linear, OpKind, Trait
+from autoplan.program.regions import PRODUCTS, Flow, attention_core, is_view, variables_of
 from autoplan.program.statements import Convert, Op
 
 DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))
-_LINEAR = frozenset(("linear", "matmul"))
-_PRODUCTS = _LINEAR | {"experts"}
-_VIEWS = frozenset("reshape transpose permute to expand unsqueeze squeeze chunk slice".split())
-_NORM_OPS = frozenset(("rsqrt", "layer_norm", "rms_norm"))
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class _Modules:
         self.statements, self.outputs = statements, outputs
         self.flow = Flow(statements, self.variables)
         self.ops = self.flow.ops
-        self.experts = [k for k, op in enumerate(self.ops) if op == "experts"]
+        self.experts = [k for k, op in enumerate(self.ops) if op.kind is OpKind.EXPERTS]
         self.core = set(attention_core(statements, self.variables))
 
     def found(self) -> dict[str, tuple[Module, ...]]:
@@ -112,7 +109,7 @@ class _Modules:
         """True for a norm of what layers hand on: no product made what it reads."""
         inside = set(part)
         before = [k for i in part for k in self.flow.before[i] if k not in inside]
-        return not any(self.ops[k] in _PRODUCTS for k in self._through_views(before, self.flow.before))
+        return not any(self.ops[k].kind in PRODUCTS for k in self._through_views(before, self.flow.before))
 
     def _in_product(self, part: Sequence[int]) -> bool:
         """True if Transformer Engine has the norm in the product that reads it."""
@@ -120,7 +117,7 @@ class _Modules:
             return False
         inside = set(part)
         readers = [k for i in part for k in self.flow.after[i] if k not in inside]
-        return all(self.ops[k] in _LINEAR for k in self._through_views(readers, self.flow.after))
+        return all(self.ops[k].kind is OpKind.PRODUCT for k in self._through_views(readers, self.flow.after))
 
     def _through_views(self, found: Iterable[int], way: Sequence[Sequence[int]]) -> list[int]:
         """`found`, and instead of views and conversions what comes behind them."""
@@ -130,7 +127,7 @@ class _Modules:
         return out
 
     def _is_view(self, k: int) -> bool:
-        return isinstance(self.statements[k], Convert) or self.ops[k] in _VIEWS
+        return isinstance(self.statements[k], Convert) or is_view(self.ops[k])
 
     def _views_before(self, found: Iterable[int]) -> set[int]:
         """Views and conversions of what these read."""
@@ -144,8 +141,8 @@ class _Modules:
 
     def _nearest_products(self, start: Collection[int]) -> tuple[set[int], set[int]]:
         """Products before `start`, and what is between."""
-        between = self.flow.leading_to(start, lambda k: self.ops[k] not in _PRODUCTS)
-        products = {b for k in {*start, *between} for b in self.flow.before[k] if self.ops[b] in _PRODUCTS}
+        between = self.flow.leading_to(start, lambda k: self.ops[k].kind not in PRODUCTS)
+        products = {b for k in {*start, *between} for b in self.flow.before[k] if self.ops[b].kind in PRODUCTS}
         return products, between
 
     def _up_projections(self) -> set[int]:
@@ -154,7 +151,8 @@ class _Modules:
         down = {k for k in last if any(k in self.flow.leading_to((other,)) for other in last - {k})}
         further: dict[int, tuple[set[int], set[int]]] = {k: self._nearest_products((k,)) for k in last - down}
         for found, inner in further.values():  # with a norm of what is compressed; adapters have none
-            down |= found if any(self.ops[k] in _NORM_OPS for k in inner) else set()
+            if any(self.ops[k].kind is OpKind.NORM or Trait.ROOT in self.ops[k].traits for k in inner):
+                down |= found
         if not down:
             return set()
         out = (last | between) - down - self.core
@@ -168,13 +166,13 @@ class _Modules:
     def _mlp(self, norms: Sequence[Sequence[int]]) -> set[int]:
         """Products around an activation function, with what is between, beside and sent; with the norm that the first
         of them has inside."""
-        pointwise = self.flow.activation_functions(_PRODUCTS, _VIEWS)
+        pointwise = self.flow.activation_functions(megatron=True)
         if not pointwise:
             return set()
         first, between = self._nearest_products(pointwise)
         gathered = self._views_before(first)
         found = first | {k for k in between if k in self.flow.following(first)} | pointwise
-        last = {k for p in pointwise for k in self.flow.after[p] if self.ops[k] in _PRODUCTS}
+        last = {k for p in pointwise for k in self.flow.after[p] if self.ops[k].kind in PRODUCTS}
         found |= last | {k for p in last for k in self.flow.after[p] if isinstance(self.statements[k], Convert)}
         if self.experts:
             return found  # the gather of the layer's input is the experts' as well
@@ -197,7 +195,7 @@ class _Modules:
                 continue
             given = [v for v in self.variables[k][0] if not v.startswith("self.")]
             others = any(self.flow.makes.get(v, -1) not in root | out for v in given)
-            if self.ops[k] == "add" and k > experts and others:
+            if self.ops[k].linear is Linear.ALL and k > experts and others:
                 break
             out.add(k)
         constants = {k for k in self.flow.leading_to(out) if not self.flow.before[k] and not self.variables[k][0]}

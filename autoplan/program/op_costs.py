@@ -12,13 +12,14 @@ from dataclasses import replace
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import PRECISIONS, Precision
 from autoplan.cost_models.hardware.cluster import Group
-from autoplan.cost_models.kernels.operations import VIEWS
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
+from autoplan.ops.attention import window_share
+from autoplan.ops.record import OpKind
 from autoplan.ops.strategies import Strategy
-from autoplan.ops.table import flops, rule_for, window_share
+from autoplan.ops.table import flops, op_kind, op_record, rule_for
 from autoplan.program.context_parallel import exchanged
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.pins import layer_calls
@@ -27,7 +28,7 @@ from autoplan.units import DTYPE_BYTES
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
 _IGNORED_ATTRS = frozenset(("scale", "bias"))
-_NARROW = frozenset(("linear", "matmul", "experts"))
+_NARROW = (OpKind.PRODUCT, OpKind.EXPERTS)
 
 
 def groups_of(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
@@ -135,7 +136,9 @@ class OpCosts:
         found = self._flops.get(key)
         if found is None:
             found = self.number(flops(node, block.values, rule_for(node, block.values)))
-            if node.op == "attention":  # keys of the whole sequence; causal halves are balanced over the ranks
+            if (
+                op_kind(node.op) is OpKind.ATTENTION
+            ):  # keys of the whole sequence; causal halves are balanced over the ranks
                 found *= self.context * window_share(node, self.num_keys(block, node))
             self._flops[key] = found
         return found
@@ -146,30 +149,34 @@ class OpCosts:
 
     def op_work(self, block: Block, node: Node, strategy: Strategy, bias: bool = False) -> OpWork:
         """One op on one rank. `bias`: a fused addition of a vector along the last dim."""
-        inputs = []
-        for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True)):
-            attends = node.op == "attention" and k < 3
-            inputs.append(self._tensor(block, name, layout, keys=attends and k > 0, attends=attends))
+        op = op_record(node.op)
+        attends = op.kind is OpKind.ATTENTION
+        inputs = [
+            self._tensor(block, name, layout, keys=attends and 0 < k < 3, attends=attends and k < 3)
+            for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True))
+        ]
         outputs = [
             self._tensor(block, name, layout) for name, layout in zip(node.outputs, strategy.outputs, strict=True)
         ]
-        method = self.methods.get(block.name) if node.op == "attention" else None
+        method = self.methods.get(block.name) if attends else None
         if method is not None and method.ulysses > 1:
             outputs = [replace(t, shape=exchanged(t.shape, method)) for t in outputs]
         if bias:
             inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
-        moved = 0.0 if node.op in VIEWS else float(sum(t.num_bytes for t in (*inputs, *outputs)))
-        attrs = tuple(
-            sorted((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
-        )
-        if self.precision.matmul and node.op in _NARROW and block.name in self._narrow:
+        moved = 0.0 if op.as_view else float(sum(t.num_bytes for t in (*inputs, *outputs)))
+        flops = self.flops(block, node) / strategy.num_shards
+        return OpWork(node.op, tuple(inputs), tuple(outputs), self._attrs(block, node, method), flops, moved)
+
+    def _attrs(self, block: Block, node: Node, method: ContextMethod | None) -> tuple[tuple[str, Plain], ...]:
+        """What the time of an op depends on beside shapes."""
+        given = ((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
+        attrs, kind = tuple(sorted(given)), op_kind(node.op)
+        if self.precision.matmul and kind in _NARROW and block.name in self._narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
-        parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
-        if node.op == "attention" and parts > 1:
-            attrs = (*attrs, ("context_parts", parts))
-        return OpWork(
-            node.op, tuple(inputs), tuple(outputs), attrs, self.flops(block, node) / strategy.num_shards, moved
-        )
+        if kind is OpKind.ATTENTION:
+            parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
+            attrs = (*attrs, ("context_parts", parts)) if parts > 1 else attrs
+        return attrs
 
     def _tensor(self, block: Block, name: str, layout: Layout, keys: bool = False, attends: bool = False) -> TensorWork:
         value = block.values[name]

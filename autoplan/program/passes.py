@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.ir.layout import Mesh
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind
 from autoplan.program.context_parallel import context_parallelism
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.megatron_kernels import LOSSES, Kernels
+from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.regions import logits
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass, Statement
 from autoplan.program.token_dispatch import token_dispatch
@@ -85,7 +87,7 @@ def vocabulary_losses(lowered: LoweredBlock) -> LoweredBlock:
             ),
         )
 
-    return lowered.map_ops("cross_entropy_sum", sent)
+    return lowered.map_ops(OpKind.LOSS, sent)
 
 
 _PARTS = {"b": "dp", "s": "cp"}  # which ranks have the parts of a micro-batch along a symbol
@@ -111,13 +113,15 @@ def batch_sums(mesh: Mesh | None) -> Pass:
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         def summed(op: Op) -> Op:
+            if not op_has(op.node.op, Trait.SUMS_RANKS):
+                return keywords(op)
             axis, value = axis_of(op), op.inputs[0]
             size = lowered.elements(value, op.strategy.inputs[0])
             phases = ("forward", "backward")[: 1 + value.requires_grad] if axis else ()
             sends = (Collective(value.name, "all_reduce", (axis,), size, value.dtype, phase) for phase in phases)
             return replace(keywords(op), collectives=tuple(sends))
 
-        return lowered.map_ops("batch_sum", summed).map_ops("batch_part", keywords)
+        return lowered.map_ops(OpKind.COLLECTIVE, summed)
 
     return rewritten
 
@@ -136,9 +140,9 @@ def fused_losses(lowered: LoweredBlock) -> LoweredBlock:
 def _read_narrow(op: Op, found: dict[str, str]) -> Op:
     source, target = str(op.args[0]), op.targets[0]
     if target in found:
-        casts = op.node.op == "to"
+        casts = op_has(op.node.op, Trait.CAST)
         found[target] = found.get(source) or (op.inputs[0] if casts else op.values[0]).dtype
         return replace(op, logits_dtype=found[target]) if casts else op
-    if op.node.op in LOSSES and found.get(source):
+    if op_kind(op.node.op) is OpKind.LOSS and found.get(source):
         return replace(op, logits_dtype=found[source])
     return op

@@ -1,4 +1,4 @@
-"""Pins with defaults instead of a search (`read_pins`), stages of balanced arithmetic, and the mesh of degrees.
+"""Pins with defaults instead of a search (`read_pins`), and stages of balanced arithmetic.
 
 `read_pins` fills in tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and 2 * pp
 with one, no recompute, 1F1B, stages of balanced arithmetic. The planner leaves open what is not pinned instead.
@@ -10,65 +10,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoplan.config.choices import check_values
-from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import read_recompute
-from autoplan.errors import PinError
+from autoplan.config.pins import Pins
 from autoplan.ir.graph import ModelGraph
-from autoplan.ir.layout import Axis, Mesh
 from autoplan.ops.table import flops, rule_for
-from autoplan.program.context_pins import product_degree
-from autoplan.program.expert_mesh import data_axes, folded_mesh, sequence_axes, spreads
 from autoplan.program.facts import Facts, divisors, expert_counts, head_counts, layer_calls, pipeline_units
-from autoplan.program.legality import Scope, check, method_folds_obstacle, zero_replica_counts
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.program.legality import Scope, check, zero_replica_counts
 
 __all__ = [
-    "divisors", "expert_counts", "head_counts", "layer_calls", "make_mesh", "pipeline_units",
-    "read_pins", "schedule_of", "split_stages", "stage_calls", "zero_replica_counts",
+    "divisors", "expert_counts", "head_counts", "layer_calls", "pipeline_units",
+    "read_pins", "split_stages", "stage_calls", "zero_replica_counts",
 ]  # fmt: skip
 
 
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins, as far as that can be without a model, and fill in the defaults. PinError names the rule."""
-    check_values(pins)
-    config = _completed(pins, num_devices)
+    config = Pins(pins).completed(num_devices)
     check(config, Facts(num_devices), Scope.SEARCHED)
     return config
-
-
-def _completed(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
-    pins = with_offload(pins)
-    tp, pp, cp = pins.get("tp", 1), pins.get("pp", 1), pins.get("cp", 1)
-    stages = pins.get("stages")
-    schedule, virtual_stages = schedule_of(pins)
-    return ParallelConfig(
-        dp=pins.get("dp", max(1, num_devices // (tp * pp * cp))),
-        tp=tp,
-        pp=pp,
-        ep=pins.get("ep", 1),
-        cp=cp,
-        etp=pins.get("etp"),
-        zero_stage=pins.get("zero_stage", 1),
-        num_micro_batches=pins.get("num_micro_batches", 2 * pp if pp > 1 else 1),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        recompute=read_recompute(pins.get("recompute", "none")),
-        stages=tuple(stages) if stages is not None else None,
-        state_slack=float(pins.get("state_slack", 1.02)),
-        context_method=pins.get("context_method"),
-        zero_replicas=pins.get("zero_replicas", 1),
-        offload=state_offload(pins),
-    )
-
-
-def schedule_of(pins: Mapping[str, Any]) -> tuple[str, int]:
-    """The schedule and the stages per rank of the pipeline that pins say, each by default what the other takes."""
-    virtual_stages = pins.get("virtual_stages", 1)
-    schedule = pins.get("schedule", "1F1B" if virtual_stages == 1 else "Interleaved1F1B")
-    fewest = SCHEDULES[schedule].virtual_stages[0]
-    return schedule, virtual_stages if "virtual_stages" in pins else fewest
 
 
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
@@ -118,35 +77,3 @@ def _balance(weights: Sequence[float], parts: int) -> list[int]:
         counts.append(j - cut[p][j])
         j = cut[p][j]
     return counts[::-1]
-
-
-def make_mesh(graph: ModelGraph, config: ParallelConfig) -> tuple[Mesh, tuple[Axis, ...]]:
-    """pp, dp, cp and tp major to minor over ranks, and the sub-axes that layouts are chosen on: tp, as two where there
-    are fewer key-value heads than tp. Where experts are spread also what they are spread over (`folding`); dp as copies
-    of the sharded state and its shards; cp as groups and neighbours in them where Ulysses is one of two methods."""
-    kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
-    major = math.gcd(config.tp, kv)
-    tensor: tuple[Axis, ...] = (Axis("tp", config.tp),)
-    if config.tp > 1 and 1 < major < config.tp:
-        tensor = Axis("tp0", major), Axis("tp1", config.tp // major)
-    chosen = tensor if config.tp > 1 else ()
-    if expert_counts(graph) and spreads(config):
-        reason = method_folds_obstacle(config)
-        if reason is not None:
-            raise PinError(reason, ("context_method", "ep"))
-        return folded_mesh(config, tensor), chosen
-    data = [Axis(name, size) for name, size in data_axes(config.dp, config.zero_replicas)]
-    axes, groups = [Axis("pp", config.pp), *data], dict[str, tuple[str, ...]]()
-    if len(data) > 1:
-        groups["dp"] = tuple(a.name for a in data)
-    if config.cp > 1:
-        cut = [Axis(name, size) for name, size in sequence_axes(config.cp, product_degree(config))]
-        if len(cut) > 1:
-            groups["cp"] = tuple(a.name for a in cut)
-        axes += cut
-        groups["replicas"] = tuple(a.name for a in axes[1:])
-        if config.zero_replicas > 1:
-            groups["shards"] = ("sdp", *(a.name for a in cut))
-    if len(tensor) > 1:
-        groups["tp"] = ("tp0", "tp1")
-    return Mesh((*axes, *tensor), groups), chosen

@@ -28,7 +28,9 @@ from autoplan.errors import InfeasibleError
 from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
+from autoplan.ops.table import op_has, op_kind
 from autoplan.program.op_costs import OpCosts
 from autoplan.units import DTYPE_BYTES
 
@@ -41,14 +43,6 @@ _RESTRICTIONS = (
     "blocks hand over whole or evenly split values, no pending sums",
     "values without a gradient but counts are computed whole",
 )
-
-# ops that may follow their producer's layout: element-wise and shape ops that do not grow their input
-_FOLLOWING_OPS = (
-    "silu gelu relu tanh sigmoid exp log cos sin rsqrt sqrt abs erf neg square pow_scalar add_scalar mul_scalar "
-    "div_scalar reshape transpose permute unsqueeze squeeze slice select chunk to dropout mul mean sum cat softmax"
-)
-_FOLLOWS = frozenset(_FOLLOWING_OPS.split())
-_COUNTS = frozenset(("histc", "weighted_count"))
 
 
 @dataclass(frozen=True)
@@ -151,8 +145,10 @@ class IntraSettings:
 class _Build:
     def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
         self.graph, self.settings, self.costs = graph, settings, settings.costs
-        self.works = OpCosts(graph, settings.axes, settings.env, context=settings.context, precision=settings.precision)
-        self.sizes = self.works.sizes
+        self.op_costs = OpCosts(
+            graph, settings.axes, settings.env, context=settings.context, precision=settings.precision
+        )
+        self.sizes = self.op_costs.sizes
         self.counts = graph.call_counts()
         self.rank = len(settings.axes)
         self.all_r: Layout = (R,) * self.rank
@@ -164,7 +160,7 @@ class _Build:
         return self.graph.blocks[key[0]].values[key[1]]
 
     def local_bytes(self, key: ValueKey, layout: Layout) -> float:
-        return self.works.num_bytes(key[0], self.value(key), layout)
+        return self.op_costs.num_bytes(key[0], self.value(key), layout)
 
     def canonical(self, key: ValueKey, layout: Layout) -> Layout:
         """Without a gradient, R and I are the same: R is written."""
@@ -196,7 +192,9 @@ class _Build:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
         # a table that is not trained is split all the same
         frozen = any(name in block.params for name in node.tensor_inputs)
-        counts = node.op in _COUNTS  # of parts of the tokens: to add them up is to send less than the tokens' experts
+        counts = (
+            op_kind(node.op) is OpKind.COUNT
+        )  # of parts of the tokens: to add them up is to send less than the tokens' experts
         if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # a slice of it is free
         options = []
@@ -206,23 +204,25 @@ class _Build:
             cost = self._work_s(block, node, s) + self._special_s(node, block, s)
             options.append(Option(s.name, requires, provides, cost, strategy=s))
         weight = float(self.counts[block.name])
-        self.choices.append(Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=node.op in _FOLLOWS))
+        self.choices.append(
+            Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=op_has(node.op, Trait.FOLLOWS))
+        )
 
     def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
         """Forward and backward on this shard."""
-        work = self.works.op_work(block, node, s)
+        work = self.op_costs.op_work(block, node, s)
         return self.costs.forward_s(work).mid + self.costs.backward_s(work).mid
 
     def _collective_s(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
-        return self.costs.collective_s(kind, num_bytes, self.works.groups[axes]).mid
+        return self.costs.collective_s(kind, num_bytes, self.op_costs.groups[axes]).mid
 
     def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
         """Collectives inside a special form: the loss over a split vocabulary reduces a maximum and sums per token."""
         if s.special != "vocab_cross_entropy":
             return 0.0
         target = block.values[node.tensor_inputs[1]]
-        tokens = self.works.num_bytes(block.name, target, s.inputs[1]) / self.works.width(target)
-        width = max(4, self.works.width(block.values[node.tensor_inputs[0]]))  # half precision is summed in float32
+        tokens = self.op_costs.num_bytes(block.name, target, s.inputs[1]) / self.op_costs.width(target)
+        width = max(4, self.op_costs.width(block.values[node.tensor_inputs[0]]))  # half precision is summed in float32
         sums, everywhere = 3 if node.attrs.get("label_smoothing") else 2, tuple(range(self.rank))
         return sum(self._collective_s("all_reduce", n * tokens * width, everywhere) for n in (1, sums))
 
@@ -247,10 +247,10 @@ class _Build:
             options = []
             for layout in layouts:
                 size = self.local_bytes(keys[0], layout)
-                elements = size / self.works.width(value)
-                state = _state_bytes(self.settings.precision, self.works.width(value))
+                elements = size / self.op_costs.width(value)
+                state = _state_bytes(self.settings.precision, self.op_costs.width(value))
                 copies = 4.0 if value.requires_grad else 1.0  # parameter, gradient, two moments
-                dtype = self.works.dtype(value)
+                dtype = self.op_costs.dtype(value)
                 update = self.costs.optimizer_s(elements, dtype, state).mid if value.requires_grad else 0.0
                 options.append(
                     Option(
@@ -365,7 +365,7 @@ class _Build:
                 deferred = key in self.params and step.kind is ConversionKind.TO_REPLICATE
                 total += cost / self.settings.num_micro_batches if deferred else cost
             if step.kind in COPIES:
-                total += self.costs.forward_s(copy_work(size, self.works.dtype(self.value(key)))).mid
+                total += self.costs.forward_s(copy_work(size, self.op_costs.dtype(self.value(key)))).mid
             for axis in step.axes:
                 current[axis] = step.target
         return total

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.config.recompute import GROUPS
 from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.layout import ConversionKind
-from autoplan.program.megatron_kernels import LOSSES
-from autoplan.program.statements import Convert, Op
+from autoplan.ops.record import OpKind, OpRecord, Trait
+from autoplan.ops.table import op_record
+from autoplan.program.statements import Convert, Op, reads_of, writes_of
 
+PRODUCTS = (OpKind.PRODUCT, OpKind.EXPERTS)
+_SAME_LOGITS = frozenset((Trait.CAST, Trait.RESIZES))
+_Is = Callable[[OpRecord], bool]
+# of the statements of a block: what stands for a conversion between layouts
+_CONVERSION = OpRecord("", OpKind.OTHER)
 Variables = Sequence[tuple[Sequence[str], Sequence[str]]]  # what each statement reads and writes
-_IN_CORE = frozenset("mul_scalar div_scalar add masked_fill where to dropout reshape expand".split())
-_SAME_LOGITS = frozenset("to reshape".split())
-_ACTIVATIONS = frozenset("silu gelu relu tanh sigmoid softplus".split())
-_POINTWISE = _ACTIVATIONS | frozenset("mul mul_scalar div_scalar add_scalar pow_scalar square to dropout clamp".split())
-_LINEAR = frozenset(("linear",))
-_NORMS = frozenset(("layer_norm", "rms_norm"))
-_VARIANCE = frozenset("add_scalar mean pow_scalar square mul".split())  # from the root back to what is normed
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,7 @@ def choices(found: Iterable[Region]) -> tuple[str, ...]:
 
 def variables_of(statements: Sequence[Op | Convert]) -> Variables:
     """What each statement reads and writes."""
-    out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    for s in statements:
-        if isinstance(s, Convert):
-            out.append(((s.source,), (s.target,)))
-        else:
-            bias = (s.bias,) if s.bias is not None else ()
-            out.append(((*(a for a in s.args if a is not None), *bias), s.targets))
-    return out
+    return [(reads_of(s), writes_of(s)) for s in statements]
 
 
 def regions(
@@ -77,15 +69,31 @@ def regions(
         if group not in groups:
             continue
         for part in flow.parts(found[group]() - taken):
-            inside = {v for i in part for v in variables[i][1]}
-            users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
-            if any(i < part[-1] for mine in users.values() for i in mine):
-                continue  # somebody needs a result before the last statement can run
-            reads = dict.fromkeys(v for i in part for v in variables[i][0] if v not in inside)
-            writes = [v for i in part for v in variables[i][1] if users[v] or v in outputs]
-            out.append(Region(group, part, tuple(v for v in reads if not v.startswith("self.")), tuple(writes)))
-            taken |= set(part)
+            region = _region(group, part, flow, outputs)
+            if region is not None:
+                out.append(region)
+                taken |= set(part)
     return tuple(sorted(out, key=lambda r: r.statements[-1]))
+
+
+def _region(group: str, part: tuple[int, ...], flow: Flow, outputs: Sequence[str]) -> Region | None:
+    """These statements as a region; None if another one needs a result before the last of them can run."""
+    inside = {v for i in part for v in flow.variables[i][1]}
+    users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
+    if any(i < part[-1] for mine in users.values() for i in mine):
+        return None
+    reads = dict.fromkeys(v for i in part for v in flow.variables[i][0] if v not in inside)
+    writes = tuple(v for i in part for v in flow.variables[i][1] if users[v] or v in outputs)
+    return Region(group, part, tuple(v for v in reads if not v.startswith("self.")), writes)
+
+
+def _records(statements: Sequence[Op | Convert]) -> list[OpRecord]:
+    return [_CONVERSION if isinstance(s, Convert) else op_record(s.node.op) for s in statements]
+
+
+def is_view(op: OpRecord) -> bool:
+    """True for views and casts, which hand on the same numbers in another form."""
+    return op.kind is OpKind.VIEW or Trait.CAST in op.traits
 
 
 class Flow(Dataflow):
@@ -94,25 +102,36 @@ class Flow(Dataflow):
     def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
         super().__init__(variables)
         self.variables = variables
-        self.ops = ["" if isinstance(s, Convert) else s.node.op for s in statements]
+        self.ops = _records(statements)
 
-    def activation_functions(self, products: Set[str] = _LINEAR, views: Set[str] = frozenset()) -> set[int]:
-        """Pointwise operations, and `views`, from an activation function on to the product that takes their result."""
+    def activation_functions(self, megatron: bool = False) -> set[int]:
+        """Pointwise operations from an activation function on to the product that takes their result.
+
+        Args:
+            megatron: any product or experts, and behind views; else a product with weights.
+        """
+
+        def ends(op: OpRecord) -> bool:
+            return op.kind in PRODUCTS if megatron else op.kind is OpKind.PRODUCT and bool(op.weights)
+
+        def through(op: OpRecord) -> bool:
+            return Trait.POINTWISE in op.traits or (megatron and is_view(op))
+
         out: set[int] = set()
         for i, op in enumerate(self.ops):
-            if op in _ACTIVATIONS:
-                out |= self._to_product(i, products, _POINTWISE | views) or set()
+            if Trait.ACTIVATION in op.traits:
+                out |= self._to_product(i, ends, through) or set()
         return out
 
-    def _to_product(self, start: int, products: Set[str], through: Set[str]) -> set[int] | None:
+    def _to_product(self, start: int, ends: _Is, through: _Is) -> set[int] | None:
         """`start` and what follows; None unless a product is all that they lead to."""
         found = {start}
         if not self.after[start]:
             return None
         for k in self.after[start]:
-            if self.ops[k] in products:
+            if ends(self.ops[k]):
                 continue
-            further = self._to_product(k, products, through) if self.ops[k] in through else None
+            further = self._to_product(k, ends, through) if through(self.ops[k]) else None
             if further is None:
                 return None
             found |= further
@@ -120,9 +139,9 @@ class Flow(Dataflow):
 
     def norms(self) -> set[int]:
         """Norms, as one operation or written out around a reciprocal root."""
-        out = {i for i, op in enumerate(self.ops) if op in _NORMS}
+        out = {i for i, op in enumerate(self.ops) if op.kind is OpKind.NORM}
         for i, op in enumerate(self.ops):
-            if op == "rsqrt":
+            if Trait.ROOT in op.traits:
                 out |= self._written_out(i)
         return out
 
@@ -131,14 +150,14 @@ class Flow(Dataflow):
         found, queue, normed = {root}, list(self.before[root]), set[str]()
         while queue:
             i = queue.pop()
-            if self.ops[i] not in _VARIANCE:
+            if Trait.VARIANCE not in self.ops[i].traits:
                 return set()
             found.add(i)
-            if self.ops[i] in ("pow_scalar", "square", "mul"):
+            if Trait.SQUARE in self.ops[i].traits:
                 normed |= set(self.variables[i][0])
             else:
                 queue += self.before[i]
-        if len(normed) != 1 or not any(self.ops[i] == "mean" for i in found):
+        if len(normed) != 1 or not any(Trait.AVERAGES in self.ops[i].traits for i in found):
             return set()
         (value,) = normed
         queue = list(self.after[root])
@@ -146,11 +165,11 @@ class Flow(Dataflow):
             i = queue.pop()
             reads = self.variables[i][0]
             others = [v for v in reads if v != value and not v.startswith("self.") and self.makes.get(v) not in found]
-            if i not in found and self.ops[i] in ("mul", "add", "to") and not others:
+            if i not in found and Trait.RESCALES in self.ops[i].traits and not others:
                 found.add(i)
                 queue += self.after[i]
         made = self.makes.get(value)
-        if made is not None and self.ops[made] == "to" and set(self.after[made]) <= found:
+        if made is not None and Trait.CAST in self.ops[made].traits and set(self.after[made]) <= found:
             found.add(made)
         return found
 
@@ -164,27 +183,27 @@ def attention_core(
         variables: what each statement reads and writes.
     """
     out: set[int] = set()
-    ops = ["" if isinstance(s, Convert) else s.node.op for s in statements]
-    if "attention" not in ops and "softmax" not in ops:
+    ops = _records(statements)
+    if not any(op.kind in (OpKind.ATTENTION, OpKind.SOFTMAX) for op in ops):
         return []
     flow = Dataflow(variables)
     for i, op in enumerate(ops):
-        if op == "attention":
+        if op.kind is OpKind.ATTENTION:
             out.add(i)
-        elif op == "softmax":
+        elif op.kind is OpKind.SOFTMAX:
             reach = [_until_matmul(i, ops, way) for way in (flow.before, flow.after)]
             if all(reach):
                 out |= {i, *reach[0], *reach[1]}
     return sorted(out)
 
 
-def _until_matmul(start: int, ops: Sequence[str], neighbours: Sequence[Sequence[int]]) -> set[int]:
+def _until_matmul(start: int, ops: Sequence[OpRecord], neighbours: Sequence[Sequence[int]]) -> set[int]:
     """Statements from `start` to the nearest matmul, it included, through element-wise operations and views only."""
     found: set[int] = set()
     for k in neighbours[start]:
-        if ops[k] == "matmul":
+        if ops[k].kind is OpKind.PRODUCT and not ops[k].weights:
             found.add(k)
-        elif ops[k] in _IN_CORE:
+        elif Trait.IN_CORE in ops[k].traits:
             further = _until_matmul(k, ops, neighbours)
             found |= {k, *further} if further else set()
     return found
@@ -198,7 +217,8 @@ def logits(statements: Sequence[Op | Convert]) -> frozenset[str]:
             if statement.target in found and statement.step.kind is ConversionKind.TO_REPLICATE:
                 found.add(statement.source)
             continue
-        same = statement.node.op in _SAME_LOGITS and not found.isdisjoint(statement.targets)
-        if same or statement.node.op in LOSSES:
+        op = op_record(statement.node.op)
+        same = op.traits & _SAME_LOGITS and not found.isdisjoint(statement.targets)
+        if same or op.kind is OpKind.LOSS:
             found.add(str(statement.args[0]))
     return frozenset(found)

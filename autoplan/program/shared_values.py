@@ -19,14 +19,14 @@ def shared_values(
     graph: ModelGraph,
     units: Sequence[Sequence[str]],
     lowered: Mapping[str, LoweredBlock],
-    held: Mapping[str, Activations],
-    works: OpCosts,
+    activation_bytes: Mapping[str, Activations],
+    op_costs: OpCosts,
     again: frozenset[str],
 ) -> tuple[SharedValue, ...]:
     """The values that more than one call keeps, or that cross more than one cut.
 
     Args:
-        held: activations by block.
+        activation_bytes: activations by block.
         again: calls that full recompute computes again; they keep what goes into them.
     """
     calls = {c.name: c for c in graph.calls}
@@ -39,13 +39,13 @@ def shared_values(
             call = calls[name]
             low = lowered[call.block]
             for value, inside, layout in zip(call.outputs, low.block.outputs, low.output_layouts, strict=True):
-                made[value] = (u, works.num_bytes(call.block, low.block.values[inside], layout))
+                made[value] = (u, op_costs.num_bytes(call.block, low.block.values[inside], layout))
             for value in call.inputs:
                 last[value] = u
-            for value in _keeps(call, held[call.block]):
+            for value in _keeps(call, activation_bytes[call.block]):
                 kept.setdefault(value, []).append(u)
             inputs = {v for v in call.inputs if graph.values[v].requires_grad}
-            for value in inputs if name in again else _keeps(call, held[call.block]):
+            for value in inputs if name in again else _keeps(call, activation_bytes[call.block]):
                 kept_again.setdefault(value, []).append(u)
     out = []
     for value, (first, size) in made.items():
@@ -56,7 +56,7 @@ def shared_values(
     return tuple(out)
 
 
-def _keeps(call: Call, held: Activations) -> set[str]:
+def _keeps(call: Call, activation_bytes: Activations) -> set[str]:
     """What a call keeps of its inputs and outputs."""
-    pairs = [*zip(call.inputs, held.saved_inputs, strict=True), *zip(call.outputs, held.saved_outputs, strict=True)]
-    return {value for value, size in pairs if size}
+    sizes = (*activation_bytes.saved_inputs, *activation_bytes.saved_outputs)
+    return {value for value, size in zip((*call.inputs, *call.outputs), sizes, strict=True) if size}

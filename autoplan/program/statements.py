@@ -14,7 +14,9 @@ from fractions import Fraction
 from autoplan.ir.graph import Block, Node, Value
 from autoplan.ir.layout import Axis, Layout, Step
 from autoplan.ir.symbols import Expr, product
+from autoplan.ops.record import OpKind
 from autoplan.ops.strategies import Strategy
+from autoplan.ops.table import op_kind
 from autoplan.program.expert_degrees import ExpertDegrees, Spread
 from autoplan.units import dtype_bytes
 
@@ -148,11 +150,11 @@ class LoweredBlock:
         """Local size of every dim."""
         return local_shape(value, layout, self.factors, self.axes)
 
-    def map_ops(self, name: str, change: Callable[[Op], Op]) -> LoweredBlock:
-        """The block with `change` applied to its operations called `name`."""
-        if all(node.op != name for node in self.block.nodes):
+    def map_ops(self, kind: OpKind, change: Callable[[Op], Op]) -> LoweredBlock:
+        """The block with `change` applied to its operations of a kind."""
+        if all(op_kind(node.op) is not kind for node in self.block.nodes):
             return self
-        statements = (change(s) if isinstance(s, Op) and s.node.op == name else s for s in self.statements)
+        statements = (change(s) if isinstance(s, Op) and op_kind(s.node.op) is kind else s for s in self.statements)
         return replace(self, statements=tuple(statements))
 
 

@@ -40,6 +40,8 @@ from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, Node
 from autoplan.ir.layout import ConversionKind, Layout, R
 from autoplan.ir.symbols import Expr, product
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.program.expert_degrees import ExpertDegrees, Spread
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import Collective, Convert, LoweredBlock, Op, Pass, Statement, reads_of, writes_of
@@ -62,7 +64,7 @@ def token_dispatch(degrees: ExpertDegrees) -> Pass:
             for p in lowered.params
         )
         around = lowered if degrees.executed else _rerouted(lowered)
-        return replace(around.map_ops("experts", lambda op: _dispatched(lowered, op, degrees)), params=params)
+        return replace(around.map_ops(OpKind.EXPERTS, lambda op: _dispatched(lowered, op, degrees)), params=params)
 
     return rewritten
 
@@ -88,7 +90,7 @@ _TRANSPOSED: Collectives = ("all_to_all", "all_to_all")  # split over the hidden
 
 
 def _is_experts(statement: Statement) -> bool:
-    return not isinstance(statement, Convert) and statement.node.op == "experts"
+    return not isinstance(statement, Convert) and op_kind(statement.node.op) is OpKind.EXPERTS
 
 
 def only_for_experts(lowered: LoweredBlock) -> set[int]:
@@ -207,16 +209,16 @@ def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
 _FP8_BYTES = Fraction(1) + Fraction(4, 128)
 
 
-def _ranks(works: OpCosts) -> int:
-    return math.prod(axis.size for axis in works.axes)
+def _ranks(op_costs: OpCosts) -> int:
+    return math.prod(axis.size for axis in op_costs.axes)
 
 
-def on_own_tokens(work: OpWork, ways: int, works: OpCosts) -> OpWork:
+def on_own_tokens(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
     """An operation of the router on whole values, as one of `ways` ranks computes it for its own tokens.
 
     Dividing sizes, not adding them up anew: a value counts as split where its first dims are the tokens.
     """
-    tokens = works.env["b"] * works.env["s"]
+    tokens = op_costs.env["b"] * op_costs.env["s"]
 
     def own(t: TensorWork) -> TensorWork:
         for last in range(len(t.shape)):
@@ -231,10 +233,10 @@ def on_own_tokens(work: OpWork, ways: int, works: OpCosts) -> OpWork:
     return replace(work, inputs=inputs, outputs=outputs, flops=work.flops / ways, moved_bytes=moved)
 
 
-def _rows(block: Block, node: Node, works: OpCosts) -> float:
+def _rows(block: Block, node: Node, op_costs: OpCosts) -> float:
     """Rows that one rank dispatches: its share of the tokens, once per expert that takes them."""
-    tokens = works.number(block.values[node.tensor_inputs[0]].shape[0])
-    return tokens * float(node.attrs["top_k"]) / _ranks(works)
+    tokens = op_costs.number(block.values[node.tensor_inputs[0]].shape[0])
+    return tokens * float(node.attrs["top_k"]) / _ranks(op_costs)
 
 
 def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
@@ -245,7 +247,7 @@ def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
     return 2.0 * (1.0 + distinct_units(degrees.ep, top_k) / top_k)
 
 
-def travelled_bytes(block: Block, node: Node, works: OpCosts, degrees: ExpertDegrees) -> int:
+def travelled_bytes(block: Block, node: Node, op_costs: OpCosts, degrees: ExpertDegrees) -> int:
     """What the runtime keeps beside what experts keep on the ranks of their tokens, for tokens that spread evenly.
 
     Rows as they arrived, at each of etp parts of an expert all of them; rows as they came back, and an index that says
@@ -254,17 +256,17 @@ def travelled_bytes(block: Block, node: Node, works: OpCosts, degrees: ExpertDeg
     if degrees.ep * degrees.etp == 1:
         return 0
     hidden = block.values[node.tensor_inputs[0]]
-    row = works.number(hidden.shape[-1]) * works.width(hidden)
+    row = op_costs.number(hidden.shape[-1]) * op_costs.width(hidden)
     returned = row + DTYPE_BYTES["int64"]
-    return round(_rows(block, node, works) * (degrees.etp * row + returned))
+    return round(_rows(block, node, op_costs) * (degrees.etp * row + returned))
 
 
-def local_products(work: OpWork, block: Block, node: Node, works: OpCosts, degrees: ExpertDegrees) -> OpWork:
+def local_products(work: OpWork, block: Block, node: Node, op_costs: OpCosts, degrees: ExpertDegrees) -> OpWork:
     """The products of one rank: the rows that reach it through its E / ep experts, each split over etp."""
     hidden, index, weights, gate_up, down = work.inputs
-    rows = max(1, round(_rows(block, node, works) * degrees.etp))
-    whole: Layout = (R,) * len(works.axes)
-    shapes = [works.local(block.name, block.values[name], whole) for name in node.tensor_inputs[3:5]]
+    rows = max(1, round(_rows(block, node, op_costs) * degrees.etp))
+    whole: Layout = (R,) * len(op_costs.axes)
+    shapes = [op_costs.local(block.name, block.values[name], whole) for name in node.tensor_inputs[3:5]]
     num_local = max(1, shapes[0][0] // degrees.ep)
     inputs = (
         replace(hidden, shape=(rows, hidden.shape[-1])),
@@ -281,6 +283,6 @@ def local_products(work: OpWork, block: Block, node: Node, works: OpCosts, degre
         inputs=inputs,
         outputs=outputs,
         attrs=(*work.attrs, ("row_passes", passes)),
-        flops=works.flops(block, node) / _ranks(works),
+        flops=op_costs.flops(block, node) / _ranks(op_costs),
         moved_bytes=moved,
     )

@@ -11,6 +11,8 @@ from dataclasses import replace
 from autoplan.errors import InfeasibleError
 from autoplan.ir.graph import Block, ModelGraph
 from autoplan.ir.layout import I, R
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of, op_kind
 from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey
 
 _RESTRICTION = "tokens travel to experts from where tensor parallelism splits the sequence"
@@ -18,13 +20,15 @@ _RESTRICTION = "tokens travel to experts from where tensor parallelism splits th
 
 def expert_weights(block: Block) -> frozenset[str]:
     """Values of a block that hold the weights of experts, expert by expert."""
-    return frozenset(name for node in block.nodes if node.op == "experts" for name in node.tensor_inputs[3:5])
+    return frozenset(
+        name for node in block.nodes if op_kind(node.op) is OpKind.EXPERTS for name in node.tensor_inputs[3:5]
+    )
 
 
 def inner_place(block: Block, name: str) -> tuple[int, int]:
     """(dim, position) of the factor in a weight of experts that is their inner size: rows of the first product (of gate
     and up alike), columns of the second."""
-    node = next(n for n in block.nodes if n.op == "experts" and name in n.tensor_inputs[3:5])
+    node = next(n for n in block.nodes if op_kind(n.op) is OpKind.EXPERTS and name in n.tensor_inputs[3:5])
     return (1, int(bool(node.attrs["gated"]))) if name == node.tensor_inputs[3] else (2, 0)
 
 
@@ -36,7 +40,7 @@ def with_own_tokens(problem: IntraProblem, graph: ModelGraph, state_slack: float
 
     Raises: InfeasibleError if some experts cannot be run on a part of the tokens, naming them.
     """
-    nodes = {f"{b.name}/{n.name}": (b, n) for b in graph.blocks.values() for n in b.nodes if n.op == "experts"}
+    nodes = {f"{b.name}/{n.name}": (b, n) for b, n in nodes_of(graph, OpKind.EXPERTS)}
     weights: set[ValueKey] = {(b.name, name) for b in graph.blocks.values() for name in expert_weights(b)}
     least, choices = 0.0, []
     for choice in problem.choices:

@@ -11,6 +11,8 @@ from autoplan.config.numbers import read_list, read_series
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.search.layouts import PlanRequest
 from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE
 
@@ -100,7 +102,7 @@ def _values(name: str, text: str) -> list[str]:
 
 def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
     """What is assumed of uneven routing: `{"value", "what", "source"}`; None for a model without experts."""
-    if not any(node.op == "experts" for block in request.graph.blocks.values() for node in block.nodes):
+    if not nodes_of(request.graph, OpKind.EXPERTS):
         return None
     shipped = "stated, not fitted: published runs with experts force balance; others: --constants FILE"
     return {

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.config.choices import PINS, check_values
-from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
 from autoplan.program.legality import Scope, check
-from autoplan.program.pins import schedule_of
 from autoplan.search.nearest import Changes, explained
 from autoplan.search.planner import PlanRequest
 
@@ -44,35 +43,11 @@ def _legal(given: Mapping[str, Any], facts: Facts) -> ParallelConfig:
 
 
 def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]) -> ParallelConfig:
-    """Left out: dp is all remaining devices, etp as tp, other degrees 1, ZeRO 1, no recompute, balanced stages, 1F1B
-    (interleaved with virtual stages), the stages per rank that the schedule needs.
+    """The configuration of degrees, None as left out; what is left out follows from the rest (`Pins.completed`).
 
-    `given` by DEGREES, None as left out. PinError for an unknown name or a value that cannot be; whether the whole is
-    legal is not looked at.
+    PinError for an unknown name or a value that cannot be; whether the whole is legal is not looked at.
     """
     values = {name: value for name, value in given.items() if value is not None or name not in DEGREES}
     values |= {name: tuple(v) for name in ("recompute", "stages") if isinstance(v := values.get(name), list)}
     check_values(values, DEGREES, "degree")
-    values = {**with_offload(values)}
-    tp, pp, cp = (values.get(name, 1) for name in ("tp", "pp", "cp"))
-    dp, size = values.get("dp", max(1, num_devices // (tp * pp * cp))), values.get("micro_batch_size", 1)
-    schedule, virtual_stages = schedule_of(values)
-    return ParallelConfig(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=values.get("ep", 1),
-        etp=values.get("etp"),
-        zero_stage=values.get("zero_stage", 1),
-        zero_replicas=values.get("zero_replicas", 1),
-        micro_batch_size=size,
-        num_micro_batches=max(1, global_batch_size // (dp * size)),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        recompute=values.get("recompute", "none"),
-        stages=values.get("stages"),
-        context_method=values.get("context_method"),
-        offload=state_offload(values),
-        state_slack=values.get("state_slack", 1.02),
-    )
+    return Pins(values).completed(num_devices, global_batch_size)

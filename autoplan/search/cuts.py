@@ -124,10 +124,12 @@ class Cutter:
         cuts = np.array([0.0, *memory.cuts, 0.0])
         state = window(memory.stored) + window(memory.states) + memory.fixed
         gathered, self._grads = window(memory.gathered), window(memory.grads)
-        for first, last, tied in memory.tied:  # a stage with both holds them once
-            both = (i <= first) & (j > last)
-            state, gathered = state - both * (tied[0] + tied[3]), gathered - both * tied[1]
-            self._grads = self._grads - both * tied[2]
+        self._on_host = window(memory.hosted)
+        for tied in memory.tied:  # a stage with both holds them once
+            both, once = (i <= tied.first) & (j > tied.last), tied.states
+            state, gathered = state - both * (once.stored + once.optimizer), gathered - both * once.gathered
+            self._grads = self._grads - both * once.gradients
+            self._on_host = self._on_host - both * once.host
         if not (memory.sharded and pricer.config.zero_stage == 3):
             state = state + gathered
         self._state = state
@@ -140,9 +142,6 @@ class Cutter:
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)
         self._once_s = self._moved_once()
-        self._on_host = window(memory.hosted)
-        for first, last, tied in memory.tied:
-            self._on_host = self._on_host - ((i <= first) & (j > last)) * tied[6]
         self._shapes: list[tuple[NDArray[np.bool_], Array]] = []
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._reach: list[NDArray[np.int64]] = []

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from autoplan.config.offload import state_offload
-from autoplan.config.parallel import ZERO_STAGES
-from autoplan.config.recompute import read_recompute
+from autoplan.config.choices import CHOICES
+from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
+from autoplan.config.pins import Pins
 from autoplan.errors import PinError
-from autoplan.program.expert_mesh import folds
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import RULES, Rule, Scope, zero_replica_counts
-from autoplan.program.pins import schedule_of
+from autoplan.program.parallel_dims import folds
 from autoplan.schedules.schedule import SCHEDULES
 
 MAX_ACTIONS = 10_000  # of a schedule that is looked at beside 1F1B: with more micro-batches the bubble is small anyway
@@ -28,41 +27,18 @@ ONE_DOMAIN = "tp within one scale-up domain"
 BEYOND = "degrees that are else not looked at, since no others are legal under these pins"
 
 
-@dataclass(frozen=True, order=True)
-class Candidate:
-    """Degrees of one plan. What is left open is where the pipeline is cut and what is computed again."""
-
-    pp: int
-    dp: int
-    tp: int
-    zero_stage: int
-    micro_batch_size: int
-    num_micro_batches: int
-    ep: int = 1  # over how many ranks experts are spread, tokens travelling to them; folded from dp, cp and tp
-    cp: int = 1  # over how many ranks every sequence is cut
-    schedule: str = "1F1B"
-    virtual_stages: int = 1  # stages per rank of the pipeline
-    methods: tuple[tuple[str, str], ...] = ()  # (block, how its attention sees a cut sequence); none: not decided
-    etp: int = 1  # over how many ranks each expert is split; as tp where no token travels
-    zero_replicas: int = 1  # copies of what ZeRO shards
-    offload: tuple[str, ...] = ()  # what is on the host, if that is searched; activations: of some layers
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks that ZeRO shards over."""
-        return self.dp * self.cp // self.zero_replicas
-
-    @property
-    def num_actions(self) -> int:
-        """About how many actions a simulation of its pipeline has."""
-        return 2 * self.pp * self.num_micro_batches * self.virtual_stages
+def search_order(config: ParallelConfig) -> tuple[Any, ...]:
+    """Return the sorting key of the configurations of a search: of two that are as fast the first is taken."""
+    c = config
+    degrees = (c.pp, c.dp, c.tp, c.zero_stage, c.micro_batch_size, c.num_micro_batches, c.ep, c.cp)
+    return (*degrees, c.schedule, c.virtual_stages, c.methods, c.expert_tp, c.zero_replicas, c.offload)
 
 
 @dataclass(frozen=True)
 class Space:
     """All legal candidates, and how many others each rule excluded."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ParallelConfig, ...]
     illegal: Mapping[str, int] = field(default_factory=dict)
     restrictions: tuple[str, ...] = ()
 
@@ -92,28 +68,6 @@ class Limits:
     units: tuple[int, ...] = ()
 
 
-@dataclass
-class _Draft:
-    """A configuration that is decided choice by choice, as rules read it."""
-
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    zero_stage: int = 0
-    micro_batch_size: int = 1
-    num_micro_batches: int = 1
-    schedule: str = "1F1B"
-    virtual_stages: int = 1
-    recompute: str | Mapping[str, str] | tuple[int, ...] = "none"
-    stages: tuple[int, ...] | None = None
-    context_method: str | Mapping[str, str] | None = None
-    zero_replicas: int = 1
-    offload: tuple[str, ...] = ()
-
-
 # When a choice is decided; the others are pinned or at their default from the start.
 _START, _CONTEXT, _MESH, _EXPERTS, _BATCH, _ZERO, _COPIES, _SCHEDULE = range(8)
 _DECIDED = {
@@ -121,6 +75,7 @@ _DECIDED = {
     "micro_batch_size": _BATCH, "num_micro_batches": _BATCH, "zero_stage": _ZERO, "zero_replicas": _COPIES,
     "schedule": _SCHEDULE, "virtual_stages": _SCHEDULE,
 }  # fmt: skip
+_UNDECIDED = {record.name: record.default for record in CHOICES if record.name in _DECIDED}
 
 
 @lru_cache(maxsize=256)
@@ -142,27 +97,19 @@ class _Walk:
             comes closest to a candidate is kept as `error`; else every candidate is counted under the rule it breaks.
     """
 
-    def __init__(self, limits: Limits, pins: Mapping[str, Any], early: bool) -> None:
-        self.limits, self.facts, self.pins, self.early = limits, limits.facts, pins, early
-        stages = pins.get("stages")
-        self.draft = _Draft(
-            recompute=read_recompute(pins.get("recompute", "none")),
-            stages=None if stages is None else tuple(stages),
-            context_method=pins.get("context_method"),
-            offload=state_offload(pins),
-        )
+    def __init__(self, limits: Limits, pins: Pins, early: bool) -> None:
+        self.limits, self.facts, self.early = limits, limits.facts, early
+        self.pins, self.order = dict(pins), pins.schedule
         self.levels = _levels(limits.scope, frozenset(pins) if early else frozenset())
-        if early:
-            for name in set(pins) & set(_DECIDED):
-                setattr(self.draft, name, pins[name])
+        self.base = pins.config if early else pins.config.but(**_UNDECIDED)
         self.illegal: Counter[str] = Counter()
         self.limited = False
         self.error: tuple[tuple[int, int], PinError] | None = None
 
-    def _broken(self, level: int) -> str | None:
-        """The name of the first rule of a level that the draft breaks."""
+    def _broken(self, level: int, draft: ParallelConfig) -> str | None:
+        """The name of the first rule of a level that a draft breaks, which is decided up to that level."""
         for rule in self.levels[level]:
-            reason = rule.broken(self.draft, self.facts)
+            reason = rule.broken(draft, self.facts)
             if reason is not None:
                 if self.early:
                     self._blame(rule, reason, level)
@@ -175,66 +122,64 @@ class _Walk:
         if self.error is None or self.error[0] < rank:
             self.error = (rank, PinError(reason, rule.names))
 
-    def _left_out(self, level: int) -> bool:
-        name = self._broken(level)
+    def _left_out(self, level: int, draft: ParallelConfig) -> bool:
+        name = self._broken(level, draft)
         if name is not None:
             self.illegal[name] += 1
         return name is not None
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[ParallelConfig]:
         """All of them."""
-        if self._left_out(_START):
+        if self._left_out(_START, self.base):
             return
         for cp in [self.pins["cp"]] if "cp" in self.pins else self.limits.contexts:
-            self.draft.cp = cp
-            if not self._left_out(_CONTEXT):
-                yield from self._meshes(cp)
+            draft = self.base.but(cp=cp)
+            if not self._left_out(_CONTEXT, draft):
+                yield from self._meshes(draft)
 
-    def _meshes(self, cp: int) -> Iterator[Candidate]:
-        devices, d, pins = self.facts.devices // cp, self.draft, self.pins
+    def _meshes(self, draft: ParallelConfig) -> Iterator[ParallelConfig]:
+        devices, pins = self.facts.devices // draft.cp, self.pins
         for pp in self._degrees("pp", devices):
             for tp in self._degrees("tp", devices // pp if devices % pp == 0 else devices):
-                d.pp, d.tp = pp, tp
-                d.dp = max(1, devices // (d.pp * d.tp))
+                dp = max(1, devices // (pp * tp))
                 if self.early:
-                    d.dp = pins.get("dp", d.dp)
-                elif d.dp * d.pp * d.tp == devices and pins.get("dp", d.dp) != d.dp:
+                    dp = pins.get("dp", dp)
+                elif dp * pp * tp == devices and pins.get("dp", dp) != dp:
                     self.illegal["another dp is pinned"] += 1
                     continue
-                if self._left_out(_MESH):
+                mesh = draft.but(pp=pp, tp=tp, dp=dp)
+                if self._left_out(_MESH, mesh):
                     continue
-                if d.tp > self.limits.domain and "tp" not in pins:
+                if tp > self.limits.domain and "tp" not in pins:
                     self.limited = True
                     self.illegal["tp beyond the scale-up domain"] += 1
                     continue
-                spread = self._spread()
+                spread = self._spread(mesh)
                 if not spread:
                     self.illegal["another ep or etp is pinned"] += 1
                     continue
-                yield from self._batches(spread)
+                yield from self._batches(mesh, spread)
 
-    def _batches(self, spread: list[tuple[int, int]]) -> Iterator[Candidate]:
-        d, pins = self.draft, self.pins
-        degrees = (d.pp, d.dp, d.tp)
-        for size, num in self._micro_batches():
-            d.micro_batch_size, d.num_micro_batches = size, num
-            if self._left_out(_BATCH):
+    def _batches(self, mesh: ParallelConfig, spread: list[tuple[int, int | None]]) -> Iterator[ParallelConfig]:
+        pins = self.pins
+        several = self.early or mesh.dp * mesh.cp > 1
+        stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if several else [0]
+        for size, num in self._micro_batches(mesh.dp):
+            draft = mesh.but(micro_batch_size=size, num_micro_batches=num)
+            if self._left_out(_BATCH, draft):
                 continue
-            several = self.early or d.dp * d.cp > 1
-            stages = [pins["zero_stage"]] if "zero_stage" in pins else ZERO_STAGES if several else [0]
             for zero, (ep, etp) in itertools.product(stages, spread):
-                d.zero_stage, d.ep, d.etp = zero, ep, etp
-                if self._left_out(_ZERO):
+                plain = draft.but(zero_stage=zero, ep=ep, etp=etp)
+                if self._left_out(_ZERO, plain):
                     continue
-                plain = Candidate(*degrees, zero, size, num, ep, d.cp, etp=etp)
-                for copies in self._copies():
-                    d.zero_replicas = copies
-                    if not self._left_out(_COPIES):
-                        yield from self._schedules(replace(plain, zero_replicas=copies))
+                for copies in self._copies(plain):
+                    copied = plain if copies == 1 else plain.but(zero_replicas=copies)
+                    if not self._left_out(_COPIES, copied):
+                        yield from self._schedules(copied)
 
-    def _micro_batches(self) -> Iterator[tuple[int, int]]:
+    def _micro_batches(self, dp: int) -> Iterator[tuple[int, int]]:
         """(size, number) of the micro-batches of a data-parallel rank."""
-        pins, batch, dp = self.pins, self.facts.batch or 1, self.draft.dp
+        pins, batch = self.pins, self.facts.batch or 1
         if self.early and batch % dp:
             return
         for size in divisors(batch // dp):
@@ -242,71 +187,72 @@ class _Walk:
             if pins.get("micro_batch_size", size) == size and pins.get("num_micro_batches", num) == num:
                 yield size, num
 
-    def _copies(self) -> list[int]:
+    def _copies(self, draft: ParallelConfig) -> list[int]:
         """Copies of what ZeRO shards: one, or as few as leave the ranks that share it in one unit of a level."""
-        d = self.draft
+        c = draft
         if "zero_replicas" in self.pins:
             return [self.pins["zero_replicas"]]
         if self.early:
-            return divisors(d.dp)
-        legal = zero_replica_counts(d.dp, d.cp, d.zero_stage, d.tp, d.ep, d.etp)
-        ranks = d.dp * d.cp * d.tp
+            return divisors(c.dp)
+        legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.expert_tp)
+        ranks = c.dp * c.cp * c.tp
         return sorted({1, *(next((n for n in legal if ranks <= n * unit), 1) for unit in self.limits.units)})
 
-    def _schedules(self, plain: Candidate) -> Iterator[Candidate]:
+    def _schedules(self, plain: ParallelConfig) -> Iterator[ParallelConfig]:
         """The candidate under every schedule that takes its degrees."""
         pinned = "schedule" in self.pins or "virtual_stages" in self.pins
-        for schedule, virtual_stages in self._orders(pinned):
+        for schedule, virtual_stages in self._orders(pinned, plain.pp):
             others = not self.early and not pinned and schedule != "1F1B"
-            if others and (plain.pp == 1 or self.draft.stages is not None):
+            if others and (plain.pp == 1 or plain.stages is not None):
                 continue
-            self.draft.schedule, self.draft.virtual_stages = schedule, virtual_stages
-            broken = self._broken(_SCHEDULE)
+            candidate = plain
+            if (schedule, virtual_stages) != (plain.schedule, plain.virtual_stages):
+                candidate = plain.but(schedule=schedule, virtual_stages=virtual_stages)
+            broken = self._broken(_SCHEDULE, candidate)
             if broken is None:
-                candidate = replace(plain, schedule=schedule, virtual_stages=virtual_stages)
                 if not others or candidate.num_actions <= MAX_ACTIONS:
                     yield candidate
             elif not others:
                 self.illegal[broken] += 1
 
-    def _orders(self, pinned: bool) -> Iterator[tuple[str, int]]:
+    def _orders(self, pinned: bool, pp: int) -> Iterator[tuple[str, int]]:
         if not self.early:
-            yield from [schedule_of(self.pins)] if pinned else [("1F1B", 1), *self.limits.schedules]
+            yield from [self.order] if pinned else [("1F1B", 1), *self.limits.schedules]
             return
         model, pins = self.facts.model, self.pins
-        most = 16 if model is None else (model.num_layers + model.num_ends) // self.draft.pp
+        most = 16 if model is None else (model.num_layers + model.num_ends) // pp
         for schedule in [pins["schedule"]] if "schedule" in pins else SCHEDULES:
             fewest, highest = SCHEDULES[schedule].virtual_stages
             some = range(fewest, (most if highest is None else highest) + 1)
             for virtual_stages in [pins["virtual_stages"]] if "virtual_stages" in pins else some or [fewest]:
                 yield schedule, virtual_stages
 
-    def _spread(self) -> list[tuple[int, int]]:
-        """(ep, etp) that break no rule."""
-        d, pins = self.draft, self.pins
-        found = self._all_spread() if self.early else self._searched_spread()
-        out = []
+    def _spread(self, mesh: ParallelConfig) -> list[tuple[int, int | None]]:
+        """(ep, etp) that break no rule; etp None: as tp."""
+        pins = self.pins
+        found = self._all_spread(mesh) if self.early else self._searched_spread(mesh)
+        out: list[tuple[int, int | None]] = []
         for ep, etp in found:
             if pins.get("ep", ep) == ep and pins.get("etp", etp) == etp:
-                d.ep, d.etp = ep, etp
-                if self._broken(_EXPERTS) is None:
-                    out.append((ep, etp))
+                inner = None if etp == mesh.tp else etp
+                if self._broken(_EXPERTS, mesh.but(ep=ep, etp=inner)) is None:
+                    out.append((ep, inner))
         return out
 
-    def _all_spread(self) -> list[tuple[int, int]]:
-        d, model = self.draft, self.facts.model
+    def _all_spread(self, mesh: ParallelConfig) -> list[tuple[int, int]]:
+        model = self.facts.model
         experts = 0 if model is None else model.num_experts
         parts = [self.pins["ep"]] if "ep" in self.pins else divisors(experts) if experts else [1]
-        whole = dict.fromkeys((d.tp, 1, *divisors(d.dp * d.cp * d.tp))) if experts else [d.tp]
+        whole = dict.fromkeys((mesh.tp, 1, *divisors(mesh.dp * mesh.cp * mesh.tp))) if experts else [mesh.tp]
         return list(itertools.product(parts, [self.pins["etp"]] if "etp" in self.pins else whole))
 
-    def _searched_spread(self) -> list[tuple[int, int]]:
+    def _searched_spread(self, mesh: ParallelConfig) -> list[tuple[int, int]]:
         """Experts where tp has them; tokens travelling to whole ones, or to some that tp splits.
 
         Two more are legal and looked at if pinned: all experts whole on every rank beside tp, and experts that tp
         splits although there are enough to give ep x tp ranks whole ones.
         """
-        d, model, pins = self.draft, self.facts.model, self.pins
+        d, model, pins = mesh, self.facts.model, self.pins
         experts = 0 if model is None else model.num_experts
         found = [(1, d.tp)]
         if model is None or not experts:
@@ -326,7 +272,7 @@ class _Walk:
         return [self.pins[name]] if name in self.pins else divisors(limit)
 
 
-def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
+def candidates(limits: Limits, pins: Pins) -> Space:
     """What a search looks at, under pins whose values were checked; where that is nothing, what is legal beside it."""
     walk = _Walk(limits, pins, early=False)
     found = tuple(walk.candidates())
@@ -339,12 +285,12 @@ def candidates(limits: Limits, pins: Mapping[str, Any]) -> Space:
     return Space(found, dict(walk.illegal), restrictions)
 
 
-def legal(limits: Limits, pins: Mapping[str, Any]) -> Iterator[Candidate]:
+def legal(limits: Limits, pins: Pins) -> Iterator[ParallelConfig]:
     """All legal candidates under pins whose values were checked, whether a search would look at them or not."""
     return _Walk(_all_of(limits), pins, early=True).candidates()
 
 
-def fault(limits: Limits, pins: Mapping[str, Any]) -> PinError | None:
+def fault(limits: Limits, pins: Pins) -> PinError | None:
     """Why there is no legal candidate: the rule that the one closest to legal breaks; None if there is one."""
     walk = _Walk(_all_of(limits), pins, early=True)
     if next(walk.candidates(), None) is not None:

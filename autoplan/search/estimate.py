@@ -13,10 +13,11 @@ from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.expert_mesh import inner_degree
 from autoplan.program.legality import Scope
 from autoplan.program.pins import pipeline_units
 from autoplan.schedules.schedule import SCHEDULES, num_copies
@@ -55,7 +56,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_config(r, config)
     experts = None
     if _has_experts(r.graph):
-        experts = ExpertDegrees(config.ep, inner_degree(config), request.options.dispatcher, request.executed)
+        experts = ExpertDegrees(config.ep, config.expert_tp, request.options.dispatcher, request.executed)
     points, ends = LayoutCache(r), ends_apart(r.graph, config)
     if config.cp > 1 and config.context_method is None and r.executed:
         return _cheapest(points, config, experts, ends)
@@ -147,7 +148,7 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
 
 
 def _has_experts(graph: ModelGraph) -> bool:
-    return any(node.op == "experts" for block in graph.blocks.values() for node in block.nodes)
+    return bool(nodes_of(graph, OpKind.EXPERTS))
 
 
 def check_config(request: PlanRequest, config: ParallelConfig) -> None:

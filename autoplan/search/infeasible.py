@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.search.cuts import Shortage
+from autoplan.search.degrees import search_order
 from autoplan.search.intra import StoppedError
 from autoplan.search.layouts import (
     ILP_LIMIT_S,
@@ -21,7 +23,6 @@ from autoplan.search.layouts import (
     offloaded,
     space_of,
 )
-from autoplan.search.space import Candidate
 
 _BUDGET_S = 30.0  # to find the cheapest change
 _MORE_NODES = (2, 4, 8, 16, 32)
@@ -54,7 +55,7 @@ class NothingFits(InfeasibleError):
 
 
 def nothing_fits(
-    points: LayoutCache, candidates: Sequence[Candidate], shortages: Sequence[tuple[Shortage, Candidate]]
+    points: LayoutCache, candidates: Sequence[ParallelConfig], shortages: Sequence[tuple[Shortage, ParallelConfig]]
 ) -> InfeasibleError:
     """The error for a space of which every candidate was seen and none fits.
 
@@ -65,7 +66,7 @@ def nothing_fits(
     shortages = shortages or _shortages(points, candidates)
     if not shortages:
         return no_layout(r, "any tensor-parallel degree that is allowed")
-    shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes / e[0].available_bytes, e[1]))
+    shortage, candidate = min(shortages, key=lambda e: (e[0].needed_bytes / e[0].available_bytes, search_order(e[1])))
     c = candidate
     name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"
     name += f" offload={'+'.join(c.offload)}" if c.offload else ""
@@ -84,7 +85,7 @@ def nothing_fits(
     return NothingFits(message, report)
 
 
-def _shortages(points: LayoutCache, candidates: Sequence[Candidate]) -> list[tuple[Shortage, Candidate]]:
+def _shortages(points: LayoutCache, candidates: Sequence[ParallelConfig]) -> list[tuple[Shortage, ParallelConfig]]:
     """Where the quick bound refused everything: what the smallest candidates lack. Raises: StoppedError."""
     found = []
     for candidate in sorted(candidates, key=least_memory_first)[:_NUM_SHORTAGES]:
@@ -167,8 +168,8 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
     return False if decided else None
 
 
-def _smallest(candidates: Sequence[Candidate]) -> list[Candidate]:
-    out: dict[tuple[int, int, int, bool], Candidate] = {}
+def _smallest(candidates: Sequence[ParallelConfig]) -> list[ParallelConfig]:
+    out: dict[tuple[int, int, int, bool], ParallelConfig] = {}
     for c in sorted(candidates, key=least_memory_first):
         out.setdefault((c.pp, c.tp, c.cp, c.zero_stage == 0), c)
     return sorted(out.values(), key=least_memory_first)

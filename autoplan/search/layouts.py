@@ -12,9 +12,10 @@ from typing import Any
 
 from autoplan.config.choice import is_count
 from autoplan.config.context_methods import ContextMethod, read_method
-from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload, state_offload, with_offload
+from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
-from autoplan.config.recompute import modules_of, read_recompute
+from autoplan.config.pins import Pins
+from autoplan.config.recompute import modules_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -25,7 +26,9 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
-from autoplan.ops.saved import RULES, Form
+from autoplan.ops.record import Trait
+from autoplan.ops.saved import Form
+from autoplan.ops.table import op_record
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import (
     Chosen,
@@ -36,22 +39,22 @@ from autoplan.program.context_pins import (
     worth_looking_at,
 )
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.expert_mesh import folds
 from autoplan.program.facts import Facts
 from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims, folds
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.program.without_sequence_parallel import with_whole_tokens
 from autoplan.program.workload import Lowered, lower_all, workload
 from autoplan.schedules.schedule import PLAIN, SCHEDULES
 from autoplan.search.cuts import Cutter
+from autoplan.search.degrees import Space
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
-from autoplan.search.space import Candidate, Space, limits_of, space
+from autoplan.search.space import limits_of, space
 
 ILP_LIMIT_S = 120.0  # of one integer program of layouts
 
@@ -62,7 +65,7 @@ class PlanRequest:
 
     Attributes:
         global_batch_size: sequences per step over all data-parallel ranks.
-        pins: fixed choices (autoplan.search.space.KNOWN_PINS).
+        pins: fixed choices (autoplan.config.choices.PINS), checked here.
         precision: a name of autoplan.config.parallel.PRECISIONS.
         options: kernels of attention, how kernels are started, what overlaps.
         constants: of the cost model; those of this version, or what `autoplan calibrate` made of measured steps.
@@ -80,7 +83,7 @@ class PlanRequest:
     cluster: Cluster
     seq_len: int
     global_batch_size: int
-    pins: Mapping[str, Any] = field(default_factory=dict)
+    pins: Mapping[str, Any] = field(default_factory=Pins)
     precision: str = "bf16"
     mode: Mode = Mode.EAGER
     profile: Profile | None = None
@@ -96,7 +99,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "pins", with_offload(self.pins))
+            object.__setattr__(self, "pins", self.pins if isinstance(self.pins, Pins) else Pins(self.pins))
         except PinError as error:
             raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
 
@@ -113,6 +116,11 @@ class PlanRequest:
             self.options,
             self.target_len,
         )
+
+    @property
+    def fixed(self) -> Pins:
+        """The pins in one form."""
+        return self.pins if isinstance(self.pins, Pins) else Pins(self.pins)
 
     @property
     def scope(self) -> Scope:
@@ -164,7 +172,7 @@ class LayoutCache:
         self._lowered: dict[tuple[_Cut, Chosen], Lowered] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that did not do
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
-        self._cutters: dict[Candidate, Cutter] = {}
+        self._cutters: dict[ParallelConfig, Cutter] = {}
 
     def get(
         self,
@@ -211,7 +219,7 @@ class LayoutCache:
 
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
         r, start = self.request, time.perf_counter()
-        _, axes = make_mesh(r.graph, ParallelConfig(tp=tp))
+        axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
         settings = IntraSettings(
@@ -256,7 +264,7 @@ class LayoutCache:
         if made is None:
             works = self._works(axes, cut, methods)
             made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, works)
-        work = workload(self.request.graph, solution.selection, made.works, experts, ends, made)
+        work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
         return CandidateLayout(axes, solution, work, op_times(work, self.costs))
 
     def _works(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
@@ -281,7 +289,7 @@ class LayoutCache:
 
     # -- methods of context parallelism -----------------------------------------------------------------------------
 
-    def with_methods(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> list[Candidate]:
+    def with_methods(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> list[ParallelConfig]:
         """One candidate per method of every block that may be the best; itself where nothing is to be decided; none if
         its tp excludes the pinned methods.
 
@@ -292,13 +300,13 @@ class LayoutCache:
         if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp, False), limit_s) is None:
             return [c]
         found = self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)
-        if c.ep > 1 or c.etp != c.tp:  # experts are spread over the sub-axes of products, too, if they can be
+        if c.spreads_experts:  # they are spread over the sub-axes of products, too, if they can be
             neighbours = [neighbours_of((name for _, name in chosen), c.cp) for chosen in found]
-            degrees = (c.dp, c.cp, c.tp, c.ep, c.etp)
+            degrees = (c.dp, c.cp, c.tp, c.ep, c.expert_tp)
             found = [x for x, n in zip(found, neighbours, strict=True) if folds(*degrees, n, c.zero_replicas)]
-        return [replace(c, methods=chosen) for chosen in found]
+        return [c.but(context_method=dict(chosen) or None) for chosen in found]
 
-    def decided(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Candidate:
+    def decided(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> ParallelConfig:
         """With methods; of those that were not looked at one by one, the ones that keep least. Raises: StoppedError."""
         found = self.with_methods(candidate, limit_s)
         return min(found, key=lambda c: self._kept(c, limit_s)) if len(found) > 1 else (*found, candidate)[0]
@@ -332,39 +340,39 @@ class LayoutCache:
         out = {}
         for block in blocks:
             cost = pricer.cost(point.workload.blocks[block], point.times[block])
-            out[block] = (cost.forward_s.mid, cost.backward_s.mid, *map(float, point.workload.held[block]))
+            out[block] = (cost.forward_s.mid, cost.backward_s.mid, *map(float, point.workload.activation_bytes[block]))
         return out
 
-    def of(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
+    def of(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
         """The layout of a candidate; None where there is none. Raises: StoppedError."""
         candidate = self.decided(candidate, limit_s)
         spread = None
-        if candidate.ep > 1 or candidate.etp != candidate.tp:
-            spread = ExpertDegrees(candidate.ep, candidate.etp, self.request.options.dispatcher, self.request.executed)
+        if candidate.spreads_experts:
+            spread = ExpertDegrees(
+                candidate.ep, candidate.expert_tp, self.request.options.dispatcher, self.request.executed
+            )
         return self.get(
             candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
         )
 
-    def _kept(self, candidate: Candidate, limit_s: float) -> float:
+    def _kept(self, candidate: ParallelConfig, limit_s: float) -> float:
         point = self.of(candidate, limit_s)
         return math.inf if point is None else sum(point.workload.unit_saved)
 
-    def pricer(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
+    def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """None where no layout exists. Raises: StoppedError."""
         point = self.of(candidate, limit_s)
         if point is None:
             return None
-        config = candidate_config(candidate, self.request.pins)
+        config = without_activations(candidate)
         # with fused kernels what regions would keep and cost is not known operation by operation
         searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
         activations = ACTIVATIONS in candidate.offload
         return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations)
 
-    def cutter(self, candidate: Candidate, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
+    def cutter(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
         """None where no layout exists. Raises: StoppedError."""
-        pins = self.request.pins
-        stages, recompute = pins.get("stages"), self._recompute()
-        stages = tuple(stages) if stages is not None else None
+        stages, recompute = candidate.stages, self.request.fixed.recompute
         if not SCHEDULES[candidate.schedule].windows:
             plain = self._plain(replace(candidate, schedule=PLAIN, virtual_stages=1), limit_s)
             if plain is None:
@@ -374,18 +382,13 @@ class LayoutCache:
             )
         return self._plain(candidate, limit_s, stages)
 
-    def _recompute(self) -> str | dict[str, str] | None:
-        """What is pinned, in one form."""
-        pins = self.request.pins
-        return read_recompute(pins["recompute"]) if "recompute" in pins else None
-
-    def _plain(self, candidate: Candidate, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
+    def _plain(self, candidate: ParallelConfig, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
         """With one stage per rank and full backwards; remembered, since other schedules are bounded by it."""
         if candidate not in self._cutters:
             pricer = self.pricer(candidate, limit_s)
             if pricer is None:
                 return None
-            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, self._recompute(), stages)
+            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, self.request.fixed.recompute, stages)
         return self._cutters[candidate]
 
 
@@ -395,12 +398,12 @@ def space_of(request: PlanRequest) -> Space:
     return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
 
 
-def offloaded(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
+def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
     """The same degrees with what a search may leave on the host; none where it looks at nothing of that."""
     if not request.cluster.offloads:
         return []
     kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
-    return [replace(candidate, offload=kind) for kind in kinds]
+    return [candidate.but(offload=kind) for kind in kinds]
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
@@ -411,30 +414,14 @@ def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
     return InfeasibleError(text)
 
 
-def candidate_config(candidate: Candidate, pins: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration of a candidate, without stages."""
-    c = candidate
-    return ParallelConfig(
-        dp=c.dp,
-        tp=c.tp,
-        pp=c.pp,
-        ep=c.ep,
-        etp=None if c.etp == c.tp else c.etp,
-        cp=c.cp,
-        zero_stage=c.zero_stage,
-        micro_batch_size=c.micro_batch_size,
-        num_micro_batches=c.num_micro_batches,
-        schedule=c.schedule,
-        virtual_stages=c.virtual_stages,
-        recompute=read_recompute(pins.get("recompute", "none")),
-        state_slack=pins.get("state_slack", 1.02),
-        context_method=dict(c.methods) if c.methods else None,
-        zero_replicas=c.zero_replicas,
-        offload=state_offload(pins) or tuple(name for name in c.offload if name != ACTIVATIONS),
-    )
+def without_activations(candidate: ParallelConfig) -> ParallelConfig:
+    """The configuration of a candidate: activations that a search offloads are a choice of recompute."""
+    if ACTIVATIONS not in candidate.offload:
+        return candidate
+    return candidate.but(offload=tuple(name for name in candidate.offload if name != ACTIVATIONS))
 
 
-def least_memory_first(candidate: Candidate) -> tuple[int, ...]:
+def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
     """Sorting key: what most likely fits comes first."""
     c = candidate
     return c.micro_batch_size, -len(on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
@@ -450,7 +437,7 @@ class QuickMemory:
         self.request, self.capacity_bytes = request, capacity_bytes
         self._largest: dict[int, float] = {}
 
-    def too_big(self, candidate: Candidate) -> bool:
+    def too_big(self, candidate: ParallelConfig) -> bool:
         """True if the largest value of the graph alone does not fit."""
         return self.largest_bytes(candidate.micro_batch_size) / (candidate.tp * candidate.cp) > self.capacity_bytes
 
@@ -470,12 +457,12 @@ class QuickMemory:
         largest = 0.0
         for block in r.graph.blocks.values():
             for node in block.nodes:
-                rule = RULES.get(node.op)
-                same = node.op == "dropout" and not node.attrs["p"]
-                if node.op == "to":
+                op = op_record(node.op)
+                same = Trait.RANDOM in op.traits and not node.attrs["p"]
+                if Trait.CAST in op.traits:
                     before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
                     same = works.dtype(before) == works.dtype(after)
-                if rule is None or rule.form is Form.VIEW or same:  # a view, or perhaps one
+                if op.saved is None or op.saved.form is Form.VIEW or same:  # a view, or perhaps one
                     continue
                 made = [block.values[n] for n in node.outputs if block.values[n].requires_grad]
                 largest = max([largest, *(works.num_bytes(block.name, v, ()) for v in made)])

@@ -16,7 +16,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from autoplan.config.choice import is_count
-from autoplan.config.choices import PINS, check_values
 from autoplan.config.context_methods import methods
 from autoplan.config.offload import OPTIMIZER, PARAMETERS, state_offload
 from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
@@ -247,11 +246,6 @@ def check_config(config: ParallelConfig, facts: Facts, scope: Scope, prefix: str
 
 
 def _fault(config: ParallelConfig, facts: Facts, scope: Scope) -> PinError | None:
-    given = {f.name: getattr(config, f.name) for f in fields(config)}
-    try:
-        check_values({n: v for n, v in given.items() if v is not None and (n, v) != ("offload", ())}, PINS)
-    except PinError as error:
-        return error
     found = broken(config, facts, scope)
     return None if found is None else PinError(found.reason, found.rule.names)
 

@@ -36,9 +36,11 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.memory.recompute_frontier import as_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_of
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.cuts import Cut, Cutter, Shortage
-from autoplan.search.degrees import MAX_ACTIONS
+from autoplan.search.degrees import MAX_ACTIONS, Space, search_order
 from autoplan.search.estimate import Planned, estimate_config
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -49,13 +51,13 @@ from autoplan.search.layouts import (
     LayoutCache,
     PlanRequest,
     QuickMemory,
-    candidate_config,
     check_task,
     least_memory_first,
     offloaded,
     space_of,
+    without_activations,
 )
-from autoplan.search.space import LEAST_PART, Candidate, Space
+from autoplan.search.space import LEAST_PART
 
 __all__ = [
     "CandidateLayout",
@@ -162,7 +164,7 @@ class _Outcome(Enum):
     SOLVED = "solved"
 
 
-_Entry = tuple[float, Candidate, tuple[int, ...], tuple[int, ...]]  # step, cut, layers computed again
+_Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, layers computed again
 
 
 class _Search:
@@ -179,12 +181,12 @@ class _Search:
         self.phases: dict[str, float] = defaultdict(float)
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request, self.points.capacity_bytes)
-        self.outcomes: dict[Candidate, tuple[_Outcome, str]] = {}
-        self.bounds: dict[Candidate, float] = {}
-        self.first_bounds: dict[Candidate, float] = {}  # of which memory is no part
-        self.cutters: dict[Candidate, Cutter | ChunkCutter] = {}
+        self.outcomes: dict[ParallelConfig, tuple[_Outcome, str]] = {}
+        self.bounds: dict[ParallelConfig, float] = {}
+        self.first_bounds: dict[ParallelConfig, float] = {}  # of which memory is no part
+        self.cutters: dict[ParallelConfig, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
-        self.shortages: list[tuple[Shortage, Candidate]] = []
+        self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
         self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
 
@@ -252,7 +254,7 @@ class _Search:
                 self._bound(each)
         return replace(checked, candidates=tuple(out))
 
-    def _bound(self, candidate: Candidate, limit_s: float | None = None) -> None:
+    def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide it, or give it a cutter and a first bound; it stays without where its layout was stopped."""
         if self.quick.too_big(candidate):
             self.outcomes[candidate] = (_Outcome.TOO_BIG, "activations")
@@ -268,7 +270,7 @@ class _Search:
             self.bounds[candidate] = self.first_bounds[candidate] = cutter.quick_bound_s()
             self.cutters[candidate] = cutter
 
-    def _refine(self, candidate: Candidate) -> float:
+    def _refine(self, candidate: ParallelConfig) -> float:
         """The bound that knows of memory; inf, and decided, if nothing fits."""
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
@@ -283,7 +285,7 @@ class _Search:
                 self.bounds[candidate] = bound
         return bound
 
-    def _too_big(self, candidate: Candidate) -> None:
+    def _too_big(self, candidate: ParallelConfig) -> None:
         shortage = self.cutters[candidate].shortage()
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
@@ -294,7 +296,7 @@ class _Search:
 
     def _with_offload(self, checked: Space) -> Space:
         """What offloading adds: bounded by the same degrees without it, looked at where memory binds."""
-        new: list[Candidate] = []
+        new: list[ParallelConfig] = []
         for candidate in checked.candidates:
             outcome = self.outcomes.get(candidate)
             if outcome is not None and outcome[0] is _Outcome.ILLEGAL:
@@ -308,22 +310,25 @@ class _Search:
         self._best_first({c: self.bounds[c] for c in new if c in self.bounds})
         return replace(checked, candidates=(*checked.candidates, *new))
 
-    def _memory_binds(self, candidate: Candidate) -> bool:
+    def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """False, and decided, if offloading cannot help the degrees of a candidate."""
         with self._phase("bounds"):
-            cutter, cutoff = self.cutters[replace(candidate, offload=())], self._cutoff_s()
+            cutter, cutoff = self.cutters[candidate.but(offload=())], self._cutoff_s()
             binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
         if not binds:
             self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
         return binds
 
-    def _best_first(self, bounds: Mapping[Candidate, float]) -> None:
+    def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
         """Take the least bound; refine it the first time, evaluate it the second."""
         # of equal ones first what has most on the host: where that is too big, so are the others
-        heap = [(bound, 0, -len(on_host(candidate.offload)), candidate) for candidate, bound in bounds.items()]
+        heap = [
+            (bound, 0, -len(on_host(candidate.offload)), search_order(candidate), candidate)
+            for candidate, bound in bounds.items()
+        ]
         heapq.heapify(heap)
         while heap:
-            bound, refined, _, candidate = heap[0]
+            bound, refined, _, _, candidate = heap[0]
             cutoff = self._cutoff_s()
             if bound >= cutoff:
                 return
@@ -339,15 +344,15 @@ class _Search:
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
-                heapq.heappush(heap, (bound, 1, -len(on_host(candidate.offload)), candidate))
+                heapq.heappush(heap, (bound, 1, -len(on_host(candidate.offload)), search_order(candidate), candidate))
 
-    def _prepare(self, candidate: Candidate) -> bool:
+    def _prepare(self, candidate: ParallelConfig) -> bool:
         """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""
         if self._memory_binds(candidate):
             self._bound(candidate)
         return candidate in self.cutters
 
-    def _evaluate(self, candidate: Candidate, cutoff_s: float, max_evaluated: int) -> None:
+    def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
         """Search its cuts; it stays open if that neither finds one nor shows that there is none."""
         with self._phase("evaluation"):
             cut = self.cutters[candidate].search(cutoff_s, max_evaluated)
@@ -361,13 +366,13 @@ class _Search:
         else:
             self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
 
-    def _take(self, candidate: Candidate, cut: Cut) -> None:
+    def _take(self, candidate: ParallelConfig, cut: Cut) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
         self.outcomes[candidate] = (_Outcome.SOLVED, "")
-        degrees = replace(candidate, methods=(), offload=())
+        degrees = candidate.but(context_method=None, offload=())
         self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
-        self.best.sort(key=lambda e: (e[0], e[1]))
-        alike = [e for e in self.best if replace(e[1], methods=(), offload=()) == degrees]
+        self.best.sort(key=lambda e: (e[0], search_order(e[1])))
+        alike = [e for e in self.best if e[1].but(context_method=None, offload=()) == degrees]
         self.best = [e for e in self.best if e not in alike[1:]]  # plans asked for differ in degrees
 
     def _least_memory_first(self, checked: Space) -> None:
@@ -394,9 +399,9 @@ class _Search:
         if pricer is None or point is None:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         estimate = pricer.estimate(chunks, recompute, events=True)
-        config: ParallelConfig = replace(candidate_config(candidate, self.request.pins), stages=chunks)
+        config = without_activations(candidate).but(stages=chunks)
         if "recompute" not in self.request.pins:
-            config = replace(config, recompute=_chosen(pricer, chunks, recompute))
+            config = config.but(recompute=_chosen(pricer, chunks, recompute))
         return Planned(config, estimate, point)
 
     def _certificate(self, checked: Space) -> Certificate:
@@ -437,15 +442,7 @@ class _Search:
     def _restrictions(self, checked: Space) -> tuple[str, ...]:
         """Everything that narrows the space."""
         r = self.request
-        out = list(_RESTRICTIONS)
-        if any(n.op == "experts" for b in r.graph.blocks.values() for n in b.nodes):
-            out.append(_EXPERTS)
-        if "cp" not in r.pins:
-            several = any(c.cp > 1 for c in checked.candidates)
-            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
-            out.append(least if several else "cp = 1")
-        if any(c.cp > 1 for c in checked.candidates):
-            out.append("layouts of cut sequences as if keys and values were gathered; one method per block")
+        out = [*_RESTRICTIONS, *self._of_degrees(checked)]
         if "recompute" not in r.pins:
             out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
         if "offload" not in r.pins:
@@ -465,6 +462,17 @@ class _Search:
         found = self.points.of(self.best[0][1])
         layouts = () if found is None else found.solution.restrictions
         return (*out, *layouts, *checked.restrictions)
+
+    def _of_degrees(self, checked: Space) -> Iterator[str]:
+        """What narrows how experts and sequences are spread."""
+        cut = any(c.cp > 1 for c in checked.candidates)
+        if nodes_of(self.request.graph, OpKind.EXPERTS):
+            yield _EXPERTS
+        if "cp" not in self.request.pins:
+            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
+            yield least if cut else "cp = 1"
+        if cut:
+            yield "layouts of cut sequences as if keys and values were gathered; one method per block"
 
     def _nothing(self, checked: Space) -> Exception:
         """The error where no plan was found."""

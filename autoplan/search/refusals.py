@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.config.choices import check_values
-from autoplan.config.offload import with_offload
+from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
 from autoplan.search.degrees import Limits, fault, legal
@@ -33,12 +33,12 @@ def _fault(limits: Limits, pins: Mapping[str, Any], whole: bool) -> PinError | N
     """`whole`: why, and not only whether."""
     try:
         check_pins(pins)
-        pins = with_offload(pins)
+        known = Pins(pins)
     except PinError as error:
         return error
     if whole:
-        return fault(limits, pins)
-    return None if next(legal(limits, pins), None) is not None else PinError("")
+        return fault(limits, known)
+    return None if next(legal(limits, known), None) is not None else PinError("")
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:

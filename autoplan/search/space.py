@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.config.choice import is_count
-from autoplan.config.choices import PINS as KNOWN_PINS
-from autoplan.config.offload import with_offload
+from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, ModelFacts, divisors
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SEARCHED
-from autoplan.search.degrees import Candidate, Limits, Space, candidates
-from autoplan.search.refusals import check_pins, refusal
-
-__all__ = ["KNOWN_PINS", "Candidate", "Space", "check_pins", "limits_of", "space"]
+from autoplan.search.degrees import Limits, Space, candidates
+from autoplan.search.refusals import refusal
 
 LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
 _LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
@@ -49,7 +46,7 @@ def space(
     error = refusal(limits, pins)
     if error is not None:
         raise error
-    return candidates(limits, with_offload(pins))
+    return candidates(limits, Pins(pins))
 
 
 def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:

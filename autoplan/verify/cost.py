@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from autoplan.ir.graph import Block, ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.program.op_costs import OpCosts
 
 LIMIT_S = 5.0  # what verification may cost; more is done only where it is required
@@ -77,7 +79,7 @@ def _kept(works: OpCosts, block: Block) -> float:
     total = 0.0
     for node in block.nodes:
         total += sum(works.number(block.values[out].num_elements) for out in node.outputs)
-        if node.op == "attention":
+        if op_kind(node.op) is OpKind.ATTENTION:
             query, keys = (block.values[x] for x in node.tensor_inputs[:2])
             heads, length = works.number(query.shape[1]), works.number(query.shape[2])
             total += works.number(query.shape[0]) * heads * length * works.number(keys.shape[2])

@@ -16,8 +16,10 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
 from autoplan.ir.symbols import SYMBOLS
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has
 from autoplan.program.lower import BlockLowering
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
@@ -54,20 +56,21 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
     Raises: RuleError for an op without a rule or an emitter.
     """
     graph = replace(graph, blocks={name: _without_dropout(block) for name, block in graph.blocks.items()})
-    mesh, axes = make_mesh(graph, ParallelConfig())
+    dims = ParallelDims.of(graph, ParallelConfig())
+    axes = dims.layout_axes
     env = dict.fromkeys(SYMBOLS, 16)  # of the prices only, which decide nothing here
     problem = build_problem(graph, IntraSettings(axes, Cluster.local(1, "cpu"), env))
     selection = {choice.name: choice.options[0] for choice in problem.choices}
     free = graph.free_calls()
     stages = (tuple(c.name for c in graph.calls if c.name not in free),)
-    program = compile_program(graph, Layouts(mesh, axes, selection, stages, 0, "1F1B", {}))
+    program = compile_program(graph, Layouts(dims.mesh, axes, selection, stages, 0, "1F1B", {}))
     lowered = {name: BlockLowering(graph, block, selection, axes).run() for name, block in graph.blocks.items()}
     return OneDevice(graph, program, lowered)
 
 
 def _without_dropout(block: Block) -> Block:
     def other(node: Node) -> Node:
-        if node.op != "dropout":
+        if not op_has(node.op, Trait.RANDOM):
             return node
         return replace(node, op="mul_scalar", attrs={"scalar": thinned(float(node.attrs["p"]))})
 

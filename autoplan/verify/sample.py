@@ -12,17 +12,14 @@ from dataclasses import dataclass, field
 import torch
 
 from autoplan.ir.graph import ModelGraph, Node, Value
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_kind, op_record
 
 Sizes = Mapping[str, int]
 
 _SEED = 0
 _MASKS = ("attention_mask", "decoder_attention_mask")  # of Hugging Face models: 1 for tokens that count
 _POSITIONS = ("position_ids", "decoder_position_ids")
-# what hands on the numbers in a tensor as they are
-_KEEPS = frozenset(
-    "reshape expand transpose permute unsqueeze squeeze slice select chunk cat pad where masked_fill clone detach to "
-    "repeat_interleave".split()
-)
 _LEAST_TOKENS = 8
 
 
@@ -63,16 +60,17 @@ class _Uses:
         return self.uses
 
     def _node(self, node: Node, values: Mapping[str, Value], local: dict[str, set[str]]) -> None:
-        if node.op in ("embedding", "cross_entropy_sum"):
+        op = op_record(node.op)
+        if op.kind in (OpKind.EMBEDDING, OpKind.LOSS):
             table, index = node.tensor_inputs[:2]
-            size = values[table].shape[0 if node.op == "embedding" else -1].value
+            size = values[table].shape[0 if op.kind is OpKind.EMBEDDING else -1].value
             for name in local.get(index, ()):
                 use = self.uses[name]
-                if node.op == "embedding" and size is not None:
+                if op.kind is OpKind.EMBEDDING and size is not None:
                     use.rows = min(int(size), use.rows or int(size))
                 elif size is not None:
                     use.classes, use.ignore_index = int(size), int(node.attrs["ignore_index"])
-        elif node.op in _KEEPS:
+        elif Trait.KEEPS_NUMBERS in op.traits:
             found = set().union(*(local.get(x, set()) for x in node.tensor_inputs))
             local.update(dict.fromkeys(node.outputs, found))
 
@@ -109,7 +107,7 @@ def _within(graph: ModelGraph, symbol: str, wanted: int, example: int) -> int:
 
 def longest_window(graph: ModelGraph) -> int:
     """The largest sliding window of attention; 0 without any. Shorter sequences do not show whether it is there."""
-    nodes = (n for block in graph.blocks.values() for n in block.nodes if n.op == "attention")
+    nodes = (n for block in graph.blocks.values() for n in block.nodes if op_kind(n.op) is OpKind.ATTENTION)
     return max((int(n.attrs["window"]) for n in nodes if n.attrs.get("window") is not None), default=0)
 
 

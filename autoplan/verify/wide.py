@@ -50,10 +50,9 @@ class Wide(TorchFunctionMode):
         """Call `func` in float64; see the class."""
         given = dict(kwargs or {})
         if func == _READ_DTYPE:
-            dtype = func(*args)
             # the checks of torch.utils.checkpoint compare with what its hooks read, outside of the mode
             checks = sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
-            return self.shown if dtype is WIDE and not checks else dtype
+            return func(*args) if checks else self._shown(func(*args))
         if func is torch.autograd.backward:
             return self._backward(*args, **given)
         if func is F.dropout or func is torch.dropout:
@@ -66,12 +65,12 @@ class Wide(TorchFunctionMode):
             return _grouped_mm(*args, **given)
         if func in _CASTS:
             return func(*args, **given) if not args[0].is_floating_point() else args[0].to(WIDE)
-        if any(_narrow(x) for x in args):
-            args = tuple(WIDE if _narrow(x) else x for x in args)
-        for name, value in given.items():
-            if _narrow(value):
-                given[name] = WIDE
-        return _widened(func(*args, **given))
+        widest = {name: WIDE if _narrow(value) else value for name, value in given.items()}
+        return _widened(func(*(WIDE if _narrow(x) else x for x in args), **widest))
+
+    def _shown(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the model sees for this one."""
+        return self.shown if dtype is WIDE else dtype
 
     def _backward(
         self,

@@ -17,7 +17,7 @@ saved, writes a gradient).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -35,10 +35,12 @@ from autoplan.cost_models.kernels.gpu import (
     kind_of,
     memory_ramp_s,
 )
-from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, OpRecord, Profile
+from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, MeasuredOp, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import ProfileError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind, op_record
 from autoplan.units import dtype_bytes
 
 # -- what is assumed where nothing was measured ------------------------------------------------------------------------
@@ -77,54 +79,25 @@ _BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape,
 _ENOUGH = 4
 _NEAR = 2.0
 
-_PRODUCTS = frozenset({"linear", "matmul"})
-# What a device slows down when it is short of power: its clock falls, that of its memory does not.
-_POWER_LIMITED = _PRODUCTS | {"attention", "experts"}
-_VIEW_OPS = (  # a sum over other ranks is a collective, priced as such
-    "reshape transpose permute unsqueeze squeeze expand slice select chunk detach arange full batch_sum batch_part"
-)
-VIEWS = frozenset(_VIEW_OPS.split())
-_ELEMENTWISE_OPS = (
-    "add sub mul div pow maximum minimum eq ne lt gt le ge logical_and logical_or logical_not bitwise_and bitwise_or "
-    "where masked_fill neg abs square clamp to clone dropout relu add_scalar mul_scalar div_scalar rsub_scalar "
-    "pow_scalar eq_scalar ne_scalar lt_scalar gt_scalar le_scalar ge_scalar silu gelu tanh sigmoid exp log cos sin "
-    "rsqrt sqrt erf softplus"
-)
-ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
-_TRANSCENDENTAL = frozenset("silu gelu tanh sigmoid exp log cos sin erf softplus pow pow_scalar".split())
-
-
-def class_of(op: str) -> str:
-    """The class whose measurements may stand for each other: products, attention, views, element-wise, or the op."""
-    if op in _PRODUCTS:
-        return "linear"
-    if op in VIEWS:
-        return "view"
-    if op in _TRANSCENDENTAL:
-        return "transcendental"
-    if op in ELEMENTWISE:
-        return "elementwise"
-    return {"log_softmax": "softmax", "sum": "reduce", "mean": "reduce", "layer_norm": "norm", "rms_norm": "norm"}.get(
-        op, op
-    )
-
 
 def phase_flops(work: OpWork, phase: str) -> float:
     """Arithmetic of one phase."""
     if phase == "forward":
         return work.flops
-    if work.op in _PRODUCTS:
+    what = op_kind(work.op)
+    if what is OpKind.PRODUCT:
         return work.flops * sum(t.requires_grad for t in work.inputs[:2])
-    return work.flops * (2.5 if work.op == "attention" else 2.0)
+    return work.flops * (2.5 if what is OpKind.ATTENTION else 2.0)
 
 
 def phase_bytes(work: OpWork, phase: str) -> float:
     """Memory traffic of one phase."""
     if phase == "forward":
         return work.moved_bytes
-    if work.op in _PRODUCTS:
+    what = op_kind(work.op)
+    if what is OpKind.PRODUCT:
         return work.moved_bytes * sum(t.requires_grad for t in work.inputs[:2])
-    if work.op == "embedding":  # the gradient of the whole table is filled with zeros and added to
+    if what is OpKind.EMBEDDING:  # the gradient of the whole table is filled with zeros and added to
         table = sum(t.num_bytes for t in work.inputs if t.requires_grad)
         return 2.0 * table + 3.0 * sum(t.num_bytes for t in work.outputs)
     return 2.0 * work.moved_bytes
@@ -144,38 +117,57 @@ def roofline_s(
     """Time from the device's figures alone: the kernel model, else the larger of arithmetic and traffic; the launch."""
     known = kernels_of(device, constants or Constants.shipped())
     launch = _LAUNCH_SHARE[mode] * (_DEFAULT_LAUNCH_S if device.launch_s is None else device.launch_s)
-    if work.op in VIEWS:
+    op = op_record(work.op)
+    if op.as_view:
         return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     if known is not None:
         kernel = (options or RunOptions()).attention_in(mode)
-        if work.op == "attention" and kernel is not Attention.UNFUSED and options is not None:
-            work = _within_documents(work, options.document_len)
-        model = _unfused_s if work.op == "attention" and kernel is Attention.UNFUSED else _KERNELS.get(work.op)
-        if work.op == "experts" and options is not None and options.fused_experts:
-            model = _fused_experts_s
+        if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED:
+            work = _within_documents(work, options)
+        model = _model_of(op.kind, kernel, options)
         found = None if model is None else model(work, phase, device, known, kernel)
         if found is not None:
             return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)
-        fused = work.op in ELEMENTWISE and mode is not Mode.EAGER
-        launch = 0.0 if fused or not known.own_launch else memory_ramp_s()
-    flops, moved = phase_flops(work, phase), phase_bytes(work, phase)
-    if known is not None and work.op == "cross_entropy_sum":
-        passes = _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
-        moved = passes[phase] * work.inputs[0].num_bytes
+        launch = memory_ramp_s() if known.own_launch and not _is_fused(op.kind, mode) else 0.0
+    moved = phase_bytes(work, phase)
+    if known is not None and op.kind is OpKind.LOSS:
+        moved = _loss_passes(mode, options)[phase] * work.inputs[0].num_bytes
     together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
     if isinstance(together, int):
         moved, launch = float(together), 0.0
-    said = device.achievable_fraction is not None or device.peak_flops_by_dtype
-    product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
-    best = _ATTENTION_EFFICIENCY if work.op == "attention" else product
-    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
-    half = device.peak_flops * _HALF_S if work.op == "attention" or work.op in _PRODUCTS else 0.0
-    compute_s = (flops + half) / (best * device.peak_flops)
     share = _MEMORY_EFFICIENCY if known is None else known.memory_share
     traffic_s = moved / (share * device.memory_bytes_per_s)
-    if work.op in ELEMENTWISE and together is None:
+    if op.kind is OpKind.ELEMENTWISE and together is None:
         traffic_s *= _FUSED_SHARE[mode]
-    return Quantity.spread(max(compute_s, traffic_s) + launch, _ASSUMED_ERROR, Tag.ASSUMED)
+    seconds = max(_arithmetic_s(op.kind, phase_flops(work, phase), device), traffic_s) + launch
+    return Quantity.spread(seconds, _ASSUMED_ERROR, Tag.ASSUMED)
+
+
+def _is_fused(kind: OpKind, mode: Mode) -> bool:
+    return kind is OpKind.ELEMENTWISE and mode is not Mode.EAGER
+
+
+def _model_of(kind: OpKind, kernel: Attention, options: RunOptions | None) -> _Model | None:
+    """The kernel model of an operation; None for those without one."""
+    if kind is OpKind.ATTENTION and kernel is Attention.UNFUSED:
+        return _unfused_s
+    if kind is OpKind.EXPERTS and options is not None and options.fused_experts:
+        return _fused_experts_s
+    return _KERNELS.get(kind)
+
+
+def _loss_passes(mode: Mode, options: RunOptions | None) -> Mapping[str, float]:
+    return _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
+
+
+def _arithmetic_s(kind: OpKind, flops: float, device: Device) -> float:
+    """Seconds of the arithmetic of an operation at the share of the peak that its size reaches."""
+    said = device.achievable_fraction is not None or device.peak_flops_by_dtype
+    product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
+    best = _ATTENTION_EFFICIENCY if kind is OpKind.ATTENTION else product
+    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
+    half = device.peak_flops * _HALF_S if kind in (OpKind.ATTENTION, OpKind.PRODUCT) else 0.0
+    return (flops + half) / (best * device.peak_flops)
 
 
 def _precision(work: OpWork) -> tuple[Kind, float, bool]:
@@ -208,7 +200,7 @@ def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     if len(work.inputs) < 2 or len(work.outputs[0].shape) < 2 or work.flops <= 0:
         return None
     left, right, out = work.inputs[0], work.inputs[1], work.outputs[0]
-    groups = 1 if work.op == "linear" or len(right.shape) <= 2 else _size(out.shape[:-2])
+    groups = 1 if len(right.shape) <= 2 else _size(out.shape[:-2])
     columns = out.shape[-1]
     rows = out.num_elements / columns / groups
     depth = work.flops / (2.0 * out.num_elements)
@@ -269,8 +261,9 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
-def _within_documents(work: OpWork, document_len: int | None) -> OpWork:
+def _within_documents(work: OpWork, options: RunOptions | None) -> OpWork:
     """Attention of a packed sequence: a query sees keys of its own document, other tiles are skipped."""
+    document_len = None if options is None else options.document_len
     if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
         return work
     keys = work.inputs[1].shape[-2]
@@ -360,11 +353,11 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fuse
 
 
 _Sizes = tuple[float, float, float]  # rows, columns, depth
-_KERNELS: dict[str, Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]] = {
-    "linear": _product_s,
-    "matmul": _product_s,
-    "attention": _attention_s,
-    "experts": _experts_s,
+_Model = Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]
+_KERNELS: dict[OpKind, _Model] = {
+    OpKind.PRODUCT: _product_s,
+    OpKind.ATTENTION: _attention_s,
+    OpKind.EXPERTS: _experts_s,
 }
 
 
@@ -377,13 +370,14 @@ def _size(sizes: Sequence[int]) -> int:
 
 def _features(work: OpWork) -> tuple[float, ...]:
     """Where a shape stands among others of its class, in doublings."""
-    if work.op in _PRODUCTS and len(work.inputs) >= 2 and work.inputs[0].shape:
+    what = op_kind(work.op)
+    if what is OpKind.PRODUCT and len(work.inputs) >= 2 and work.inputs[0].shape:
         rows, contracted = _size(work.inputs[0].shape[:-1]), work.inputs[0].shape[-1]
         columns = _size(work.outputs[0].shape) / rows
         sizes: tuple[float, ...] = (rows, contracted, columns)
-    elif work.op == "attention":
+    elif what is OpKind.ATTENTION:
         sizes = (work.flops, work.inputs[0].shape[-2], work.inputs[0].shape[-1])
-    elif work.op in ("embedding", "cross_entropy_sum"):
+    elif what in (OpKind.EMBEDDING, OpKind.LOSS):
         sizes = (work.outputs[0].num_bytes, *(t.num_bytes for t in work.inputs))
     else:
         sizes = (work.moved_bytes,)
@@ -391,7 +385,7 @@ def _features(work: OpWork) -> tuple[float, ...]:
 
 
 def _dtype(work: OpWork) -> str:
-    if work.op in VIEWS:
+    if op_record(work.op).as_view:
         return "any"  # nothing of it is touched
     floats = [t.dtype for t in (*work.inputs, *work.outputs) if "float" in t.dtype]
     return floats[0] if floats else work.inputs[0].dtype if work.inputs else work.outputs[0].dtype
@@ -399,9 +393,10 @@ def _dtype(work: OpWork) -> str:
 
 def _group(work: OpWork) -> str:
     """Within a class, what makes shapes comparable beside their size."""
-    if work.op in _PRODUCTS:
+    what = op_kind(work.op)
+    if what is OpKind.PRODUCT:
         return "".join("*" if t.requires_grad else "." for t in work.inputs[:2])
-    if work.op == "attention":
+    if what is OpKind.ATTENTION:
         return f"causal={dict(work.attrs).get('causal')} mask={len(work.inputs) > 3} grad={work.has_backward}"
     return f"{work.op} {len(work.inputs)} {work.has_backward}"
 
@@ -508,14 +503,14 @@ def _fits(profile: Profile) -> dict[tuple[str, str, str, str], _Fit]:
 
 def _add(
     rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]],
-    record: OpRecord,
+    record: MeasuredOp,
     phase: str,
     seconds: float,
 ) -> None:
     work = record.work
     row = (_features(work), phase_flops(work, phase), phase_bytes(work, phase), seconds)
     for group in ("", _group(work)):
-        rows.setdefault((phase, class_of(work.op), _dtype(work), group), []).append(row)
+        rows.setdefault((phase, op_record(work.op).measured_as, _dtype(work), group), []).append(row)
 
 
 def interpolated_s(work: OpWork, phase: str, profile: Profile) -> Quantity | None:
@@ -537,7 +532,7 @@ def _fit_of(work: OpWork, phase: str, profile: Profile) -> _Fit | None:
     fits = _fits(profile)
     features = _features(work)
     for group in (_group(work), ""):
-        fit = fits.get((phase, class_of(work.op), _dtype(work), group))
+        fit = fits.get((phase, op_record(work.op).measured_as, _dtype(work), group))
         if fit is not None and len(fit.points[0][0]) == len(features):
             return fit
     return None
@@ -572,9 +567,10 @@ def op_s(
         found = profile.op_s(alone, phase) or interpolated_s(alone, phase, profile)
     if found is None or profile is None:
         return roofline_s(work, phase, device, mode, options, constants)
-    if work.op in _POWER_LIMITED:
+    op = op_record(work.op)
+    if op.multiplies:  # short of power a device lowers its clock, not that of its memory
         found = Quantity(found.low, found.mid * profile.sustained, found.high * profile.sustained, found.tag)
-    if mode is not Mode.EAGER and (work.op in ELEMENTWISE or work.op in VIEWS):
-        share = 0.0 if work.op in VIEWS else _FUSED_SHARE[mode]
+    if mode is not Mode.EAGER and (op.kind is OpKind.ELEMENTWISE or op.as_view):
+        share = 0.0 if op.as_view else _FUSED_SHARE[mode]
         return Quantity(found.low * share, found.mid * share, found.high * share, Tag.ASSUMED)
     return found

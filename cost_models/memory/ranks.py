@@ -37,18 +37,21 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
+from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
 
+from autoplan.config.offload import PARAMETERS
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, kind_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import Ladder
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
+from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
 from autoplan.units import GIB, MIB, dtype_bytes
 
@@ -115,6 +118,45 @@ class _Held:
         return max(held + transient for held, transient in self.running) - self.one
 
 
+@dataclass(frozen=True)
+class States:
+    """Bytes that parameters and what belongs to them take on a rank.
+
+    Attributes:
+        stored, gathered: the parameters between steps; and what ZeRO gathers of them.
+        gradients: that all backwards leave. first: that the first backward leaves. whole: one before it is scattered.
+        optimizer: its state.
+        host: of all this, what is in the memory of the host.
+    """
+
+    stored: float = 0.0
+    gathered: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    whole: float = 0.0
+    first: float = 0.0
+    host: float = 0.0
+
+    @staticmethod
+    def total(parts: Iterable[States]) -> States:
+        """Sum, term by term."""
+        columns = zip(*map(_TERMS, parts), strict=True)
+        return States(*(sum(column, 0.0) for column in columns))
+
+
+_TERMS = attrgetter(*(f.name for f in fields(States)))
+_NO_STATES = States()
+
+
+@dataclass(frozen=True)
+class TiedStates:
+    """A parameter that several units use and a rank holds once: the first and the last of them, and its bytes."""
+
+    first: int
+    last: int
+    states: States
+
+
 class MemoryModel:
     """Memory of any split of a workload into chunks, at the degrees of `config`."""
 
@@ -133,32 +175,9 @@ class MemoryModel:
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
         self.shares = {expert: max(1, n // c.zero_replicas) * self.copies for expert, n in self.shares.items()}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
-        blocks = {name: self._states(name) for name in workload.blocks}
-        self.stored, self.gathered, self.grads, self.states = (
-            [sum(blocks[b][k] for b in unit) for unit in workload.units] for k in range(4)
-        )
-        self.hosted = [sum(blocks[b][6] for b in unit) for unit in workload.units]
-        self.offloaded = [
-            sum(workload.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
-            for unit, marks in zip(workload.units, workload.is_layer, strict=True)
-        ]
-        self.largest = [max(blocks[b][1] for b in unit) for unit in workload.units]
-        self.largest_grad = [max(blocks[b][4] for b in unit) for unit in workload.units]
-        self.first_grads = [sum(blocks[b][5] for b in unit) for unit in workload.units]
-        saved = workload.unit_selective if c.recompute == SELECTIVE else workload.unit_saved
-        self.saved, self.kept = saved, workload.unit_kept
-        freed = [a - b for a, b in zip(saved, self.kept, strict=True)]
-        self.ladder = Ladder.full_only(workload.layers, freed, [0.0] * len(freed))
+        self._sum_states()
+        self._sum_activations()
         self.tied = self._tied_states()
-        # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
-        # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
-        # first layer keeps.
-        self.cuts = (0.0,) * len(workload.cut_bytes) if self.handwritten else workload.cut_bytes
-        if workload.shared and not self.handwritten:
-            self.cuts = tuple(
-                size - sum(v.num_bytes for v in workload.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
-            )
-        self.transient, self.transient_again = workload.unit_transient, workload.unit_transient_again
         self._schedule()
         gpu = cluster.device_type != "cpu"
         groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
@@ -170,6 +189,39 @@ class MemoryModel:
         widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.handwritten
         self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
         self.buckets = 2 * BUCKET_BYTES if reduced and not self.handwritten else 0
+
+    def _sum_states(self) -> None:
+        """Parameters and what belongs to them, by unit."""
+        blocks = {name: self._states(name) for name in self.workload.blocks}
+        units = [[blocks[name] for name in unit] for unit in self.workload.units]
+        sums = [States.total(unit) for unit in units]
+        self.stored, self.gathered = [u.stored for u in sums], [u.gathered for u in sums]
+        self.grads, self.states = [u.gradients for u in sums], [u.optimizer for u in sums]
+        self.first_grads, self.hosted = [u.first for u in sums], [u.host for u in sums]
+        self.largest = [max(b.gathered for b in unit) for unit in units]
+        self.largest_grad = [max(b.whole for b in unit) for unit in units]
+
+    def _sum_activations(self) -> None:
+        """What the forward leaves for the backward, by unit."""
+        w = self.workload
+        self.offloaded = [
+            sum(w.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
+            for unit, marks in zip(w.units, w.is_layer, strict=True)
+        ]
+        self.saved = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
+        self.kept = w.unit_kept
+        self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
+        freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
+        self.ladder = Ladder.full_only(w.layers, freed, [0.0] * len(freed))
+        # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
+        # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
+        # first layer keeps.
+        self.cuts = (0.0,) * len(w.cut_bytes) if self.handwritten else w.cut_bytes
+        if w.shared and not self.handwritten:
+            self.cuts = tuple(
+                size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
+            )
+        self.transient, self.transient_again = w.unit_transient, w.unit_transient_again
 
     def _schedule(self) -> None:
         c = self.config
@@ -185,50 +237,70 @@ class MemoryModel:
         out._schedule()
         return out
 
-    def _states(self, name: str) -> tuple[float, ...]:
-        """Of one block: stored and gathered parameters, gradients, optimizer state, the whole gradient, what the first
-        backward leaves of the gradients, and what of these is on the host."""
-        parts = [self._param_states(p) for p in self.workload.blocks[name].params]
-        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0.0,) * 7
+    def _states(self, name: str) -> States:
+        """Of one block."""
+        return States.total([_NO_STATES, *map(self._param_states, self.workload.blocks[name].params)])
 
-    def _param_states(self, p: ParamWork) -> tuple[float, ...]:
-        """As `_states`, of one parameter."""
+    def _param_states(self, p: ParamWork) -> States:
+        """Of one parameter."""
         c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
         share = self.shares[p.expert] if c.zero_stage else 1
-        whole_always = self.handwritten and c.zero_stage < 3
-        sharded_masters = self._has_master(p) and share > 1 and not self.handwritten
-        stored = n * (MASTER_BYTES if sharded_masters else width) / (1 if whole_always else share)
-        gathered = n * width if share > 1 and not whole_always else 0.0
-        by_policy = "parameters" in c.offload and share > 1  # fully_shard has its shards on the host
+        masters = self._has_master(p) and share > 1 and not self.handwritten
+        stored = n * (MASTER_BYTES if masters else width) / (1 if self._whole_always else share)
+        gathered = n * width if share > 1 and not self._whole_always else 0.0
+        found = States(stored, gathered)
+        if p.trainable:
+            grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
+            shard = (n * MASTER_BYTES if masters else grad) / share  # fully_shard's are as wide as its parameters
+            found = States(
+                stored,
+                gathered,
+                shard if c.zero_stage >= 2 else grad,
+                self._optimizer_bytes(p, masters) / share,
+                grad if share > 1 else 0.0,
+                shard if self._scatters_first else grad,
+            )
+        return self._offloaded_states(p, share, masters, found) if c.offload else found
+
+    def _optimizer_bytes(self, p: ParamWork, sharded_masters: bool) -> float:
+        """Of a parameter before ZeRO, without masters that are stored as its shards."""
+        n = float(p.num_elements)
+        state = n * (2 * dtype_bytes(p.dtype) if self.precision.state_bytes is None else self.precision.state_bytes)
+        return state - n * MASTER_BYTES if sharded_masters else state
+
+    def _offloaded_states(self, p: ParamWork, share: int, sharded_masters: bool, device: States) -> States:
+        """The same with what the configuration leaves on the host."""
+        by_policy = PARAMETERS in self.config.offload and share > 1  # fully_shard has its shards on the host
+        stored = 0.0 if by_policy and not self._whole_always else device.stored
         if not p.trainable:
-            if by_policy and not whole_always:
-                return 0.0, gathered, 0.0, 0.0, 0.0, 0.0, stored
-            return stored, gathered, 0.0, 0.0, 0.0, 0.0, 0.0
-        grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
-        state = n * (2 * width if self.precision.state_bytes is None else self.precision.state_bytes)
-        if sharded_masters:  # the shards that are stored
-            state -= n * MASTER_BYTES
-        sharded = c.zero_stage >= 2 or (c.num_micro_batches == 1 and not self.handwritten)
-        shard = (n * MASTER_BYTES if sharded_masters else grad) / share  # fully_shard's are as wide as its parameters
-        kept = shard if c.zero_stage >= 2 else grad
-        first, whole = shard if sharded else grad, grad if share > 1 else 0.0
-        if not c.offload:
-            return stored, gathered, kept, state / share, whole, first, 0.0
+            return replace(device, stored=stored, host=device.stored - stored)
         # parameters and gradients as the optimizer takes them, and its state (which counts masters that lie apart)
-        shown = MASTER_BYTES if self._has_master(p) else width
+        shown = MASTER_BYTES if self._has_master(p) else dtype_bytes(p.dtype)
         counted = self._has_master(p) and not sharded_masters
-        host = (state + n * shown * (1 if counted else 2)) / share
+        state = self._optimizer_bytes(p, sharded_masters)
+        host = (state + float(p.num_elements) * shown * (1 if counted else 2)) / share
+        kept, first = device.gradients, device.first
         if by_policy:
-            stored = stored if whole_always else 0.0
-            kept, first = 0.0 if c.zero_stage >= 2 else grad, 0.0 if sharded else grad
-        return stored, gathered, kept, 0.0, whole, first, host
+            kept = 0.0 if self.config.zero_stage >= 2 else kept
+            first = 0.0 if self._scatters_first else first
+        return replace(device, stored=stored, gradients=kept, optimizer=0.0, first=first, host=host)
+
+    @property
+    def _whole_always(self) -> bool:
+        """True if parameters are whole between steps, whatever ZeRO shards."""
+        return self.handwritten and self.config.zero_stage < 3
+
+    @property
+    def _scatters_first(self) -> bool:
+        """True if the first backward of a step leaves shards of gradients."""
+        return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.handwritten)
 
     def _has_master(self, p: ParamWork) -> bool:
         """True for a 16-bit copy of a float32 parameter; what is not trained needs none (if it is given in 16 bits)."""
         return self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
 
-    def _tied_states(self) -> tuple[tuple[int, int, tuple[float, ...]], ...]:
-        """(first unit, last unit, as `_states`) of parameters that several units use and a rank holds once.
+    def _tied_states(self) -> tuple[TiedStates, ...]:
+        """Parameters that several units use and a rank holds once.
 
         Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
         """
@@ -239,18 +311,17 @@ class MemoryModel:
             if first != last:
                 dtype = next(p.dtype for name in w.units[last] for p in w.blocks[name].params)
                 tied = ParamWork("tied", round(size / dtype_bytes(dtype)), dtype, trainable=True)
-                out.append((first, last, self._param_states(tied)))
+                out.append(TiedStates(first, last, self._param_states(tied)))
         return tuple(out)
 
     def held_once(self, start: int, stop: int) -> float:
         """Bytes of what several units have to do with, in a stage of units start .. stop - 1."""
         return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.handwritten))
 
-    def counted_twice(self, units: Sequence[int]) -> tuple[float, float, float, float]:
-        """Stored and gathered parameters, gradients, optimizer state that these units share: a rank holds them once."""
-        shared = [states for first, last, states in self.tied if first in units and last in units]
-        stored, gathered, grads, states = (sum(s[k] for s in shared) for k in range(4))
-        return stored, gathered, grads, states
+    def counted_twice(self, units: Sequence[int]) -> States:
+        """Of parameters that several of these units use: a rank holds them once."""
+        shared = [t.states for t in self.tied if t.first in units and t.last in units]
+        return States.total(shared) if shared else _NO_STATES
 
     def stages(
         self, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
@@ -267,8 +338,8 @@ class MemoryModel:
 
     def kept_bytes(self, unit: int, how: str) -> float:
         """What a unit keeps under a choice of recompute."""
-        known = {NONE: self.saved, SELECTIVE: self.workload.unit_selective, FULL: self.kept}
-        return known[how][unit] if how in known else self.workload.unit_choices[unit][how]
+        kept = self._kept_by_kind.get(how)
+        return self.workload.unit_choices[unit][how] if kept is None else kept[unit]
 
     def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
         w = self.workload
@@ -301,34 +372,17 @@ class MemoryModel:
             )
             for k in mine
         }
-        first, later = self.flights[rank]
         twice = self.counted_twice(units)
-        grads = sum(self.grads[u] for u in units) - twice[2]
-        reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
-        if len(held) > 1:
-            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
-        else:
-            (only,) = held.values()
-            there = self.handwritten and self.config.zero_stage < 2
-            if there:
-                moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
-            else:
-                moments = self._first_backward(units, first, only)
-            if later:
-                moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
-        if self.widened and self.config.zero_stage == 0:
-            moments.append(_Moment(UPDATE, self.widened * grads, 0.0, 0.0))
-        if self.buckets:
-            moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
-        fullest = max(moments, key=lambda m: m.num_bytes)
-        gathered = sum(self.gathered[u] for u in units) - twice[1]
+        grads = sum(self.grads[u] for u in units) - twice.gradients
+        fullest = max(self._moments(rank, units, held, grads), key=lambda m: m.num_bytes)
+        gathered = sum(self.gathered[u] for u in units) - twice.gathered
         if self.config.zero_stage == 3:
             gathered = min(gathered, 2 * max(self.largest[u] for u in units))
         exact = {
-            "parameters": sum(self.stored[u] for u in units) - twice[0],
+            "parameters": sum(self.stored[u] for u in units) - twice.stored,
             "gathered parameters": gathered,
             "gradients": fullest.gradients,
-            "optimizer": sum(self.states[u] for u in units) - twice[3],
+            "optimizer": sum(self.states[u] for u in units) - twice.optimizer,
             "communication buffers": fullest.buffers,
             "placeholders of gradients": self._placeholders(units) if self.handwritten else 0.0,
         }
@@ -341,6 +395,26 @@ class MemoryModel:
         in_flight = num_held(self.table[rank])
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
 
+    def _moments(self, rank: int, units: Sequence[int], held: dict[int, _Held], grads: float) -> list[_Moment]:
+        """The moments of a step at which a rank may be fullest. `grads`: bytes of all its gradients."""
+        first, later = self.flights[rank]
+        reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
+        if len(held) > 1:
+            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
+        else:
+            (only,) = held.values()
+            if self.handwritten and self.config.zero_stage < 2:  # all gradients are there from the start
+                moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
+            else:
+                moments = self._first_backward(units, first, only)
+            if later:
+                moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
+        if self.widened and self.config.zero_stage == 0:
+            moments.append(_Moment(UPDATE, self.widened * grads, 0.0, 0.0))
+        if self.buckets:
+            moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
+        return moments
+
     def _host(
         self,
         chunks: Sequence[range],
@@ -352,8 +426,7 @@ class MemoryModel:
         """What a rank has in the memory of its host. Activations of several chunks as if all in flight were of the
         chunk with most."""
         units = [u for k in mine for u in chunks[k]]
-        twice = sum(s[6] for first, last, s in self.tied if first in units and last in units)
-        state = sum(self.hosted[u] for u in units) - twice
+        state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
         most = 0.0
         for k in mine:
             again = pinned or self.ladder.choices(chunks[k], recompute[k])
@@ -385,10 +458,8 @@ class MemoryModel:
 def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of the trained weights of products. Experts have one shape each."""
     for op in block.ops:
-        if op.op == "linear" and op.inputs[1].requires_grad:
-            yield op.inputs[1].shape, op.inputs[1].dtype
-        elif op.op == "experts":
-            yield from ((t.shape[1:], t.dtype) for t in op.inputs[3:5] if t.requires_grad)
+        trained = [op.inputs[i] for i in op_record(op.op).weights if op.inputs[i].requires_grad]
+        yield from ((t.shape[-2:], t.dtype) for t in trained)
 
 
 def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:

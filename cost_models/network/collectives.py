@@ -248,34 +248,41 @@ def curve(
     kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS, top_k: int = TOP_K
 ) -> Curve:
     """Seconds by bytes of one collective over a group of at least 2, on these levels; `top_k`: experts per token."""
-    parts, ranks = _parts(group, levels, fabrics), group.size
+    parts = _parts(group, levels, fabrics)
     if kind == "send_recv":
         parts = parts[-1:]
-    outer = parts[-1].fabric
     spread, latency_spread = _spreads(kind, parts)
     tag = Tag.FITTED if all(kind in part.fabric.fitted for part in parts) else Tag.ASSUMED
-    small: list[tuple[float, float, float]] = []
-    large: list[tuple[float, float, float]] = []
-    switch = 0.0
+    small, large, switch = _choice(kind, group.size, parts, top_k)
+    floor = _fastest(small, switch) if small else 0.0
+    latency_s = _fastest(small or large, 0.0)
+    return Curve(small, large, switch if small else -1.0, floor, spread, latency_spread * latency_s, tag)
+
+
+_Paths = tuple[tuple[float, float, float], ...]  # alpha, w and chunk factor of each
+
+
+def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Paths, _Paths, float]:
+    """The paths up to a size in bytes, those beyond it, and this size."""
+    outer = parts[-1].fabric
     if kind in _PAIRWISE:
         pairs = [part.fabric.experts if kind in EXPERT_KINDS else part.fabric.p2p for part in parts]
-        large = [path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, top_k)]
-    elif kind == "all_reduce" and outer.tree:
+        return (), tuple(path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, top_k)), 0.0
+    if kind == "all_reduce" and outer.tree:
         tables = [part.fabric.tree or part.fabric.ring for part in parts]
-        large = [path for _, path in _of_protocols(tables, kind, ranks, parts, _tree_hops)]
-    else:
-        if len(parts) == 1:
-            switch = outer.switch_bytes * ranks
-        for protocol, path in _of_protocols([p.fabric.ring for p in parts], kind, ranks, parts, _ring_hops):
-            (small if switch and protocol is not Protocol.SIMPLE else large).append(path)
-        if kind == "all_reduce" and len(parts) == 1 and outer.nvls is not None and ranks >= outer.nvls_ranks:
-            # the switch adds: a device sends its tensor once, and once more the part that it owns the sum of
-            lanes = _share(kind, parts[0], ranks) / (1 + 1 / ranks)
-            large.append(_path(kind, ranks, parts, [outer.nvls], lambda *_: 1.0, lanes))
-            switch = outer.nvls_switch_bytes
-    floor = _fastest(tuple(small), switch) if small else 0.0
-    latency_s = _fastest(tuple(small or large), 0.0)
-    return Curve(tuple(small), tuple(large), switch if small else -1.0, floor, spread, latency_spread * latency_s, tag)
+        return (), tuple(path for _, path in _of_protocols(tables, kind, ranks, parts, _tree_hops)), 0.0
+    alone = len(parts) == 1
+    switch = outer.switch_bytes * ranks if alone else 0.0
+    small: list[tuple[float, float, float]] = []
+    large: list[tuple[float, float, float]] = []
+    for protocol, path in _of_protocols([p.fabric.ring for p in parts], kind, ranks, parts, _ring_hops):
+        (small if switch and protocol is not Protocol.SIMPLE else large).append(path)
+    if kind == "all_reduce" and alone and outer.nvls is not None and ranks >= outer.nvls_ranks:
+        # the switch adds: a device sends its tensor once, and once more the part that it owns the sum of
+        lanes = _share(kind, parts[0], ranks) / (1 + 1 / ranks)
+        large.append(_path(kind, ranks, parts, [outer.nvls], lambda *_: 1.0, lanes))
+        switch = outer.nvls_switch_bytes
+    return tuple(small), tuple(large), switch
 
 
 @lru_cache(maxsize=65536)

@@ -30,10 +30,9 @@ from autoplan.cost_models.work import (
     OpWork,
     Workload,
 )
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind, op_record
 from autoplan.schedules.schedule import num_copies
-
-# Products by the positions of their data and of their weights: gradients of weights may wait (split backward).
-_WEIGHTS = {"linear": (0, (1,)), "experts": (0, (3, 4))}
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
         forward = [costs.forward_s(op) for op in block.ops]
         backward = [costs.backward_s(op) for op in block.ops]
         again = block.modules
-        weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op.op in _WEIGHTS]
+        weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op_record(op.op).weights]
         out[name] = OpTimes(
             total(forward),
             total(backward),
@@ -75,7 +74,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             host_s(block, "forward", costs),
             host_s(block, "backward", costs),
             {
-                phase: total([q for op, q in zip(block.ops, found, strict=True) if op.op == "attention"])
+                phase: total([q for op, q in zip(block.ops, found, strict=True) if op_kind(op.op) is OpKind.ATTENTION])
                 for phase, found in (("forward", forward), ("backward", backward))
             },
             {group: total([forward[i] for i in sorted(at)]) for group, at in block.group_ops.items()},
@@ -94,10 +93,9 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
 
 def _weight_share(op: OpWork) -> float:
     """Share of a product's backward that is for its weights: a half, all of it if the data needs no gradient."""
-    data, weights = _WEIGHTS[op.op]
-    if not any(op.inputs[i].requires_grad for i in weights):
+    if not any(op.inputs[i].requires_grad for i in op_record(op.op).weights):
         return 0.0
-    return 0.5 if op.inputs[data].requires_grad else 1.0
+    return 0.5 if op.inputs[0].requires_grad else 1.0
 
 
 def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:

@@ -10,10 +10,10 @@ experts sorts rows by expert and, where the number of rows of each is not known 
 it: Megatron's dropless dispatch; then each expert of the rank has products of its own (Transformer Engine's
 GroupedLinear), unless they are fused.
 
-A profile of a device with a queue has the host's part measured, operation by operation (`OpRecord.host_forward_s`) and
-of what the runtime adds (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). What it lacks is
-the median of the same operation in other shapes, else of its class: the host hardly sees the shape; the interval goes
-from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps of small
+A profile of a device with a queue has the host's part measured, operation by operation (`MeasuredOp.host_forward_s`)
+and of what the runtime adds (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). What it lacks
+is the median of the same operation in other shapes, else of its class: the host hardly sees the shape; the interval
+goes from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps of small
 micro-batches (`Constants.host_*`). A CPU pays for operations one at a time in `compute`; its profile has host and
 device in one time, and nothing is added.
 
@@ -23,18 +23,20 @@ device in one time, and nothing is added.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 from autoplan.config.parallel import Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, class_of
 from autoplan.cost_models.profile import PHASES, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
-from autoplan.cost_models.work import Again, BlockWork, OpWork
+from autoplan.cost_models.work import Again, BlockWork, CommWork, OpWork
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind, op_record
 
 # What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
-_MODULES = frozenset("linear matmul attention embedding cross_entropy_sum layer_norm rms_norm".split())
+_MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.NORM)
 _SPREAD = 0.5  # from host to host and from one version of a framework to the next
 
 
@@ -48,49 +50,80 @@ def host_s(block: BlockWork, phase: str, costs: Costs, again: Again | None = Non
         return ZERO  # measured as it runs, the host with it
     if kernels_of(costs.cluster.device, costs.constants) is None:
         return ZERO
+    return _fitted_s(block, phase, costs, again)
+
+
+def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Quantity:
+    """The same from constants that were fitted to whole steps."""
     c, launch = costs.constants, costs.options.launch
-    given = costs.cluster.device.launch_s  # what the user says of one operation in eager mode
-    each = c.host_fused_s if costs.mode is Mode.FUSED else c.host_eager_s if given is None else given
-    if launch is Launch.BLOCKING:
-        each = c.host_blocking_s
+    each, seconds = _each_s(costs), 0.0
     together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
-    apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING  # element-wise operations have kernels of their own
-    seconds = 0.0
-    for k, op in enumerate(block.ops):
-        if again is not None and k not in again.ops:
-            continue
-        if op.op in VIEWS or k in together or (phase == "backward" and not op.has_backward):
-            continue
-        if op.op == "experts":
-            num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
-            seconds += c.host_experts_s + num_local * c.host_expert_s
-        elif launch is not Launch.GRAPHS and (apart or op.op not in ELEMENTWISE):
-            one = each if op.op in _MODULES or launch is Launch.BLOCKING else min(each, c.host_eager_s)
-            seconds += one * (1.0 if op.matmul_dtype is None else c.host_fp8)
+    for k, op in _ops(block, phase, again):
+        if not op_record(op.op).as_view and k not in together:
+            seconds += _started_s(op, costs, each)
     if again is not None and launch is not Launch.GRAPHS:
         seconds += len(again.beside) * min(each, c.host_eager_s)
-    for comm in (
-        block.comms if again is None else again.comms
-    ):  # those of experts have sizes that no graph knows beforehand
-        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or launch is not Launch.GRAPHS):
-            seconds += c.host_comm_s
+    for _ in _comms(block, phase, costs, again):
+        seconds += c.host_comm_s
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
+
+
+def _each_s(costs: Costs) -> float:
+    """Seconds to start one module, or one operation where there are none."""
+    c, given = costs.constants, costs.cluster.device.launch_s  # what the user says of one operation in eager mode
+    if costs.options.launch is Launch.BLOCKING:
+        return c.host_blocking_s
+    if costs.mode is Mode.FUSED:
+        return c.host_fused_s
+    return c.host_eager_s if given is None else given
+
+
+def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
+    """Seconds to start one operation that is no view."""
+    c, launch = costs.constants, costs.options.launch
+    kind = op_kind(op.op)
+    if kind is OpKind.EXPERTS:
+        num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
+        return c.host_experts_s + num_local * c.host_expert_s
+    # element-wise operations have kernels of their own where nothing fuses them
+    apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING
+    if launch is Launch.GRAPHS or not (apart or kind is not OpKind.ELEMENTWISE):
+        return 0.0
+    one = each_s if kind in _MODULES or launch is Launch.BLOCKING else min(each_s, c.host_eager_s)
+    return one * (1.0 if op.matmul_dtype is None else c.host_fp8)
+
+
+def _ops(block: BlockWork, phase: str, again: Again | None) -> Iterator[tuple[int, OpWork]]:
+    """The operations of a pass over a block, or of what it runs `again`, with their positions."""
+    for k, op in enumerate(block.ops):
+        if (again is None or k in again.ops) and (phase != "backward" or op.has_backward):
+            yield k, op
+
+
+def _comms(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Iterator[CommWork]:
+    """The collectives that the host starts: those of experts have sizes that no graph knows beforehand."""
+    graphs = costs.options.launch is Launch.GRAPHS
+    for comm in block.comms if again is None else again.comms:
+        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or not graphs):
+            yield comm
+
+
+def _inside_others(op: OpWork) -> bool:
+    """True for views and element-wise operations."""
+    return op_record(op.op).as_view or op_kind(op.op) is OpKind.ELEMENTWISE
 
 
 def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Quantity:
     """The same from a profile. Outside of eager mode views and element-wise operations are inside other kernels."""
     graphs, apart = costs.options.launch is Launch.GRAPHS, costs.mode is Mode.EAGER
-    found = []
-    for k, op in enumerate(block.ops):
-        if (again is not None and k not in again.ops) or (phase == "backward" and not op.has_backward):
-            continue
-        if op.op == "experts" if graphs else apart or not (op.op in VIEWS or op.op in ELEMENTWISE):
-            found.append(host_op_s(op, phase, costs) + costs.host_fixed_s(f"op_{phase}_s"))
+    found = [
+        host_op_s(op, phase, costs) + costs.host_fixed_s(f"op_{phase}_s")
+        for _, op in _ops(block, phase, again)
+        if (op_kind(op.op) is OpKind.EXPERTS if graphs else apart or not _inside_others(op))
+    ]
     if again is not None and not graphs:
         found += [host_op_s(op, phase, costs) for op in again.beside]
-    for comm in block.comms if again is None else again.comms:
-        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or not graphs):
-            found.append(costs.host_fixed_s("comm_s"))
+    found += [costs.host_fixed_s("comm_s") for _ in _comms(block, phase, costs, again)]
     return total(found)
 
 
@@ -101,7 +134,7 @@ def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
     if timing is not None:
         return timing.quantity()
     medians = {} if costs.profile is None else _host_medians(costs.profile)
-    for kind in (work.op, class_of(work.op), ""):
+    for kind in (work.op, op_record(work.op).measured_as, ""):
         if (phase, kind) in medians:
             return medians[phase, kind]
     return Quantity.spread(costs.constants.host_eager_s, _SPREAD, Tag.FITTED)
@@ -117,7 +150,8 @@ def _host_medians(profile: Profile) -> dict[tuple[str, str], Quantity]:
             timing = record.host_s(phase)
             if timing is None:
                 continue
-            for kind in {op, class_of(op), *(() if op in VIEWS else ("",))}:
+            known = op_record(op)
+            for kind in {op, known.measured_as, *(() if known.as_view else ("",))}:
                 found.setdefault((phase, kind), []).append(timing.median)
     out = {}
     for key, values in found.items():

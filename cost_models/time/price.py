@@ -31,8 +31,11 @@ from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.cost_models.work import Workload
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
 from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
+from autoplan.streams import has_streams
 
 # What the parts do not explain of a step, either way. Priced from a profile: with it 37 to 40 of 40 measured plans lie
 # within their interval (experiments/plans/plan_accuracy.py). Priced from the catalog for a device that is in no
@@ -135,7 +138,7 @@ class Pricer:
         # What ZeRO gathers in the first forward and reduces in the last backward holds up the next stage where the
         # stage's own thread does it (gloo). On GPUs it has a stream of its own: all ranks gather at the same time, and
         # what a stage sends upstream does not wait for its reductions, so that a step pays for one rank's.
-        self.chained = costs.cluster.device_type == "cpu"
+        self.chained = not has_streams(costs.cluster.device_type)
         self.pinned_again = self._pinned_again()
         self.free_forward = total([self.blocks[name].again_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
@@ -480,7 +483,9 @@ class Pricer:
         """
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
-            experts = any(op.op == "experts" for block in self.workload.blocks.values() for op in block.ops)
+            experts = any(
+                op_kind(op.op) is OpKind.EXPERTS for block in self.workload.blocks.values() for op in block.ops
+            )
             found = self.costs.constants.step_interval(class_of_step(experts, host_share, known.family))
             if found is not None:
                 return mid * found[0], mid * found[1]

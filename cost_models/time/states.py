@@ -12,6 +12,7 @@ from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import BlockWork, Gathered, ParamWork
 from autoplan.schedules.schedule import backward_follows, num_copies
+from autoplan.streams import has_streams
 from autoplan.units import dtype_bytes
 
 # Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
@@ -51,15 +52,16 @@ class StatePricer:
     def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
         self.config, self.costs, self.precision, self.groups = config, costs, precision, groups
         given, c = costs.overlap_fraction(), costs.constants
+        streams = has_streams(costs.cluster.device_type)
         self.hides = c.overlap if given is None else given
         self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
         if self.by_tensor:
             self.hides = 0.0
-        self.contention = c.contention if costs.profile is None and costs.cluster.device_type != "cpu" else 0.0
+        self.contention = c.contention if costs.profile is None and streams else 0.0
         # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs where there are streams.
         # What others ran op by op is priced as reduced after the backward.
         emitted = costs.mode is Mode.FUSED or costs.profile is not None
-        beside = emitted and costs.options.overlap_zero and costs.cluster.device_type != "cpu"
+        beside = emitted and costs.options.overlap_zero and streams
         self.reduces_beside = beside and config.zero_stage == 0
 
     def share(self, expert: bool) -> int:

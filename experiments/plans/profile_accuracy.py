@@ -29,7 +29,7 @@ from autoplan.codegen.program import compile_program
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.operations import interpolated_s
-from autoplan.cost_models.profile import OpRecord, Profile
+from autoplan.cost_models.profile import MeasuredOp, Profile
 from autoplan.plan import make_plan
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.tasks import lowered_tasks
@@ -126,7 +126,7 @@ def compare_size(size: Size, profile: Profile, budget_s: float) -> dict[str, Any
     tasks, counts = made.operations()
     clock, cache = Clock(torch.device("cpu")), cache_bytes(torch.device("cpu"))
     with use_mesh(made.pm.mesh):
-        records: list[OpRecord] = [measure_op(t, clock, cache) for t in tasks]
+        records: list[MeasuredOp] = [measure_op(t, clock, cache) for t in tasks]
     own = {r.work.key for r in records}
     general = replace(profile, ops=tuple(r for r in profile.ops if r.work.key not in own))
     case: dict[str, Any] = {"size": str(size), "whole_s": whole, "spread": spread, "measured_s": {}, "fitted_s": {}}

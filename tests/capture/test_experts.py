@@ -20,10 +20,10 @@ from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis
 from autoplan.ir.symbols import Expr, product
 from autoplan.ops.batch import batch_obstacle
-from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, saved_rule
+from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes
 from autoplan.ops.saved import kept as saved_names
 from autoplan.ops.strategies import Strategy, strategies
-from autoplan.ops.table import flops, rule_for
+from autoplan.ops.table import flops, rule_for, saved_rule
 from autoplan.program.statements import Op
 from autoplan.runtime.experts import experts as runtime_experts
 

@@ -20,10 +20,11 @@ from torch import nn
 
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
-from autoplan.capture.ops import OPS, Args, Arguments, Lowered, lower
+from autoplan.capture.ops import OPS, Arguments, lower
 from autoplan.capture.passes.cast import computing_in
 from autoplan.errors import CaptureError, PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.arguments import Args, Lowered
 from autoplan.runtime import model as runtime_model
 from autoplan.runtime.failure import RankFailure
 from autoplan.runtime.model import ParallelModel

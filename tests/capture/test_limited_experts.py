@@ -14,6 +14,7 @@ from parity import (
     make_model,
     reference,
     run_simulated,
+    spread_out,
     worst,
 )  # fmt: skip
 
@@ -61,11 +62,14 @@ def test_equal_to_one_device(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case("gpt-switch", dp=2, ep=2, num_micro_batches=2, zero=2),
-        Case("gpt-switch", tp=2, ep=2, etp=1, labels="unequal"),
-        Case("gpt-switch", dp=2, pp=2, num_micro_batches=3, recompute="full"),
-    ],
+    spread_out(
+        [
+            Case("gpt-switch", dp=2, ep=2, num_micro_batches=2, zero=2),
+            Case("gpt-switch", tp=2, ep=2, etp=1, labels="unequal"),
+            Case("gpt-switch", dp=2, pp=2, num_micro_batches=3, recompute="full"),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_training_equals_one_device(case: Case) -> None:

@@ -47,7 +47,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 3), ids=str)
 def test_type_checks(case: Case) -> None:
     program = compiled(case)
     check_program(program.spec, program.sources, sequence=SEQ)

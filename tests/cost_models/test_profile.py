@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster, Group
-from autoplan.cost_models.kernels.operations import class_of, interpolated_s, op_s, phase_bytes, phase_flops
+from autoplan.cost_models.kernels.operations import interpolated_s, op_s, phase_bytes, phase_flops
 from autoplan.cost_models.network.collectives import group_collective_s
-from autoplan.cost_models.profile import ErrorStats, LinkRecord, OpRecord, Profile, Timing, known
+from autoplan.cost_models.profile import ErrorStats, LinkRecord, MeasuredOp, Profile, Timing, known
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.errors import ProfileError
+from autoplan.ops.table import op_record
 
 DEVICE = Cluster.local(1).device
 
@@ -62,9 +63,9 @@ def make(**changes: Any) -> Profile:
         "software": {"torch": "2.13.0"},
         "date": "2026-01-02",
         "ops": (
-            OpRecord(linear(8, 16, 32), at(1e-5), at(2e-5)),
-            OpRecord(attention, at(3e-5), at(5e-5)),
-            OpRecord(ids, at(1e-6)),
+            MeasuredOp(linear(8, 16, 32), at(1e-5), at(2e-5)),
+            MeasuredOp(attention, at(3e-5), at(5e-5)),
+            MeasuredOp(ids, at(1e-6)),
         ),
         "links": (link("all_reduce", 1024, 1e-4), link("all_reduce", 1 << 20, 2e-3), link("send_recv", 64, 5e-5)),
         "overheads": {"step_s": 3e-4},
@@ -214,8 +215,8 @@ def test_collective_time_never_falls_with_bytes(times: list[float], sizes: list[
 
 def test_merged() -> None:
     old = make()
-    newer = OpRecord(linear(8, 16, 32), at(9e-5), at(9e-4))
-    more = OpRecord(linear(64, 16, 32), at(4e-5))
+    newer = MeasuredOp(linear(8, 16, 32), at(9e-5), at(9e-4))
+    more = MeasuredOp(linear(64, 16, 32), at(4e-5))
     new = make(
         name="new",
         date="2026-03-01",
@@ -244,8 +245,8 @@ def law(work: OpWork, phase: str) -> float:
     return 5e-6 + phase_flops(work, phase) / 40e9 + phase_bytes(work, phase) / 8e9
 
 
-def lawful(*works: OpWork) -> tuple[OpRecord, ...]:
-    return tuple(OpRecord(w, at(law(w, "forward")), at(law(w, "backward"))) for w in works)
+def lawful(*works: OpWork) -> tuple[MeasuredOp, ...]:
+    return tuple(MeasuredOp(w, at(law(w, "forward")), at(law(w, "backward"))) for w in works)
 
 
 GRID = [linear(m, k, n) for m in (64, 256, 1024) for k in (64, 512) for n in (64, 512)]
@@ -267,7 +268,7 @@ def test_order_of_sources() -> None:
 
 
 def test_interpolation_is_exact_at_measured_shapes() -> None:
-    bumpy = tuple(OpRecord(w, at(law(w, "forward") * (1.5 if i % 3 else 0.8)), None) for i, w in enumerate(GRID))
+    bumpy = tuple(MeasuredOp(w, at(law(w, "forward") * (1.5 if i % 3 else 0.8)), None) for i, w in enumerate(GRID))
     profile = make(ops=bumpy)
     for record in bumpy:
         found = interpolated_s(record.work, "forward", profile)
@@ -284,7 +285,7 @@ def test_far_from_measured_shapes_the_interval_widens() -> None:
 
 def test_classes_share_a_curve_and_dtypes_do_not() -> None:
     profile = make(ops=lawful(*(pointwise("mul_scalar", 10**k) for k in range(2, 7))))
-    assert class_of("mul_scalar") == class_of("neg") != class_of("silu")
+    assert op_record("mul_scalar").measured_as == op_record("neg").measured_as != op_record("silu").measured_as
     assert op_s(pointwise("neg", 5000), "forward", DEVICE, profile, Mode.EAGER).tag is Tag.FITTED
     half = TensorWork((5000,), "bfloat16", True)
     other = OpWork("neg", (half,), (half,), (), 5e3, 2e4)

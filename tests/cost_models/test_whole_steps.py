@@ -16,15 +16,17 @@ from autoplan.config.parallel import Attention, Launch, Mode, ParallelConfig, Ru
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
-from autoplan.cost_models.kernels.operations import ELEMENTWISE, VIEWS, op_s
+from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
 from autoplan.errors import PinError, ProfileError
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind, op_record
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.estimate import estimate_config
@@ -38,7 +40,7 @@ NODES = Cluster.parse("8x8xh100-sxm5-80gb")
 @lru_cache(maxsize=8)
 def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload:
     graph = load_model(model)
-    _, axes = make_mesh(graph, ParallelConfig(tp=tp))
+    axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
     env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
     settings = IntraSettings(axes, NODE, env, 4, 1.02, None, Mode.FUSED, dtypes)
     works = OpCosts(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))
@@ -116,7 +118,7 @@ def started(model: str, kind: str = "layer") -> list[str]:
     work = fused_workload(model)
     block = layer_of(work) if kind == "layer" else work.blocks[work.units[-1][-1]]
     counted = [op.op for k, op in enumerate(block.ops) if k not in block.joined_ops]
-    return [op for op in counted if op not in VIEWS and op not in ELEMENTWISE]
+    return [op for op in counted if not op_record(op).as_view and op_kind(op) is not OpKind.ELEMENTWISE]
 
 
 def test_modules_of_megatron_start_their_products_together() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from parity import spread_out
 from typer.testing import CliRunner
 
 from autoplan.errors import PinError
@@ -20,7 +21,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("claim", "case"), KNOWN)
+@pytest.mark.parametrize(("claim", "case"), spread_out(KNOWN, 2))
 def test_the_predicted_ratio_is_the_published_one(claim: Claim, case: Case) -> None:
     rows = claim.rows(case)
     assert rows

@@ -18,6 +18,7 @@ def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, **limits})
 
 
+@pytest.mark.slow
 def test_every_part_runs_without_a_gpu(tmp_path):
     done = _run(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -36,6 +36,7 @@ def assert_measured(rows: list[dict[str, Any]], pairs: list[tuple[str, str]]) ->
         assert max(r["differences"].values()) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_zero_0_to_3_beside_ddp_and_fully_shard(tmp_path: Path) -> None:
     one = [

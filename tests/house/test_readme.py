@@ -13,6 +13,7 @@ import pytest
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_example_runs(tmp_path: Path) -> None:
     """Four processes started by torchrun train, print the plan, and leave the program where the text says."""
@@ -33,11 +34,29 @@ COMMANDS = re.findall(
 )
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+def smaller(line: str) -> str:
+    """The same options for a model and a cluster that take a second to search."""
+    line = re.sub(r"--cluster \S+", "--cluster 1x4xh100-sxm5-80gb", line)
+    line = re.sub(r"autoplan (plan|whatif) \S+", r"autoplan \1 gpt2", line)
+    return re.sub(r"seq-len \w+", "seq-len 1k", re.sub(r"batch-size \d+", "batch-size 16", line)).replace(
+        "tp=8", "tp=2"
+    )
+
+
+SEARCHES = [line for line in COMMANDS if line.startswith(("autoplan plan", "autoplan whatif"))]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(pytest.param(line, marks=pytest.mark.slow if line in SEARCHES else ()) for line in COMMANDS),
+        *(smaller(line) for line in SEARCHES),
+    ],
+)
 def test_the_commands_run(line: str) -> None:
     done = subprocess.run([sys.executable, "-m", *line.split()], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 6 and len(SEARCHES) == 3

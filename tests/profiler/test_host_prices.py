@@ -23,7 +23,7 @@ from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions, p
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.operations import op_s
-from autoplan.cost_models.profile import LinkRecord, OpRecord, Profile, Timing
+from autoplan.cost_models.profile import LinkRecord, MeasuredOp, Profile, Timing
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_op_s
@@ -215,7 +215,7 @@ def by_hand(device_s: float, host_s: float, world: int = 1, **fields: Any) -> Pr
     """A CUDA profile in which every operation takes the device and the host so long in each phase."""
     times = [Timing(s, 0.9 * s, 1.2 * s, 9) for s in (device_s, host_s)]
     ops = tuple(
-        OpRecord(t.work, times[0], times[0] if t.work.has_backward else None, times[1], times[1])
+        MeasuredOp(t.work, times[0], times[0] if t.work.has_backward else None, times[1], times[1])
         for degree in {1, world}
         for t in (*graph_tasks(graph(), [degree], {"b": MICRO, "s": SEQ}), *every_step_tasks("float32"))
     )
@@ -301,9 +301,9 @@ def test_the_search_prices_the_same() -> None:
 
 
 def test_the_host_of_shapes_that_were_not_measured() -> None:
-    def record(task: Any, seconds: float) -> OpRecord:
+    def record(task: Any, seconds: float) -> MeasuredOp:
         t = Timing(seconds, seconds, seconds, 5)
-        return OpRecord(task.work, t, t, t, Timing(2 * seconds, 2 * seconds, 2 * seconds, 5))
+        return MeasuredOp(task.work, t, t, t, Timing(2 * seconds, 2 * seconds, 2 * seconds, 5))
 
     sizes = (64, 128, 256, 512, 1024)
     ops = [record(pointwise_task("add", n, "float32"), (4 + i) * 1e-6) for i, n in enumerate(sizes)]
@@ -341,7 +341,7 @@ def test_host_and_clock_in_the_text_form() -> None:
         assert old in text
         with pytest.raises(ProfileError, match=message):
             Profile.from_json(text.replace(old, new))
-    plain = Profile("p", "cpu", 1, 1, ops=tuple(OpRecord(r.work, r.forward_s) for r in profile.ops)).to_json()
+    plain = Profile("p", "cpu", 1, 1, ops=tuple(MeasuredOp(r.work, r.forward_s) for r in profile.ops)).to_json()
     assert "host" not in plain and "clock" not in plain and not Profile.from_json(plain).has_host
 
 
@@ -383,7 +383,7 @@ def test_clocks_of_bursts_and_of_sustained_load(patience_s: float, ratio: float)
 def test_products_are_priced_at_the_clock_of_training() -> None:
     t = Timing(1e-3, 0.9e-3, 1.1e-3, 5)
     tasks = [linear_task(64, 64, 64, "float32"), pointwise_task("add", 64, "float32")]
-    profile = Profile("p", "cuda", 1, 1, ops=tuple(OpRecord(x.work, t, t) for x in tasks))
+    profile = Profile("p", "cuda", 1, 1, ops=tuple(MeasuredOp(x.work, t, t) for x in tasks))
     hot = replace(profile, clock={"burst_s": 1e-3, "sustained_s": 1.25e-3})
     device = Cluster.local(1, "cuda").device
     product, add = (op_s(x.work, "forward", device, hot, Mode.EAGER) for x in tasks)

@@ -267,7 +267,9 @@ def test_a_measured_overlap_overrides_where_there_are_streams() -> None:
     cluster = Cluster.parse("1x8xh100-sxm5-80gb")
 
     def hides(profile: Profile | None) -> float:
-        return BlockPricer(Mock(spec=Workload, axes=()), ParallelConfig(), Costs(cluster, profile), _PRECISION).hides
+        return BlockPricer(
+            Mock(spec=Workload, axes=()), ParallelConfig(), Costs(cluster, profile), _PRECISION
+        ).states.hides
 
     measured = {"overlap_fraction": 0.25}
     assert hides(Profile("p", "cuda", 8, 1, overheads=measured)) == 0.25

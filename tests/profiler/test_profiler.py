@@ -20,11 +20,11 @@ from models import gpt_loss, make_gpt, make_llama, token_batch
 
 from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.kernels.operations import class_of
-from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, OpRecord, Profile
+from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, MeasuredOp, Profile
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
+from autoplan.ops.table import op_record
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import (
     adamw_task,
@@ -159,13 +159,18 @@ def test_ranks_repeat_together_where_a_host_was_late(alone: None) -> None:
 
 def test_lattice() -> None:
     tasks = lattice("float32", 1e8, 1e7)
-    classes = {class_of(t.work.op) for t in tasks}
+    names = [op_record(t.work.op).measured_as for t in tasks]
+    classes = set(names)
     assert {"linear", "attention", "elementwise", "transcendental", "norm", "view", "embedding"} <= classes
-    assert {class_of(t.work.op) for t in tasks[: len(tasks) // 3]} >= {"linear", "attention", "elementwise"}
+    assert set(names[: len(names) // 3]) >= {
+        "linear",
+        "attention",
+        "elementwise",
+    }
     assert all(t.work.flops <= 1e8 and t.num_bytes <= 1e7 for t in tasks)
     mine, others = {t.work.key for t in tasks}, [t.work.key for t in held_out("float32", 1e8, 1e7)]
     assert len(mine) == len(tasks) and not mine & set(others)
-    assert {class_of(t.work.op) for t in held_out("float32", 1e8, 1e7)} >= classes - {"view"}
+    assert {op_record(t.work.op).measured_as for t in held_out("float32", 1e8, 1e7)} >= classes - {"view"}
 
 
 def test_group_layouts() -> None:
@@ -255,7 +260,7 @@ def test_operations_of_one_size_are_not_measured_one_after_the_other(
     tasks = [adamw_task(100 + size, "float32") for size in range(12)]
     measured: list[Task] = []
 
-    def measure_one(task: Task, *_: object) -> OpRecord:
+    def measure_one(task: Task, *_: object) -> MeasuredOp:
         measured.append(task)
         return measure_op(task, *_)  # type: ignore[arg-type]
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+from parity import spread_out
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
@@ -14,7 +15,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import I, R
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh
+from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import Choice, IntraSettings, Option, Selection, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.intra import solve
@@ -33,7 +34,7 @@ def solved(
     model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[Choice, Option], bool] = keep_all
 ) -> tuple[ModelGraph, Selection, OpCosts]:
     graph = load_model(model)
-    _, axes = make_mesh(graph, ParallelConfig(tp=tp))
+    axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
     env, precision = {"b": 1, "s": seq_len // cp}, precision_of("bf16")
     cluster = Cluster.parse("2x8xh100-sxm5-80gb")
     settings = IntraSettings(axes, cluster, env, 4, 1.02, None, Mode.EAGER, precision, cp)
@@ -228,7 +229,7 @@ def test_fused_kernels_keep_what_the_rest_follows_from() -> None:
     assert saved_per_layer("llama-3.1-8b", Mode.EAGER, 8192) > 1.4 * 34
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt3-175b", "llama-3.1-8b"])
+@pytest.mark.parametrize("model", spread_out(["mixtral-8x7b", "gpt3-175b", "llama-3.1-8b"], 2))
 def test_fused_kernels_never_keep_more(model: str) -> None:
     eager, compiled = (saved_per_layer(model, mode, 2048) for mode in (Mode.EAGER, Mode.COMPILED))
     assert compiled <= eager * (1 + 1e-9)

@@ -18,11 +18,13 @@ import pytest
 from parity import SEQ, Case, assert_trains_as_one_device, compiled, graph_of
 from rule_cases import CASES
 from rule_harness import MESHES, Reference, check_types, ranks, run, strategies_of
+from schedule_bounds import lower_bound_1f1b
 
 from autoplan.codegen.check import check_program
+from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph, check
-from autoplan.schedules.schedule import ChunkTimes, actions, lower_bound_1f1b, simulate
+from autoplan.schedules.schedule import actions
 from autoplan.search.planner import search_plan
 from autoplan.verify.check import Task, verify_whole
 

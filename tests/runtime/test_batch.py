@@ -29,7 +29,9 @@ SAYS = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("faulty", [None, 3], ids=["on all ranks", "on one rank"])
+@pytest.mark.parametrize(
+    "faulty", [pytest.param(None, marks=pytest.mark.slow, id="on all ranks"), pytest.param(3, id="on one rank")]
+)
 def test_a_batch_that_does_not_fit_is_one_error_and_the_job_goes_on(faulty: int | None) -> None:
     program = compiled(CASE)
     args = (CASE, program.spec.to_json(), dict(program.sources), faulty)

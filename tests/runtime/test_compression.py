@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import pool
 from mixed import added, count_of, loss_of, plain_model
-from parity import Case, compiled, global_batch, part_of, worst
+from parity import Case, compiled, global_batch, part_of, spread_out, worst
 
 import autoplan
 from autoplan.errors import PinError
@@ -29,7 +29,9 @@ def run(case: Case, compression: Any, num_steps: int, dtype: str = "float64", **
 
 
 @pytest.mark.parametrize(
-    "case", [CASE, Case("gpt", dp=2, tp=2, prices="latency"), Case("mixtral", dp=4, ep=2, num_micro_batches=3)], ids=str
+    "case",
+    spread_out([CASE, Case("gpt", dp=2, tp=2, prices="latency"), Case("mixtral", dp=4, ep=2, num_micro_batches=3)], 2),
+    ids=str,
 )
 def test_of_full_rank_nothing_is_lost(case: Case) -> None:
     """Two steps sent whole, two as factors of full rank: the gradients of plain sums, in float64."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from device_counter import DeviceCounter
 from harness import pool
+from parity import spread_out
 
 import autoplan
 from autoplan.runtime import convert, fused, ring
@@ -278,7 +279,9 @@ def test_a_step_waits_once_whatever_its_depth(precision: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero_stage": 2}, {"pp": 2, "num_micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pins", spread_out([{"tp": 2}, {"dp": 2, "zero_stage": 2}, {"pp": 2, "num_micro_batches": 2}], 2), ids=str
+)
 def test_a_step_of_two_ranks_waits_once_whatever_its_depth(pins: dict[str, Any]) -> None:
     for (few, _), (many, where) in zip(
         *(pool(2).run(count_step, layers, pins, "fp32") for layers in (2, 4)), strict=True

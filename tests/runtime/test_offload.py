@@ -26,6 +26,7 @@ from parity import (
 )
 
 from autoplan.config.offload import read_offload
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.program.pins import read_pins
@@ -33,7 +34,6 @@ from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.layouts import LayoutCache, PlanRequest
-from autoplan.search.space import Candidate
 
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -66,7 +66,7 @@ PROCESSES = [
 
 @ignored
 @pytest.mark.processes
-@pytest.mark.parametrize("case", spread_out(PROCESSES, 4), ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 7), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
@@ -104,7 +104,7 @@ def test_one_rank_trains_alike_bit_by_bit(precision: str) -> None:
             Case("llama", dp=2, zero=3, precision="fp16", num_micro_batches=2, offload="parameters"),
             Case("llama-frozen", dp=2, zero=3, precision="bf16", num_micro_batches=2, offload="parameters"),
         ],
-        2,
+        5,
     ),
     ids=str,
 )
@@ -167,7 +167,9 @@ def test_what_lies_where_is_what_the_memory_model_says(zero: int, offload: str, 
         precision=precision,
         executed=True,
     )
-    planned = LayoutCache(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    planned = LayoutCache(request).pricer(
+        ParallelConfig(dp=2, zero_stage=zero, micro_batch_size=3, num_micro_batches=2)
+    )
     assert planned is not None
     model = planned.memory
     assert sum(model.states) == 0
@@ -189,7 +191,9 @@ def test_without_copying_back_training_goes_wrong() -> None:
 
 @ignored
 @pytest.mark.processes
-@pytest.mark.parametrize(("zero", "offload"), [(0, "optimizer"), (2, "optimizer"), (3, "parameters")])
+@pytest.mark.parametrize(
+    ("zero", "offload"), spread_out([(0, "optimizer"), (2, "optimizer"), (3, "parameters")], 3, unpack=True)
+)
 def test_a_restart_goes_on_where_it_stopped(zero: int, offload: str) -> None:
     """`state_dict` and `load_state_dict` of model and optimizer."""
     case = Case("llama-tied", dp=2, zero=zero, num_micro_batches=2, offload=offload)

@@ -3,7 +3,6 @@
 That its gradients equal one process for every ZeRO stage is in test_zero.py.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import JobError, pool, worker_mesh
+from parity import spread_out
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +24,7 @@ from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.spec import ScheduleSpec
 from autoplan.runtime.stages import SyncedStage
 from autoplan.runtime.zero import GradientSync, ZeroStage, apply_zero
+from autoplan.schedules.schedule import SCHEDULES
 
 TIGHT = 1e-12
 
@@ -44,16 +45,17 @@ def test_the_number_of_micro_batches_may_change_between_steps(zero):
     assert_close(pool(4).run(train, (2, 2), zero, [3, 1, 4, 3], "sgd"))
 
 
-SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+EXECUTED = {name: s for name, s in SCHEDULES.items() if s.torch_class is not None and name not in ("GPipe", "1F1B")}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", spread_out([False, True], 3))
 @pytest.mark.parametrize(
-    ("schedule", "zero"), [*itertools.product([*SEVERAL, "ZB-H1"], (0, 1, 2)), ("Interleaved1F1B", 3)]
+    ("schedule", "zero"),
+    [(name, zero) for name, s in EXECUTED.items() for zero in (0, 1, 2, *(() if s.split_backward else (3,)))],
 )
 def test_schedules_of_several_stages_per_rank_and_split_backwards(schedule, zero, recompute):
-    virtual = 2 if schedule in SEVERAL else 1
+    virtual = EXECUTED[schedule].virtual_stages[0]
     assert_close(pool(4).run(train, (2, 2), zero, [4, 6, 4], "sgd", recompute, schedule, virtual))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import pool
-from parity import Case, Trained, compiled, train_job
+from parity import Case, Trained, compiled, spread_out, train_job
 
 import autoplan.runtime.model
 from autoplan.runtime import zero
@@ -56,7 +56,7 @@ def _job(rank: int, world: int, beside: bool, *given: Any) -> tuple[Trained | No
         autoplan.runtime.model.apply_zero = started  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 4), ids=str)
 def test_the_bits_are_the_same(case):
     program = compiled(case)
     dtype = "float64" if case.precision == "native" else "float32"

@@ -10,7 +10,7 @@ import pytest
 import shard_jobs
 import torch
 from harness import pool
-from parity import Case, compiled, fake_group
+from parity import Case, compiled, fake_group, spread_out
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -39,7 +39,7 @@ WHOLE = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", WHOLE, ids=str)
+@pytest.mark.parametrize("case", spread_out(WHOLE, 3), ids=str)
 def test_torch_sees_the_whole_model(case: Case) -> None:
     """clip_grad_norm_, full_tensor and checkpoints of `pm.parameters()`, on all ranks alike."""
     for found in run(shard_jobs.use, case):
@@ -72,13 +72,13 @@ OWN = [Case("llama", tp=2, dp=2, zero=3), Case("llama-tied", tp=2, pp=2), Case("
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", OWN, ids=str)
+@pytest.mark.parametrize("case", spread_out(OWN, 3), ids=str)
 def test_an_optimizer_of_ones_own(case: Case) -> None:
     assert max(run(shard_jobs.own_optimizer, case)) < 1e-14
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [Case("llama", tp=2, dp=2, zero=3), Case("llama", tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("case", spread_out([Case("llama", tp=2, dp=2, zero=3), Case("llama", tp=2, pp=2)], 2), ids=str)
 def test_moments_are_shards_too(case: Case) -> None:
     """A checkpoint of `pm.optimizer.state_dict()` holds whole moments, and comes back; by numbers, which mean another
     parameter on every stage, it is refused."""

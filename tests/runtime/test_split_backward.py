@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import Case
+from parity import Case, spread_out
 from parity_matrix import check
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -192,7 +192,7 @@ CASES = [
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 3), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     result = check(case)
     assert result.equal, result

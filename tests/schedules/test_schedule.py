@@ -13,6 +13,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parity import spread_out
 from schedule_bounds import bound_1f1b, lower_bound_1f1b
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
@@ -87,7 +88,7 @@ def _ordered_by_torch(kind: type, rank: int, num_stages: int, num_micro_batches:
     schedule = object.__new__(kind)
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = num_stages, virtual, num_micro_batches
     schedule.microbatches_per_round = num_micro_batches // max(1, num_micro_batches // num_stages)
-    schedule.num_stages = num_stages * virtual
+    schedule.num_stages, schedule._stages = num_stages * virtual, [None] * virtual
     found = [a for a in schedule._calculate_single_rank_operations(rank) if a is not None]
     # a pair that overlaps: `+` after its forward
     return ["+ ".join(map(str, a.sub_actions)) if a.sub_actions else str(a) for a in found]
@@ -106,7 +107,7 @@ def _by_torch(kind: type, rank: int, num_stages: int, num_micro_batches: int, vi
     return _run_by_torch(kind, rank, num_stages, num_micro_batches)
 
 
-@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if s.torch_class is not None])
+@pytest.mark.parametrize("name", spread_out([s.name for s in SCHEDULES.values() if s.torch_class is not None], 4))
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_order_and_placement_of_what_is_executed_are_those_of_its_torch_class(name: str, p: int, m: int) -> None:
     record = SCHEDULES[name]

@@ -22,7 +22,7 @@ from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import combinations, legal_methods, neighbours_of
-from autoplan.program.expert_mesh import folds
+from autoplan.program.parallel_dims import folds
 from autoplan.search.degrees import BEYOND
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
@@ -83,7 +83,7 @@ def enumerated(
 def degrees_of(r: PlanRequest, devices: int) -> set[tuple[int, int, int, int]]:
     """(tp, cp, ep, etp) of all candidates."""
     found = space(r.graph, cluster(devices), 8, r.pins, seq_len=SEQ)
-    return {(c.tp, c.cp, c.ep, c.etp) for c in found.candidates}
+    return {(c.tp, c.cp, c.ep, c.expert_tp) for c in found.candidates}
 
 
 @pytest.mark.parametrize("latency_s", [1e-7, 1e-4])
@@ -166,7 +166,7 @@ def test_a_dense_model_has_nothing_to_spread() -> None:
 def test_split_experts_are_searched_where_they_are_few_or_pinned() -> None:
     """4 experts on 8 devices: 4 x 2 ranks have halves. Where 2 x 2 could have whole ones, only a pin splits them."""
     found = space(graph(), cluster(8), 8, {"tp": 2}, seq_len=SEQ).candidates
-    assert {(c.ep, c.etp) for c in found if c.pp == 1} == {(1, 2), (2, 1), (4, 1), (4, 2)}
+    assert {(c.ep, c.expert_tp) for c in found if c.pp == 1} == {(1, 2), (2, 1), (4, 1), (4, 2)}
     r = request(4, {"pp": 1, "recompute": "none", "etp": 2, "num_micro_batches": 1})
     plans = enumerated(r, 4, eps=(1, 2, 4), nums=(1,))
     assert {(2, 1, 1, 2), (2, 1, 2, 2)} == {degrees for *_, degrees in plans} == degrees_of(r, 4)

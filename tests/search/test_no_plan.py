@@ -30,7 +30,7 @@ from autoplan.search.planner import (
     estimate_config,
     search_plan,
 )
-from autoplan.search.space import Candidate, space
+from autoplan.search.space import space
 
 INTERLEAVED = "Interleaved1F1B"
 
@@ -200,7 +200,8 @@ def test_candidates_are_all_of_them() -> None:
     found = space(graph(), cluster(4, 1 << 40), 4, {"zero_stage": 1})
     meshes = {(c.pp, c.dp, c.tp) for c in found.candidates}
     assert meshes == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
-    assert Candidate(2, 2, 1, 1, 2, 1) in found.candidates and Candidate(2, 2, 1, 1, 1, 2) in found.candidates
+    for size, num in ((2, 1), (1, 2)):
+        assert ParallelConfig(pp=2, dp=2, micro_batch_size=size, num_micro_batches=num) in found.candidates
     assert len([c for c in found.candidates if c.schedule == "1F1B"]) == 3 + 2 + 1 + 3 + 2 + 3
 
     def others(**degrees: int) -> set[tuple[str, int]]:

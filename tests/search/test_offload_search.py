@@ -18,7 +18,6 @@ from autoplan.search.cuts import Cutter
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import LayoutCache, offloaded, space_of
 from autoplan.search.planner import NothingFits, PlanRequest, SearchResult, search_plan
-from autoplan.search.space import Candidate
 
 ROOM = 1 << 40
 FAST, SLOW = 1e10, 1e8  # bytes per second to the host
@@ -149,7 +148,7 @@ def test_with_ample_memory_nothing_is_offloaded(mode: Mode) -> None:
 def test_memory_that_does_not_bind_is_seen() -> None:
     """`Cutter.binds` is False of degrees whose best plan computes nothing again, and True where it does."""
     pins = {"pp": 2, "dp": 1, "tp": 1, "zero_stage": 0, "micro_batch_size": 1, "num_micro_batches": 8}
-    candidate = Candidate(2, 1, 1, 0, 1, 8)
+    candidate = ParallelConfig(**pins)
     for share, binds in ((1.5, False), (0.7, True)):
         peak = peak_bytes(pins, 2)
         cutter = LayoutCache(request(2, int(peak * share), pins=pins)).cutter(candidate)

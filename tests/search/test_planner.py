@@ -10,12 +10,13 @@ import pytest
 from enumeration import SEQ, brute_cut, brute_force, cluster, graph, least_memory, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import spread_out
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import OpRecord, Profile, Timing
+from autoplan.cost_models.profile import MeasuredOp, Profile, Timing
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TensorWork, Workload
@@ -43,11 +44,15 @@ INTERLEAVED = "Interleaved1F1B"
 
 @pytest.mark.parametrize(
     ("devices", "share", "mode"),
-    [
-        *((2, share, Mode.COMPILED) for share in (2.0, 0.8, 0.5)),
-        *(pytest.param(4, share, Mode.COMPILED, marks=pytest.mark.slow) for share in (2.0, 0.8, 0.5)),
-        *((2, share, Mode.EAGER) for share in (0.8, 0.65, 0.5)),
-    ],
+    spread_out(
+        [
+            *((2, share, Mode.COMPILED) for share in (2.0, 0.8, 0.5)),
+            *(pytest.param(4, share, Mode.COMPILED, marks=pytest.mark.slow) for share in (2.0, 0.8, 0.5)),
+            *((2, share, Mode.EAGER) for share in (0.8, 0.65, 0.5)),
+        ],
+        2,
+        unpack=True,
+    ),
 )
 def test_the_search_is_exhaustive_enumeration(devices: int, share: float, mode: Mode) -> None:
     """In eager mode with every choice of recompute."""
@@ -149,7 +154,7 @@ def with_host(seconds: float) -> Profile:
     t, x = Timing(1e-6, 1e-6, 1e-6, 1), TensorWork((8,), "float32", True)
     host = Timing(seconds, seconds, seconds, 1)
     names = "zero_block_forward_s zero_gather_s zero_reduce_s micro_batch_s pipeline_action_s optimizer_step_s comm_s"
-    record = OpRecord(OpWork("dropout", (x,), (x,), (), 8.0, 64.0), t, t, host, host)
+    record = MeasuredOp(OpWork("dropout", (x,), (x,), (), 8.0, 64.0), t, t, host, host)
     return Profile("host", "cuda", 1, 1, ops=(record,), host_overheads=dict.fromkeys(names.split(), seconds))
 
 

@@ -65,9 +65,14 @@ def attrs(**changed: Any) -> Callable[[Node], Node]:
 
 @pytest.mark.parametrize(
     ("family", "dropout", "precision"),
-    [("gpt", 0.1, "native"), ("deepseek", 0.0, "native"), ("bart-padded", 0.0, "native"), ("llama", 0.0, "bf16"),
-     ("gpt-balanced-aux", 0.1, "native")],
-)  # fmt: skip
+    [
+        ("gpt", 0.1, "native"),
+        ("deepseek", 0.0, "native"),
+        pytest.param("bart-padded", 0.0, "native", marks=pytest.mark.slow),
+        ("llama", 0.0, "bf16"),
+        pytest.param("gpt-balanced-aux", 0.1, "native", marks=pytest.mark.slow),
+    ],
+)
 def test_a_right_capture_is_verified(family: str, dropout: float, precision: str) -> None:
     outcome = verify_whole(task_of(family, dropout, precision))
     assert outcome.done and "within 1e-08 of the module (b=3, s=12" in outcome.text

@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from harness import Pool, pool
+from parity import spread_out
 
 import autoplan
 from autoplan.api import plan_program
@@ -40,7 +41,7 @@ def test_training_goes_down_and_all_ranks_agree(pins: dict[str, Any]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero_stage": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("pins", spread_out([{"tp": 2}, {"dp": 2, "zero_stage": 2}, {"pp": 2}], 3), ids=str)
 def test_state_dict_moves_between_plans(pins: dict[str, Any]) -> None:
     assert max(pool(2).run(api_jobs.state_round_trip, pins)) < 2e-6
 
@@ -52,13 +53,15 @@ def test_shapes_may_change(pins: dict[str, Any]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "zero_stage": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pins", spread_out([{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "zero_stage": 2}], 3), ids=str
+)
 def test_models_that_are_not_a_plain_stack(pins: dict[str, Any]) -> None:
     assert max(pool(2).run(api_jobs.odd_models, pins)) < 2e-6
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 2}], ids=str)
+@pytest.mark.parametrize("pins", spread_out([{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 2}], 3), ids=str)
 def test_bfloat16(pins: dict[str, Any]) -> None:
     """Rounding of 8 bits, summed in another order: a few per cent in the norm of a gradient, not more."""
     for loss, want, worst in pool(2).run(api_jobs.bfloat16, pins):

@@ -23,6 +23,7 @@ from parity import (
     model_of,
     part_of,
     reference,
+    spread_out,
     worst,
 )
 from parity_matrix import refusal
@@ -73,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 2), ids=str)
 def test_a_compiled_step_is_the_step(case: Case) -> None:
     """float64: operations that are fused round otherwise in the last bits only."""
     loss, got, graphs = step(case)
@@ -112,16 +113,20 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "apart"),
-    [
-        (Case("llama", tp=2, compile="aot_eager"), ()),
-        (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
-        (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
-        (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
-        (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
-        pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
-        (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
-        pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
-    ],
+    spread_out(
+        [
+            (Case("llama", tp=2, compile="aot_eager"), ()),
+            (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
+            (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
+            (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
+            (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
+            pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
+            (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
+            pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
+        ],
+        8,
+        unpack=True,
+    ),
     ids=str,
 )
 def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case, apart: tuple[str, ...]) -> None:
@@ -145,7 +150,7 @@ PROCESSES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 2), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
@@ -194,6 +199,7 @@ def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[s
     return AsyncTp(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @NEEDS_COMPILER
 def test_async_tp_finds_what_it_takes_apart() -> None:

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
-from autoplan.ops.saved import OpFacts, TensorFacts, saved_rule
+from autoplan.ops.saved import OpFacts, TensorFacts
+from autoplan.ops.table import saved_rule
 from autoplan.runtime.attention import attention
 from autoplan.runtime.model import ParallelModel
 
@@ -36,7 +37,7 @@ def stepped(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, di
         return loss, {n: g.clone() for n, g in pm.gradients().items()}, list(program.sources.values())
 
 
-@pytest.mark.parametrize("make", spread_out([models.make_llama, models.make_windowed, models.make_deepseek, MIXED], 2))
+@pytest.mark.parametrize("make", spread_out([models.make_llama, models.make_windowed, models.make_deepseek, MIXED], 4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_the_model(kind: str, make: Callable[[], nn.Module]) -> None:
     """Loss and gradients of transformers' own attention with its own masks; not those without the mask."""
@@ -69,7 +70,7 @@ PADDED: dict[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", spread_out(sorted(PADDED), 2))
+@pytest.mark.parametrize("kind", spread_out(sorted(PADDED), 4))
 def test_padding_whose_loss_counts(kind: str) -> None:
     """Labels everywhere, also where padding is: what padding sees is what transformers shows it."""
     make, masks = PADDED[kind]
@@ -212,7 +213,7 @@ OTHERS = [
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
-@pytest.mark.parametrize("case", spread_out(OTHERS, 4), ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHERS, 8), ids=str)
 def test_windows_encoders_and_targets_too(case: Case) -> None:
     result = parity_matrix.check(case)
     assert result.equal, result

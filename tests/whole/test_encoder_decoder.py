@@ -76,7 +76,7 @@ def eager(family: str, batch: Mapping[str, torch.Tensor]) -> tuple[float, dict[s
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", spread_out(FAMILIES, 2))
 def test_the_program_of_one_device_is_the_model(family: str) -> None:
     loss, gradients = reference(Case(family), batch=global_batch(Case(family)))
     want_loss, want = eager(family, global_batch(Case(family)))
@@ -102,7 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 4), ids=str)
 def test_every_plan_equals_one_device(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case, batch=global_batch(case))
@@ -198,7 +198,7 @@ def test_t5_sends_the_bias_of_positions_beside_what_it_is_added_in() -> None:
     assert tied.name == "shared.weight" and [place[0] for place in tied.places] == [0, 1, 3]  # encoder, decoder, head
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("kind", spread_out(["t5", "bart"], 2))
 def test_hugging_face_inputs_of_equal_length_are_two_sequences(kind: str) -> None:
     """By their names; the target's first token is the start token, the labels move right by one."""
     ids = models.token_batch(2, SEQ)
@@ -318,6 +318,7 @@ def test_a_factory_on_the_command_line() -> None:
     assert code == 2 and "has no second sequence with a length of its own; nearest legal: target_len=32" in text
 
 
+@pytest.mark.slow
 def test_the_config_of_a_t5(tmp_path: Path) -> None:
     settings = models.make_t5().config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(settings))

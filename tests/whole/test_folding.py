@@ -29,9 +29,9 @@ from autoplan.ir.layout import Axis, Mesh
 from autoplan.ir.symbols import Expr
 from autoplan.plan import make_plan, searched_plan
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.expert_mesh import canonical, folded_mesh, folds
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import make_mesh, read_pins
+from autoplan.program.parallel_dims import ParallelDims, folds
+from autoplan.program.pins import read_pins
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch import travelled_bytes
 from autoplan.program.token_dispatch_layouts import with_own_tokens
@@ -73,7 +73,7 @@ def test_folded_ranks_are_those_that_are_priced(split: bool) -> None:
     for dp, cp, tp, ep, etp in DEGREES:
         tensor = (Axis("tp0", 2), Axis("tp1", tp // 2)) if split and tp % 4 == 0 else (Axis("tp", tp),)
         c = ParallelConfig(pp=2, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
-        mesh, priced = folded_mesh(c, tensor), mesh_groups(c, [("tp", tp)])
+        mesh, priced = ParallelDims(c, tensor, True).mesh, mesh_groups(c, [("tp", tp)])
         ranks = c.num_devices
         assert mesh.num_devices == ranks
         names = {n: n for n in ("pp", "dp", "tp", "ep")} | {"edp": "expert_replicas"}
@@ -103,24 +103,25 @@ def test_products_of_methods_leave_fewer_sub_axes() -> None:
     """4 ranks of experts among 6 of cp: 2 x 2 of groups and neighbours of cp=12, but not of 4 x 3."""
     assert folds(1, 12, 1, 4, 1, 1) and folds(1, 12, 1, 4, 1, 2) and not folds(1, 12, 1, 4, 1, 3)
     config = ParallelConfig(cp=12, ep=4, context_method="ulysses3xring4")
+    dims = ParallelDims.of(graph(), config)
     with pytest.raises(PinError, match=r"ep=4 does not fold into dp x cp x tp with cp=12 as groups of 3"):
-        make_mesh(graph(), config)
+        _ = dims.mesh
 
 
 def test_names_of_sub_axes() -> None:
-    mesh = folded_mesh(ParallelConfig(dp=4, tp=2, ep=4, etp=1), (Axis("tp", 2),))
+    mesh = ParallelDims(ParallelConfig(dp=4, tp=2, ep=4, etp=1), (Axis("tp", 2),), True).mesh
     assert [(a.name, a.size) for a in mesh.axes if a.size > 1] == [("edp", 2), ("dp1", 2), ("tp", 2)]
     assert dict(mesh.groups) == {"dp": ("edp", "dp1"), "ep": ("dp1", "tp")}
-    assert (canonical(mesh, "ep"), canonical(mesh, "tp")) == ("ep", "tp")
-    within = folded_mesh(ParallelConfig(dp=4, tp=1, ep=2), (Axis("tp", 1),))
+    assert (mesh.canonical("ep"), mesh.canonical("tp")) == ("ep", "tp")
+    within = ParallelDims(ParallelConfig(dp=4, tp=1, ep=2), (Axis("tp", 1),), True).mesh
     assert [(a.name, a.size) for a in within.axes if a.size > 1] == [("edp", 2), ("ep", 2)]
-    over = folded_mesh(ParallelConfig(dp=1, cp=2, ep=2), (Axis("tp", 1),))
-    assert canonical(over, "ep") == "cp"
-    product = folded_mesh(ParallelConfig(cp=8, ep=4, context_method="ulysses2xring4"), ())
+    over = ParallelDims(ParallelConfig(dp=1, cp=2, ep=2), (Axis("tp", 1),), True).mesh
+    assert over.canonical("ep") == "cp"
+    product = ParallelDims(ParallelConfig(cp=8, ep=4, context_method="ulysses2xring4"), (), True).mesh
     assert [(a.name, a.size) for a in product.axes if a.size > 1] == [("cpr0", 2), ("cpr1", 2), ("cpu", 2)]
     wanted = {"cpr": ("cpr0", "cpr1"), "cp": ("cpr0", "cpr1", "cpu"), "ep": ("cpr1", "cpu")}
     assert {name: product.groups[name] for name in wanted} == wanted
-    plain, _ = make_mesh(graph(), ParallelConfig(dp=2, tp=2))
+    plain = ParallelDims.of(graph(), ParallelConfig(dp=2, tp=2)).mesh
     assert "ep" not in plain.groups and all(a.name != "ep" for a in plain.axes)
 
 
@@ -141,7 +142,7 @@ def test_degrees_that_cannot_run_say_why(pins: dict[str, int], devices: int, why
 
 def test_a_sequence_that_tp_cannot_split_has_no_layout() -> None:
     """Tokens of its own for every rank: an odd sequence is refused by name, not sent twice."""
-    _, axes = make_mesh(graph(), ParallelConfig(tp=2))
+    axes = ParallelDims.of(graph(), ParallelConfig(tp=2)).layout_axes
     problem = build_problem(graph(), IntraSettings(axes, cluster(2), {"b": 2, "s": 15}))
     with pytest.raises(InfeasibleError, match=r"experts: the sequence cannot be split over tensor parallelism"):
         with_own_tokens(problem, graph(), 1.02)
@@ -193,7 +194,7 @@ def test_tokens_that_others_have_too_do_not_type_check(ep: int) -> None:
 def test_layouts_of_another_plan_are_not_emitted() -> None:
     """Experts where tp has them, on a mesh over which they are spread: refused by codegen, not run."""
     _, layouts, _ = make_plan(graph(), cluster(2), read_pins({"tp": 2}, 2), {"b": 2, "s": SEQ})
-    mesh, _ = make_mesh(graph(), ParallelConfig(tp=2, ep=2, etp=1))
+    mesh = ParallelDims.of(graph(), ParallelConfig(tp=2, ep=2, etp=1)).mesh
     with pytest.raises(LayoutError, match=r"tokens travel to experts from ranks that have the same ones"):
         compile_program(graph(), replace(layouts, mesh=mesh))
 

@@ -50,7 +50,7 @@ CASES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", spread_out(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 8), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 

@@ -77,7 +77,7 @@ def case_of(point: dict[str, object]) -> Case:
 MATRIX = [case_of(p) for p in pairwise(SPACE)]
 
 
-@pytest.mark.parametrize("case", spread_out(MATRIX, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(MATRIX, 6), ids=str)
 def test_matrix(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case)
@@ -100,7 +100,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(WINDOWED, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(WINDOWED, 4), ids=str)
 def test_sliding_windows(case: Case) -> None:
     """Windows shorter than the sequence, in all layers (Mistral) and in the later ones (Qwen2)."""
     windows = [n.attrs.get("window") for b in graph_of(case.family, 0.0).blocks.values() for n in b.nodes]
@@ -119,12 +119,12 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(EXPERTS, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(EXPERTS, 4), ids=str)
 def test_experts(case: Case) -> None:
     test_matrix(case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [case_of(p) for p in (dict(zip(SPACE, c, strict=True)) for c in itertools.product(*SPACE.values())) if legal(p)],
@@ -134,7 +134,9 @@ def test_everything(case: Case) -> None:
     test_matrix(case)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt", "gpt-untied", "mistral", "qwen2-mixed", *MOE])
+@pytest.mark.parametrize(
+    "family", spread_out(["llama", "llama-tied", "gpt", "gpt-untied", "mistral", "qwen2-mixed", *MOE], 3)
+)
 def test_one_device_equals_eager(family: str) -> None:
     """The captured and emitted program of one device is the user's model."""
     case = Case(family=family, labels="unequal")

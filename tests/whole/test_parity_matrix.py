@@ -17,13 +17,20 @@ pytestmark = [
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 PAIRS = list(pairs())
-EVERY = 67  # of so many pairs one is in the default selection, spread over all features
-USUAL = {p for i, p in enumerate(PAIRS) if i % EVERY == 0}
+EVERY, EVERY_IN_ALL = 134, 8  # of so many pairs one is in make test and in make test-all, over all features
 
 
-@pytest.mark.parametrize(
-    "pair", [pytest.param(p, marks=[] if p in USUAL else pytest.mark.slow) for p in PAIRS], ids=" x ".join
-)
+def marks(position: int) -> tuple[pytest.MarkDecorator, ...]:
+    if position % EVERY == 0:
+        return ()
+    return (
+        (pytest.mark.slow,)
+        if position % EVERY_IN_ALL == 0 or position % (EVERY // 2) == 0
+        else (pytest.mark.exhaustive,)
+    )
+
+
+@pytest.mark.parametrize("pair", [pytest.param(p, marks=marks(i)) for i, p in enumerate(PAIRS)], ids=" x ".join)
 def test_pair_is_equal_or_refused(pair: tuple[str, str]) -> None:
     result = check(case_of(*pair))
     assert result.refused or result.equal, result
@@ -31,7 +38,7 @@ def test_pair_is_equal_or_refused(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    spread_out(TOGETHER, 11),
+    spread_out(TOGETHER, 22),
     ids=str,
 )
 def test_many_at_once(case: Case) -> None:

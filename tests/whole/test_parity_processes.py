@@ -86,12 +86,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(CASES, 8), ids=str)
+@pytest.mark.parametrize("case", spread_out(CASES, 14), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[6], CASES[18]], ids=str)
+@pytest.mark.parametrize("case", spread_out([CASES[0], CASES[5], CASES[6], CASES[18]], 2), ids=str)
 def test_float32_with_sgd(case: Case) -> None:
     got = trained(case, "float32", 3, "sgd")
     want = train_reference(case, torch.float32, 3, "sgd")

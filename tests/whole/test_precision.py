@@ -14,13 +14,13 @@ from parity import SEQ, Case, compiled, graph_of, spread_out, trained, worst
 
 from autoplan.api import plan_program
 from autoplan.capture.passes.cast import computing_in, main_dtype
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.precision import LossScaler, MixedPrecision
 from autoplan.runtime.spec import ProgramSpec, evaluate
 from autoplan.search.layouts import LayoutCache, PlanRequest
-from autoplan.search.space import Candidate
 
 pytestmark = [
     pytest.mark.processes,
@@ -83,7 +83,7 @@ def compare(case: Case, want: ByHand) -> tuple[float, float]:
     return worst(got.gradients, want.gradients)[0], worst(parameters, want.parameters)[0]
 
 
-@pytest.mark.parametrize("case", spread_out(SAME_BITS, 6), ids=str)
+@pytest.mark.parametrize("case", spread_out(SAME_BITS, 12), ids=str)
 def test_training_equals_the_same_by_hand(case: Case) -> None:
     scale = 2.0**16 if case.precision.startswith("fp16") else 1.0
     gradient, parameter = compare(case, by_hand(case, scale=scale))
@@ -119,7 +119,7 @@ OTHER_ORDER = [
 FACTOR, FACTOR_OF_ONE = 1.25, 2.0
 
 
-@pytest.mark.parametrize("case", spread_out(OTHER_ORDER, 6), ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHER_ORDER, 12), ids=str)
 def test_no_less_exact_than_one_device(case: Case) -> None:
     """Against float64 the gradients of the parallel program are as good as those of one device in 16 bits."""
     program = compiled(case)
@@ -168,7 +168,7 @@ OVERFLOWING = [
 ]
 
 
-@pytest.mark.parametrize("case", OVERFLOWING, ids=str)
+@pytest.mark.parametrize("case", spread_out(OVERFLOWING, 3), ids=str)
 def test_an_overflow_skips_the_step_on_all_ranks(case: Case) -> None:
     """One rank alone has an infinite gradient, in one element: nobody's parameters or optimizer change, the scale is
     halved for all; then training goes on, and after two good steps the scale doubles."""
@@ -226,7 +226,7 @@ def test_the_scale_moves_as_that_of_torch() -> None:
 # -- the door ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", spread_out(["bf16", "fp16"], 3))
 @pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero_stage": 3}, {"pp": 2}], ids=str)
 def test_a_user_trains_in_16_bits(precision: str, pins: dict[str, int]) -> None:
     """Loss goes down; float32 state that loads into the model; 16 bits inside; two searches with the same prices."""
@@ -276,7 +276,7 @@ def test_dtypes_of_a_program() -> None:
 # -- what is priced is held -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", spread_out([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("precision", ["bf16", "bf16-grad16", "fp32"])
 def test_bytes_per_parameter(zero: int, precision: str) -> None:
     """Parameters, copies, moments and gradients after a step, as the memory model has them: to the byte."""
@@ -292,7 +292,9 @@ def test_bytes_per_parameter(zero: int, precision: str) -> None:
         precision=precision,
         executed=True,
     )
-    planned = LayoutCache(request).pricer(Candidate(1, 2, 1, zero, 3, 2))
+    planned = LayoutCache(request).pricer(
+        ParallelConfig(dp=2, zero_stage=zero, micro_batch_size=3, num_micro_batches=2)
+    )
     assert planned is not None
     model = planned.memory
     for rank in found:

@@ -78,7 +78,7 @@ def test_equal_to_the_bit(family: str, dropout: float, choice: str) -> None:
     assert f"recompute={choice!r}" in compiled(case).sources["stage0.py"]
 
 
-@pytest.mark.parametrize("choice", [c for c in CHOICES if c != "offload"])
+@pytest.mark.parametrize("choice", spread_out([c for c in CHOICES if c != "offload"], 3))
 @pytest.mark.parametrize(("family", "dropout"), FAMILIES[:3])
 def test_kept_is_what_is_predicted(family: str, dropout: float, choice: str) -> None:
     """To the byte: all that is alive after the forward, whoever holds it."""
@@ -108,7 +108,7 @@ def bytes_of(held: Activations) -> dict[str, int]:
 PEAKS = [("llama", "attention+mlp+norms", 0.0), ("llama", "mlp", 0.0), ("gpt-untied", "attention+norms", 0.25)]
 
 
-@pytest.mark.parametrize(("family", "choice", "dropout"), PEAKS)
+@pytest.mark.parametrize(("family", "choice", "dropout"), spread_out(PEAKS, 3, unpack=True))
 def test_the_peak_is_within_what_is_predicted(family: str, choice: str, dropout: float) -> None:
     """Regions come back one at a time: the peak is at most that of a block whose regions come back at once."""
     case = Case(family, dropout=dropout, recompute=choice)
@@ -279,7 +279,7 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.parametrize("case", SIMULATED, ids=str)
+@pytest.mark.parametrize("case", spread_out(SIMULATED, 3), ids=str)
 def test_regions_on_simulated_ranks_send_nothing_more(case: Case) -> None:
     """float64 parity; the collectives are those of the program without recompute: no region holds one."""
     seen: list[CollectiveRecord] = []
@@ -318,6 +318,6 @@ PROCESSES = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", spread_out(PROCESSES, 4), ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 7), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)

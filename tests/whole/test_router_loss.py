@@ -83,7 +83,7 @@ def test_the_loss_of_routers_is_in_it() -> None:
     assert (gates[0] - gates[1]).abs().max() > 0.1 * gates[1].abs().max()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", spread_out(FAMILIES, 2))
 def test_layers_hand_on_sums_and_not_the_logits_of_all_routers(family: str) -> None:
     """Behind each layer counts and sums of probabilities of as many experts; layers of one kind are captured once."""
     graph = graph_of(family, 0.0)
@@ -125,7 +125,7 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(SIMULATED, 3), ids=str)
+@pytest.mark.parametrize("case", spread_out(SIMULATED, 6), ids=str)
 def test_equal_to_one_device_with_the_same_micro_batches(case: Case) -> None:
     loss, gradients = run_simulated(case)
     want_loss, want = reference(case)
@@ -142,7 +142,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", spread_out(CONTROLS, 2))
 def test_negative_control(control: str) -> None:
     """The comparison sees a loss made of each rank's own counts, and the other ways to get it wrong."""
     case = Case("mixtral-aux", dp=2, num_micro_batches=2)
@@ -190,7 +190,7 @@ PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(PROCESSES, 4), ids=str)
+@pytest.mark.parametrize("case", spread_out(PROCESSES, 7), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 

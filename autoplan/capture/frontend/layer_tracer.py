@@ -11,7 +11,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,6 +152,27 @@ Recorded = Mapping[str, list[Any]]  # by what they are: the tensors that hooks i
 
 
 @dataclass(frozen=True)
+class _Call:
+    """Arguments of a layer, flattened."""
+
+    flat: list[Any]
+    spec: Any
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [x for x in self.flat if isinstance(x, torch.Tensor)]
+
+    @property
+    def rest(self) -> list[Any]:
+        return [x for x in self.flat if not isinstance(x, torch.Tensor)]
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Positional and named arguments with these tensors instead."""
+        new = iter(tensors)
+        return pytree.tree_unflatten([next(new) if isinstance(x, torch.Tensor) else x for x in self.flat], self.spec)
+
+
+@dataclass(frozen=True)
 class _FirstCall:
     """How the first of several identical layers was called, and what its result looks like.
 
@@ -167,9 +188,10 @@ class _FirstCall:
     template: list[Any]
     aside: list[str]
 
-    def fits(self, tensors: list[torch.Tensor], spec: Any, rest: list[Any]) -> bool:
+    def fits(self, call: _Call) -> bool:
         """True if another call is like this one in everything but the values of tensors."""
-        same = self.metadata == _metadata(tensors) and spec == self.spec and len(rest) == len(self.rest)
+        rest = call.rest
+        same = self.metadata == _metadata(call.tensors) and call.spec == self.spec and len(rest) == len(self.rest)
         return same and all(map(_same, self.rest, rest))
 
     def rebuild(self, tensors: list[torch.Tensor], recorded: Recorded, keep: Mapping[str, int]) -> Any:
@@ -240,38 +262,41 @@ class LayerTracer:
             if name in self._called:
                 return forward(*args, **kwargs)  # a layer used twice: from the second time on part of what is around it
             self._called.add(name)
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            at = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-            tensors = [flat[i] for i in at]
-            rest = [x for x in flat if not isinstance(x, torch.Tensor)]
+            call = _Call(*pytree.tree_flatten((args, kwargs)))
             known = self._known.get(self._first.get(name, ""))
             recorded = self.recorded()
             before = {key: len(found) for key, found in recorded.items()}
-            if known is not None and known.fits(tensors, spec, rest):
-                outs = torch.ops.autoplan.block_repeat(tensors, known.like, name, self._first[name])
+            if known is not None and known.fits(call):
+                outs = torch.ops.autoplan.block_repeat(call.tensors, known.like, name, self._first[name])
                 return known.rebuild(list(outs), recorded, before)
-            for i, x in zip(at, torch.ops.autoplan.block_begin(tensors, name), strict=True):
-                flat[i] = x
-            new_args, new_kwargs = pytree.tree_unflatten(flat, spec)
+            new_args, new_kwargs = call.with_tensors(torch.ops.autoplan.block_begin(call.tensors, name))
             reads: set[tuple[str, str]] = set()
             with _watch(layer, self._watched.get(name, set()), reads):
                 out = forward(*new_args, **new_kwargs)
-            leaves, out_spec = pytree.tree_flatten(out)
-            results = [x for x in leaves if isinstance(x, torch.Tensor)]
-            template = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
-            aside = [(key, x) for key, found in recorded.items() for x in found[before.get(key, 0) :]]
-            plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)
-            plain &= all(isinstance(x, torch.Tensor) for _, x in aside)
-            if not all(isinstance(x, torch.Tensor) for _, x in aside):
-                aside = []
-            names = [key for key, _ in aside]
-            results += [x for _, x in aside]
+            first, plain = _first_call(call, name, out, _put_aside(recorded, before))
             if reads:
                 self.unproved.add(name)
-            ended = list(torch.ops.autoplan.block_end(results, name))
-            first = _FirstCall(_metadata(tensors), spec, rest, ended, out_spec, template, names)
-            if plain and not reads:
+            elif plain:
                 self._known[name] = first
-            return first.rebuild(ended, recorded, before)
+            return first.rebuild(first.like, recorded, before)
 
         return run
+
+
+def _put_aside(recorded: Recorded, before: Mapping[str, int]) -> list[tuple[str, Any]]:
+    """What hooks have put aside since there were `before` entries of each name."""
+    return [(key, x) for key, found in recorded.items() for x in found[before.get(key, 0) :]]
+
+
+def _first_call(call: _Call, name: str, out: Any, aside: list[tuple[str, Any]]) -> tuple[_FirstCall, bool]:
+    """The call of a layer that ends here with the result `out`, and whether others may be like it: its result and what
+    hooks put aside are tensors and plain values."""
+    leaves, out_spec = pytree.tree_flatten(out)
+    template = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
+    plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)
+    if not all(isinstance(x, torch.Tensor) for _, x in aside):
+        aside, plain = [], False
+    results = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(x for _, x in aside)]
+    ended = list(torch.ops.autoplan.block_end(results, name))
+    names = [key for key, _ in aside]
+    return _FirstCall(_metadata(call.tensors), call.spec, call.rest, ended, out_spec, template, names), plain

@@ -47,15 +47,19 @@ def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozense
         if "s" in symbols.values():  # else the model takes the target only
             _check_lengths(tensors, symbols)
             return symbols
-    source = first.shape[1]
-    others = (x.shape[1] for x in tensors.values() if x.dim() == 2 and not x.is_floating_point())
-    target = next((length for length in others if length != source), None)
-    lengths = {source: "s", **({} if target is None else {target: "t"})}
-    return {
-        name: lengths[x.shape[1]]
-        for name, x in tensors.items()
-        if x.shape[1] == source or (x.shape[1] == target and (x.dim() > 2 or not x.is_floating_point()))
-    }
+    source, found = first.shape[1], {}
+    target = next((x.shape[1] for x in tensors.values() if x.shape[1] != source and _is_tokens(x)), None)
+    for name, x in tensors.items():
+        if x.shape[1] == source:
+            found[name] = "s"
+        elif x.shape[1] == target and (x.dim() > 2 or _is_tokens(x)):
+            found[name] = "t"
+    return found
+
+
+def _is_tokens(tensor: torch.Tensor) -> bool:
+    """True for whole numbers [batch, length]."""
+    return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
 def _check_lengths(tensors: Mapping[str, torch.Tensor], symbols: Mapping[str, str]) -> None:

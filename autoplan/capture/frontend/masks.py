@@ -227,6 +227,17 @@ def document_starts(position_ids: torch.Tensor) -> torch.Tensor | None:
     return F.pad((~follows).to(torch.int64), (1, 0)).cumsum(-1)
 
 
+def _without_hidden(
+    seen: torch.Tensor, attention_mask: torch.Tensor | None, documents: torch.Tensor | None
+) -> torch.Tensor:
+    """A mask [b, 1, q, kv] less the padding and the tokens of other documents."""
+    if attention_mask is not None:
+        seen = seen & attention_mask.to(torch.bool)[:, None, None, :]
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    return seen
+
+
 def mask_function(
     implementation: str, make: Callable[..., Any], ledger: Ledger, packed: list[torch.Tensor | None]
 ) -> Callable[..., Any]:
@@ -258,25 +269,18 @@ def mask_function(
         if attention_mask is not None and _all_ones(attention_mask):
             attention_mask = None
         found = _pattern(mask_function)
-        plain = found is not None and q_offset == 0 and kv_offset == 0
-        causal, window = found or (True, None)
-        if plain and not causal and attention_mask is None and allow_is_bidirectional_skip:
-            return None  # as transformers: everybody sees everybody
-        counted = attention_mask is not None or together is not None
-        asked = Asked(
-            id(config),
-            causal,
-            window,
-            counted,
-            implementation == "sdpa" and allow_is_causal_skip and causal and window is None and not counted,
-        )
-        if plain and asked not in ledger.tensors:
-            documents = together
-            if attention_mask is not None:
-                documents = documents_of(attention_mask, causal, window)
-            return PendingMask(asked, documents, (q_length, kv_length), ledger)
-        if plain and asked.replaced:
-            return None
+        if found is not None and q_offset == 0 and kv_offset == 0:
+            causal, window = found
+            if not causal and attention_mask is None and allow_is_bidirectional_skip:
+                return None  # as transformers: everybody sees everybody
+            counted = attention_mask is not None or together is not None
+            may_skip = implementation == "sdpa" and allow_is_causal_skip
+            asked = Asked(id(config), causal, window, counted, may_skip and causal and window is None and not counted)
+            if asked not in ledger.tensors:
+                documents = together if attention_mask is None else documents_of(attention_mask, causal, window)
+                return PendingMask(asked, documents, (q_length, kv_length), ledger)
+            if asked.replaced:
+                return None
         seen: torch.Tensor = make(
             batch_size=batch_size,
             q_length=q_length,
@@ -287,10 +291,7 @@ def mask_function(
             allow_is_causal_skip=False,
             **kwargs,
         )
-        if attention_mask is not None:
-            seen = seen & attention_mask.to(torch.bool)[:, None, None, :]
-        if together is not None:
-            seen = seen & (together[:, None, :, None] == together[:, None, None, :])
+        seen = _without_hidden(seen, attention_mask, together)
         if implementation == "sdpa":
             return seen
         dtype = kwargs.get("dtype", torch.float32)

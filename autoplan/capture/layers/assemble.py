@@ -14,10 +14,11 @@ from autoplan.capture.passes.coupled import router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
 from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
+from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.graph import LOSS_DENOMINATOR, Block, Call, ModelGraph, Node, Parameter, Value
 from autoplan.ir.symbols import Expr
-
-_NEVER_PURE = frozenset(("dropout", "batch_sum"))
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
 
 
 @dataclass
@@ -55,7 +56,7 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
 
 def _normalise_loss(trace: Trace) -> _Loss:
     """Means over the batch become sums divided by the global count (DESIGN section 4, Loss)."""
-    entropies = [i for i, n in enumerate(trace.nodes) if n.op == "cross_entropy"]
+    entropies = [i for i, n in enumerate(trace.nodes) if op_kind(n.op) is OpKind.LOSS]
     if len(entropies) > 1:
         raise CaptureError(f"{len(entropies)} cross-entropy terms in one loss are not supported; one is")
     trace.values[LOSS_DENOMINATOR] = Value(LOSS_DENOMINATOR, (), "float32", False)
@@ -85,7 +86,12 @@ def _normalise_mean(trace: Trace) -> _Loss:
     """mean(x) over everything = sum(x) / (elements per sample) / (number of samples)."""
     for i, node in enumerate(trace.nodes):
         source = trace.values[str(node.inputs[0])] if node.inputs else None
-        if node.op != "mean" or source is None or trace.values[node.outputs[0]].shape != () or trace.region[node.name]:
+        if (
+            not op_has(node.op, Trait.AVERAGES)
+            or source is None
+            or trace.values[node.outputs[0]].shape != ()
+            or trace.region[node.name]
+        ):
             continue
         per_sample = source.num_elements.divide(Expr.symbol("b"))
         if per_sample is None:
@@ -119,7 +125,7 @@ def _drop_dead(trace: Trace) -> None:
 
 def _gets_gradient(block: Block, param: str) -> bool:
     """False if all that a block does with a parameter is without gradients."""
-    return any(param in n.tensor_inputs and n.op != "detach" for n in block.nodes)
+    return any(param in n.tensor_inputs and not op_has(n.op, Trait.STOPS_GRADIENT) for n in block.nodes)
 
 
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
@@ -139,7 +145,7 @@ def _pure_values(trace: Trace) -> set[str]:
             node = trace.nodes[index]
             if (
                 not trace.region[node.name]
-                and node.op not in _NEVER_PURE
+                and not (op_has(node.op, Trait.RANDOM) or op_has(node.op, Trait.SUMS_RANKS))
                 and all(x in pure for x in node.tensor_inputs)
             ):
                 pure |= set(node.outputs)
@@ -153,43 +159,32 @@ def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
     for kind, index in trace.order:
         if kind == "repeat":
             out.append(_Segment(trace.repeats[index].layer, "repeat", repeat=index))
-            continue
-        node = trace.nodes[index]
-        if node.name in in_tables:
-            continue
-        layer = trace.region[node.name]
-        wanted = ("layer", layer) if layer else ("glue", "")
-        if not out or out[-1].kind != wanted[0] or (layer and out[-1].name != layer):
-            out.append(_Segment(layer, wanted[0]))
-        out[-1].nodes.append(node)
-    glue = [s for s in out if s.kind == "glue"]
-    for i, segment in enumerate(glue):
-        before_layers = segment is out[0] and len(out) > 1
-        segment.name = "embed" if before_layers else "head" if segment is out[-1] and len(out) > 1 else f"glue{i}"
-    if len(out) == 1:
-        out[0].name = out[0].name or "model"
+        elif trace.nodes[index].name not in in_tables:
+            node = trace.nodes[index]
+            layer = trace.region[node.name]
+            kind = "layer" if layer else "glue"
+            if not out or out[-1].kind != kind or (layer and out[-1].name != layer):
+                out.append(_Segment(layer, kind))
+            out[-1].nodes.append(node)
+    _name_glue(out)
     return [*tables, *out]
 
 
+def _name_glue(segments: list[_Segment]) -> None:
+    """Names of what is outside the layers: embed before them, head behind them, glue and its number between."""
+    if len(segments) == 1:
+        segments[0].name = segments[0].name or "model"
+        return
+    for i, segment in enumerate(s for s in segments if s.kind == "glue"):
+        segment.name = "embed" if segment is segments[0] else "head" if segment is segments[-1] else f"glue{i}"
+
+
 def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
-    """Connected components of the parameter-free nodes outside layers."""
+    """Connected parts of the parameter-free nodes outside layers."""
     mine = [n for n in nodes if not trace.region[n.name] and set(n.outputs) <= pure]
-    component: dict[str, int] = {}
-    groups: list[list[Node]] = []
-    for node in mine:
-        joined = sorted({component[x] for x in node.tensor_inputs if x in component})
-        target = joined[0] if joined else len(groups)
-        if not joined:
-            groups.append([])
-        for other in joined[1:]:
-            groups[target] += groups[other]
-            groups[other] = []
-            component.update({x: target for n in groups[target] for x in n.outputs})
-        groups[target].append(node)
-        component.update({x: target for x in node.outputs})
-    position = {n.name: i for i, n in enumerate(mine)}
-    kept = [sorted(g, key=lambda n: position[n.name]) for g in groups if g]
-    return [_Segment("tables" if i == 0 else f"tables{i}", "tables", nodes=g) for i, g in enumerate(kept)]
+    parts = Dataflow([(n.tensor_inputs, n.outputs) for n in mine]).parts(range(len(mine)))
+    names = (f"tables{i}" if i else "tables" for i in range(len(parts)))
+    return [_Segment(name, "tables", [mine[k] for k in part]) for name, part in zip(names, parts, strict=True)]
 
 
 class _Builder:
@@ -210,17 +205,10 @@ class _Builder:
                 self._segment(segment, self._needed_after(index))
             if not self.ok:
                 return None
+        self._check_trained(params)
         used = {x for c in self.calls for x in (*c.inputs, *c.outputs)} | set(self.trace.inputs)
         used_params = {full for c in self.calls for full in c.params.values()}
         used_buffers = {full for c in self.calls for full in c.buffers.values()}
-        trained = {
-            full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
-        }
-        unused = sorted(n for n, p in params.items() if n not in trained and p.trainable)
-        if unused:
-            raise CaptureError(
-                f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False"
-            )
         return ModelGraph(
             name=name,
             inputs=tuple(self.trace.inputs),
@@ -234,6 +222,17 @@ class _Builder:
             loss_target=self.loss.target,
             ignore_index=self.loss.ignore_index,
         )
+
+    def _check_trained(self, params: Mapping[str, Parameter]) -> None:
+        """CaptureError for a parameter that wants a gradient and gets none."""
+        trained = {
+            full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
+        }
+        unused = sorted(n for n, p in params.items() if n not in trained and p.trainable)
+        if unused:
+            raise CaptureError(
+                f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False"
+            )
 
     def _needed_after(self, index: int) -> set[str]:
         needed = {self.trace.output}
@@ -253,39 +252,62 @@ class _Builder:
     def _segment(self, segment: _Segment, needed: set[str]) -> None:
         layer = segment.name if segment.kind == "layer" else ""
         nodes = [replace(n, inputs=tuple(self.rename.get(x, x) if x else x for x in n.inputs)) for n in segment.nodes]
-        produced = {x for n in nodes for x in n.outputs}
+        made = list(dict.fromkeys(x for n in nodes for x in n.outputs))
         used = list(dict.fromkeys(x for n in nodes for x in n.tensor_inputs))
-        ins = [x for x in used if x not in produced and x not in self.trace.params and x not in self.trace.buffers]
-        outs = [x for x in dict.fromkeys(x for n in nodes for x in n.outputs) if x in needed]
-        if layer:
-            entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
-            if set(ins) - set(entering) and any(r.first == layer for r in self.trace.repeats):
-                self.ok = False  # the layer uses a tensor it was not given
-                return
-            ins = [x for x in entering if x in ins] + [x for x in ins if x not in entering]
-        names = self._names(nodes, ins, layer)
         params = [x for x in used if x in self.trace.params]
         buffers = [x for x in used if x in self.trace.buffers]
-        block = Block(
-            name=segment.name,
-            inputs=tuple(names[x] for x in ins),
-            params=tuple(names[x] for x in params),
-            buffers=tuple(names[x] for x in buffers),
-            outputs=tuple(names[x] for x in outs),
-            nodes=tuple(self._rewrite(n, names, self._relative(n.scope, layer)) for n in nodes),
-            values={new: replace(self.trace.values[old], name=new) for old, new in names.items()},
-        )
-        block = self._intern(block, layer)
-        self.by_layer[segment.name] = (block, ins, outs)
+        given = self._in_order_of_layer(layer, [x for x in used if x not in {*made, *params, *buffers}])
+        if given is None:
+            self.ok = False
+            return
+        outs = [x for x in made if x in needed]
+        block = self._intern(self._block(segment.name, layer, nodes, given, params, buffers, outs), layer)
+        names = self._names(nodes, given, layer)
+        self.by_layer[segment.name] = (block, given, outs)
         self.calls.append(
             Call(
                 segment.name,
                 block.name,
-                tuple(ins),
+                tuple(given),
                 tuple(outs),
                 {names[x]: self.trace.params[x] for x in params},
                 {names[x]: self.trace.buffers[x] for x in buffers},
             )
+        )
+
+    def _in_order_of_layer(self, layer: str, ins: list[str]) -> list[str] | None:
+        """What enters, in the order in which a layer is given it; None if others are like a layer that uses a tensor
+        which it was not given."""
+        if not layer:
+            return ins
+        entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
+        if set(ins) - set(entering) and any(r.first == layer for r in self.trace.repeats):
+            return None
+        return [x for x in entering if x in ins] + [x for x in ins if x not in entering]
+
+    def _block(
+        self,
+        name: str,
+        layer: str,
+        nodes: list[Node],
+        ins: list[str],
+        params: list[str],
+        buffers: list[str],
+        outs: list[str],
+    ) -> Block:
+        names = self._names(nodes, ins, layer)
+
+        def local(values: list[str]) -> tuple[str, ...]:
+            return tuple(names[x] for x in values)
+
+        return Block(
+            name=name,
+            inputs=local(ins),
+            params=local(params),
+            buffers=local(buffers),
+            outputs=local(outs),
+            nodes=tuple(self._rewrite(n, names, self._relative(n.scope, layer)) for n in nodes),
+            values={new: replace(self.trace.values[old], name=new) for old, new in names.items()},
         )
 
     def _intern(self, block: Block, layer: str) -> Block:
@@ -331,7 +353,9 @@ class _Builder:
     def _base(node: Node, layer: str) -> str:
         """A name for what a node makes: the module's own name for projections, norms and tables, else the op's."""
         leaf = node.scope.removeprefix(f"{layer}.").rsplit(".", 1)[-1] if layer else node.scope.rsplit(".", 1)[-1]
-        named = node.op in ("linear", "layer_norm", "rms_norm", "embedding") and leaf.isidentifier()
+        op = op_record(node.op)
+        module = op.kind in (OpKind.NORM, OpKind.EMBEDDING) or (op.kind is OpKind.PRODUCT and op.weights)
+        named = module and leaf.isidentifier()
         return leaf if named else node.op
 
     def _relative(self, scope: str, layer: str) -> str:

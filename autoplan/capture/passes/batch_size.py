@@ -14,6 +14,8 @@ from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import LOSS_DENOMINATOR, LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value
 from autoplan.ir.symbols import Expr
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has
 
 
 def wide_means(trace: Trace) -> None:
@@ -35,7 +37,7 @@ def wide_means(trace: Trace) -> None:
 
 def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
     """Of a mean over the batch outside the layers, over how many elements it goes."""
-    if node.op != "mean" or trace.region[node.name]:
+    if not op_has(node.op, Trait.AVERAGES) or trace.region[node.name]:
         return None
     source, out = trace.values[str(node.inputs[0])], trace.values[node.outputs[0]]
     number = source.num_elements.divide(out.num_elements)
@@ -51,13 +53,11 @@ def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
 
     Raises: CaptureError for a mean over tokens that is divided by the size of the batch once more.
     """
-    maker = {out: node for node in trace.nodes for out in node.outputs}
-    shared: set[str] = set()  # what leads to terms that have their share already
-    for node in trace.nodes:
-        if LOSS_SHARE in node.inputs:
-            shared |= _ancestors(maker, node.outputs[0])
+    have_share = [i for i, node in enumerate(trace.nodes) if LOSS_SHARE in node.inputs]
+    before = {*have_share, *trace.flow().leading_to(have_share)}
+    shared = {out for i in before for out in trace.nodes[i].outputs}
     _means_as_sums(trace, pure | shared)
-    maker = {out: node for node in trace.nodes for out in node.outputs}
+    flow, nodes = trace.flow(), list(trace.nodes)
     for index in range(len(trace.nodes)):
         node = trace.nodes[index]
         scalar = node.attrs.get("scalar")
@@ -70,7 +70,8 @@ def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
         if not once or not summed or trace.region[node.name]:
             trace.nodes[index] = replace(node, attrs={**node.attrs, OF_THE_WHOLE_BATCH: True})
             continue
-        if _ancestors(maker, given) & {LOSS_DENOMINATOR, LOSS_SHARE}:
+        divided = {given, *(x for i in flow.leading_to([index]) for x in nodes[i].tensor_inputs)}
+        if divided & {LOSS_DENOMINATOR, LOSS_SHARE}:
             raise CaptureError(
                 f"{node.source}: a mean over the batch is divided by {scalar} once more; use reduction='sum' before "
                 "it, or leave the division out"
@@ -93,17 +94,6 @@ def mean_as_sum(trace: Trace, index: int, number: Expr) -> None:
     trace.nodes[index] = replace(node, op="sum", outputs=(total,))
     by = Node(f"{node.name}.by", "div_scalar", (total,), node.outputs, {"scalar": number}, "", node.source)
     trace.insert_after(index, by)
-
-
-def _ancestors(maker: dict[str, Node], value: str) -> set[str]:
-    found: set[str] = set()
-    wanted = [value]
-    while wanted:
-        at = wanted.pop()
-        if at not in found:
-            found.add(at)
-            wanted += maker[at].tensor_inputs if at in maker else ()
-    return found
 
 
 def ask_for_share(trace: Trace) -> None:

@@ -16,12 +16,10 @@ from typing import Any
 from autoplan.capture.passes.batch_size import ask_for_share, mean_as_sum
 from autoplan.capture.trace import Trace
 from autoplan.ir.graph import LOSS_SHARE, Node
-from autoplan.ops.table import PASSES_PARTIAL
+from autoplan.ops.record import Linear, OpKind, Trait
+from autoplan.ops.table import op_has, op_kind, op_record
 
 SYMBOLS = ("b", "s")  # what is cut over data- and context-parallel ranks
-_CHOOSES = frozenset(("topk", "histc", "weighted_count", "one_hot"))
-_CONTRACTS = frozenset(("sum", "histc", "weighted_count"))
-_SCALES = frozenset(("div", "div_scalar", "mul_scalar"))
 Kinds = tuple[str, ...]  # for each of SYMBOLS: "S" has the dim, "P" pending sum over it, "R" neither
 
 
@@ -37,8 +35,15 @@ def router_terms(trace: Trace, main: str) -> None:
     for term in _terms(trace, maker, trace.output):
         cone = _cone(trace, maker, term)
         ops = {trace.nodes[i].op for i in cone}
-        if main not in {x for i in cone for x in trace.nodes[i].outputs} and ops & _CHOOSES:
+        if main not in {x for i in cone for x in trace.nodes[i].outputs} and any(
+            op_has(op, Trait.CHOOSES) for op in ops
+        ):
             _Term(trace, cone, term).run()
+
+
+def _adds_up(op: str) -> bool:
+    """True for sums and counts: of parts of the tokens they are pending sums."""
+    return op_kind(op) is OpKind.COUNT or (op_kind(op) is OpKind.REDUCTION and not op_has(op, Trait.AVERAGES))
 
 
 def _terms(trace: Trace, maker: dict[str, int], value: str) -> list[str]:
@@ -91,7 +96,7 @@ class _Term:
         for i in self.cone:
             cone.append(i)
             node = self.trace.nodes[i]
-            if node.op != "mean":
+            if not op_has(node.op, Trait.AVERAGES):
                 continue
             source, out = self.trace.values[str(node.inputs[0])], self.trace.values[node.outputs[0]]
             number = source.num_elements.divide(out.num_elements)
@@ -120,7 +125,7 @@ class _Term:
             if "P" in mine:
                 out.append("P")
             elif "S" in mine and place == "R" and not whole:
-                if node.op not in _CONTRACTS:
+                if not _adds_up(node.op):
                     return False
                 out.append("P")
             else:
@@ -134,18 +139,17 @@ class _Term:
     def _stays(self, node: Node, inputs: list[Kinds]) -> set[int]:
         """Which pending inputs may stay so: all of an addition or of a linear op, one factor of a product."""
         pending = {k for k, kinds in enumerate(inputs) if "P" in kinds}
-        if node.op not in PASSES_PARTIAL:
+        op = op_record(node.op)
+        if op.linear is Linear.NO:
             return set()
-        if node.op in ("add", "sub", "cat"):
-            return pending if len({inputs[k] for k in range(len(inputs))}) == 1 else set()
-        if node.op in _SCALES:  # counts are summed while they are whole numbers, which is exact in any order
+        if Trait.SCALES in op.traits:  # counts are summed while they are whole numbers, which is exact in any order
             pending = {k for k in pending if self.trace.values[node.tensor_inputs[k]].requires_grad}
-        if node.op == "div":
-            return pending & {0}
-        if node.op in ("mul", "matmul"):  # rather what a gradient flows through, which then need not be sent
+        if op.linear is Linear.ALL:
+            return pending if len(set(inputs)) == 1 else set()
+        if op.linear is Linear.ONE:  # rather what a gradient flows through, which then need not be sent
             grads = {k for k in pending if self.trace.values[node.tensor_inputs[k]].requires_grad}
             return set(sorted(grads or pending)[:1])
-        return pending
+        return pending & {0}
 
     def _sum_all_but(self, index: int, node: Node, stays: set[int]) -> None:
         given = list(node.inputs)

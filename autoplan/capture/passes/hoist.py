@@ -9,12 +9,14 @@ on nothing later than some layer, is moved to directly behind that layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from autoplan.capture.trace import Trace
+from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.graph import Node
-
-_VIEWS = frozenset(("reshape", "squeeze", "unsqueeze"))
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has, op_record
+from autoplan.ops.views import WHOLE
 
 
 def simplify(trace: Trace) -> None:
@@ -45,12 +47,17 @@ def _zeros(maker: Mapping[str, Node], value: str) -> bool:
     return node is not None and node.op == "full" and node.attrs["scalar"] == 0
 
 
+def _flattens(node: Node) -> bool:
+    """True for a view that has every element of its input once."""
+    return op_record(node.op).saved is WHOLE
+
+
 def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
     """What a cast of whole numbers, flattened before, casts; any other value itself."""
     at = value
-    while (node := maker.get(at)) is not None and (node.op in _VIEWS or node.op == "to"):
+    while (node := maker.get(at)) is not None and (_flattens(node) or op_has(node.op, Trait.CAST)):
         at = str(node.inputs[0])
-        if trace.values[at].dtype == "int64" and (maker.get(at) is None or maker[at].op not in _VIEWS):
+        if trace.values[at].dtype == "int64" and (maker.get(at) is None or not _flattens(maker[at])):
             return at
     return value
 
@@ -71,35 +78,19 @@ def hoist(trace: Trace, pure: set[str]) -> None:
         trace: what the loss does not need is gone; changed in place.
         pure: values that depend on no parameter.
     """
-    depth: dict[str, int] = {}  # of a value: the last layer that it depends on
-    at: dict[int, int] = {}  # of a node outside layers: the last layer before it
-    made: dict[str, int] = {}
-    ends: list[int] = []  # of the glue behind each layer, in the order of the trace
-    seen: dict[str, int] = {}
-    for place, (kind, index) in enumerate(trace.order):
-        layer = trace.repeats[index].layer if kind == "repeat" else trace.region[trace.nodes[index].name]
-        if layer and layer not in seen:
-            seen[layer] = len(seen)
-            ends.append(place + 1)
-        ends[-1:] = [place + 1] if ends else []
-        if kind == "repeat":
-            depth |= dict.fromkeys(trace.repeats[index].outputs, seen[layer])
-            continue
-        node = trace.nodes[index]
-        deep = seen[layer] if layer else max((depth.get(x, -1) for x in node.tensor_inputs), default=-1)
-        depth |= dict.fromkeys(node.outputs, deep)
-        if not layer:
-            at[index] = len(seen) - 1
-            made |= dict.fromkeys(node.outputs, index)
-    late = {i for i, last in at.items() if 0 <= depth[trace.nodes[i].outputs[0]] < last}
+    places = _places(trace)
+    late = {i for i, last in places.before.items() if 0 <= places.depth[trace.nodes[i].outputs[0]] < last}
+    flow = Dataflow([(set(n.tensor_inputs) - pure, n.outputs) for n in trace.nodes])
     moved: set[int] = set()
     for i in late:
         if all(not size.symbols for out in trace.nodes[i].outputs for size in trace.values[out].shape):
-            moved |= _led_to(trace, i, late, made, pure) or set()
+            found = {i, *flow.leading_to([i], late.__contains__)}
+            if not any(_stays(trace, trace.nodes[k]) for k in found):
+                moved |= found
     behind: dict[int, list[tuple[str, int]]] = {}
     for kind, index in trace.order:
         if kind == "node" and index in moved:
-            place = ends[depth[trace.nodes[index].outputs[0]]]
+            place = places.ends[places.depth[trace.nodes[index].outputs[0]]]
             behind.setdefault(place, []).append((kind, index))
     order: list[tuple[str, int]] = []
     for place, entry in enumerate([*trace.order, None]):
@@ -109,17 +100,40 @@ def hoist(trace: Trace, pure: set[str]) -> None:
     trace.order = order
 
 
-def _led_to(trace: Trace, index: int, late: set[int], made: Mapping[str, int], pure: set[str]) -> set[int] | None:
-    """The late nodes that a late one is made by, itself included; None where one of them may not be moved."""
-    out: set[int] = set()
-    wanted = [index]
-    while wanted:
-        i = wanted.pop()
-        node = trace.nodes[i]
-        if i in out:
+@dataclass
+class _Places:
+    """Where nodes stand among the layers, which are counted from 0.
+
+    Attributes:
+        depth: value -> the last layer that it depends on; -1: none.
+        before: node outside layers -> the last layer before it.
+        ends: per layer, where the glue behind it ends in the order of the trace.
+    """
+
+    depth: dict[str, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+
+
+def _places(trace: Trace) -> _Places:
+    out, seen = _Places(), dict[str, int]()
+    for place, (kind, index) in enumerate(trace.order):
+        layer = trace.repeats[index].layer if kind == "repeat" else trace.region[trace.nodes[index].name]
+        if layer and layer not in seen:
+            seen[layer] = len(seen)
+            out.ends.append(place + 1)
+        out.ends[-1:] = [place + 1] if out.ends else []
+        if kind == "repeat":
+            out.depth |= dict.fromkeys(trace.repeats[index].outputs, seen[layer])
             continue
-        if node.op == "dropout" or any(x in trace.params for x in node.tensor_inputs):
-            return None
-        out.add(i)
-        wanted += [made[x] for x in node.tensor_inputs if x in made and made[x] in late and x not in pure]
+        node = trace.nodes[index]
+        deep = seen[layer] if layer else max((out.depth.get(x, -1) for x in node.tensor_inputs), default=-1)
+        out.depth |= dict.fromkeys(node.outputs, deep)
+        if not layer:
+            out.before[index] = len(seen) - 1
     return out
+
+
+def _stays(trace: Trace, node: Node) -> bool:
+    """True for a node that must not be moved: it draws random numbers or uses a parameter."""
+    return op_has(node.op, Trait.RANDOM) or any(x in trace.params for x in node.tensor_inputs)

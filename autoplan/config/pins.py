@@ -1,0 +1,89 @@
+"""Pins: choices that are fixed. They are checked once, where they enter, and carried as one record from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autoplan.config.choices import check_values
+from autoplan.config.offload import state_offload, with_offload
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import read_recompute
+from autoplan.schedules.schedule import SCHEDULES
+
+
+class Pins(Mapping[str, Any]):
+    """Fixed choices by name, as they were given; offloaded activations are pinned as `recompute`, too."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        """Raises: PinError for a name or a value that no model and no cluster makes legal."""
+        check_values(given or {})
+        self._values = dict(with_offload(given or {}))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Pins({self._values!r})"
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values))
+
+    @property
+    def recompute(self) -> str | dict[str, str] | None:
+        """What is recomputed, in one form; None: not pinned."""
+        return read_recompute(self._values["recompute"]) if "recompute" in self._values else None
+
+    @property
+    def _recompute(self) -> str | dict[str, str] | tuple[int, ...]:
+        """As `recompute`, or the layers per stage: those are priced, and found by a search."""
+        given = self._values.get("recompute", "none")
+        return given if isinstance(given, tuple) and isinstance(given[0], int) else read_recompute(given)
+
+    @property
+    def stages(self) -> tuple[int, ...] | None:
+        """Layers per stage; None: not pinned."""
+        stages = self._values.get("stages")
+        return None if stages is None else tuple(stages)
+
+    @property
+    def schedule(self) -> tuple[str, int]:
+        """The schedule and the stages per rank; if only one is pinned, the other has the value that it requires."""
+        virtual_stages = self._values.get("virtual_stages", 1)
+        schedule = self._values.get("schedule", "1F1B" if virtual_stages == 1 else "Interleaved1F1B")
+        fewest = SCHEDULES[schedule].virtual_stages[0]
+        return schedule, virtual_stages if "virtual_stages" in self._values else fewest
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The pinned choices, the others at their defaults."""
+        forms = {"recompute": self._recompute, "stages": self.stages, "offload": state_offload(self._values)}
+        return ParallelConfig(**{**self._values, **{name: forms[name] for name in forms if name in self._values}})
+
+    def completed(self, num_devices: int, global_batch_size: int | None = None) -> ParallelConfig:
+        """Return the configuration of the pins, and of what follows from them.
+
+        dp is all remaining devices, the schedule 1F1B (interleaved with virtual stages) with the stages per rank that
+        it needs, other degrees and ZeRO their defaults. Whether the whole is legal is not looked at.
+
+        Args:
+            global_batch_size: makes the number of micro-batches; None: 1 without a pipeline, and 2 * pp with one.
+        """
+        pinned = self.config
+        schedule, virtual_stages = self.schedule
+        dp, num = pinned.dp, pinned.num_micro_batches
+        if "dp" not in self._values:
+            dp = max(1, num_devices // (pinned.tp * pinned.pp * pinned.cp))
+        if global_batch_size is not None:
+            num = max(1, global_batch_size // (dp * pinned.micro_batch_size))
+        elif "num_micro_batches" not in self._values and pinned.pp > 1:
+            num = 2 * pinned.pp
+        return pinned.but(dp=dp, num_micro_batches=num, schedule=schedule, virtual_stages=virtual_stages)

@@ -1,0 +1,74 @@
+"""How the arguments of an ATen op become ops of the IR: what a lowering gets and gives, and those of many ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.errors import CaptureError
+
+Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names, symbolic sizes are Expr
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One IR op: tensors (None for absent), plain attributes.
+
+    `left_out`: a probability of dropout inside of it, which no program can reproduce across plans.
+    """
+
+    op: str
+    tensors: tuple[str | None, ...]
+    attrs: dict[str, Any]
+    left_out: float = 0.0
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The op does nothing: its output is its input."""
+
+    of: str
+
+
+Result = Lowered | Alias | list[Lowered]
+Lowering = Callable[[Args], Result]
+
+
+def plain(op: str, *tensors: str) -> Lowering:
+    """Takes these tensors, by default `self`, and no attribute."""
+    names = tensors or ("self",)
+    return lambda a: Lowered(op, tuple(a[x] for x in names), {})
+
+
+def given(op: str, *attrs: str) -> Lowering:
+    """Takes `self` and, as attributes, arguments of these names."""
+    return lambda a: Lowered(op, (a["self"],), {name: a[name] for name in attrs})
+
+
+def alias(name: str) -> Lowering:
+    """Does nothing to an argument."""
+    return lambda a: Alias(a[name])
+
+
+def binary(op: str) -> Lowering:
+    """Takes a tensor or a scalar as second operand."""
+
+    def build(a: Args) -> Result:
+        other = a["other"]
+        if a.get("alpha", 1) != 1:
+            raise CaptureError(f"{op} with alpha={a['alpha']} is not supported; write the product out")
+        if isinstance(other, str):
+            return Lowered(op, (a["self"], other), {})
+        if op == "sub":
+            return Lowered("add_scalar", (a["self"],), {"scalar": -other})
+        if (op == "add" and other == 0) or (op in ("mul", "div") and other == 1):
+            return Alias(a["self"])
+        return Lowered(f"{op}_scalar", (a["self"],), {"scalar": other})
+
+    return build
+
+
+def default(op: str, lowering: Lowering | None = None) -> Mapping[str, Lowering]:
+    """The ATen op of the same name, of one tensor by default."""
+    return {f"aten.{op}.default": lowering or plain(op)}

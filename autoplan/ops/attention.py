@@ -1,0 +1,216 @@
+"""Attention: scaled dot products, with masks, documents, sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from autoplan.errors import RuleError
+from autoplan.ir.graph import Node, Value
+from autoplan.ir.symbols import Expr
+from autoplan.ops.arguments import Args, Lowered, Result
+from autoplan.ops.language import Labels, OpRule, Role, bind, parse
+from autoplan.ops.record import OpKind, OpRecord, Shape, Trait
+from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
+from autoplan.ops.text import OpText
+from autoplan.units import DTYPE_BYTES
+
+# -- capture -----------------------------------------------------------------------------------------------------------
+
+
+def _arguments(a: Args) -> Result:
+    tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
+    if a.get("attn_mask") is not None:
+        tensors = (*tensors, a["attn_mask"])
+    attrs = {"causal": bool(a.get("is_causal", False)), "scale": a.get("scale")}
+    return Lowered("attention", tensors, attrs, left_out=a.get("dropout_p", 0.0))
+
+
+def _masked_attention(a: Args) -> Result:
+    tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
+    attrs = {"causal": a["causal"], "scale": a.get("scale")}
+    if a.get("documents") is not None:
+        tensors, attrs["documents"] = (*tensors, a["documents"]), True
+    if a.get("window") is not None:
+        attrs["window"] = a["window"]
+    return Lowered("attention", tensors, attrs)
+
+
+def _biased_attention(a: Args) -> Result:
+    attrs = {"causal": a["causal"], "scale": a.get("scale")}
+    return Lowered("attention", (a["query"], a["key"], a["value"], a["bias"]), attrs)
+
+
+# -- layouts and arithmetic --------------------------------------------------------------------------------------------
+
+_LINE = parse("[b,kv g,s!,d!], [b,kv,t!,d!], [b,kv,t!,e!] -> [b,kv g,s!,e!]")
+
+
+def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    heads, kv = ins[0][1], ins[1][1]
+    group = heads.divide(kv)
+    if group is None:
+        raise RuleError(f"{node.name}: {heads} query heads are not a multiple of {kv} key-value heads")
+    sizes = {"kv": kv, "g": group}
+    rule = bind(_LINE, ins[:3], outs, sizes)
+
+    def tidy(dims: tuple[Labels, ...]) -> tuple[Labels, ...]:
+        return tuple(tuple(x for x in dim if x not in sizes or sizes[x].value != 1) for dim in dims)
+
+    inputs = [tidy(dims) for dims in rule.inputs]
+    roles = list(rule.roles)
+    if node.attrs.get("documents"):  # to which every token belongs
+        inputs.append((("b",), ("s",)))
+        roles.append(Role.OTHER)
+    elif len(ins) > 3:  # additive or boolean mask, broadcast against [b, heads, s, t]
+        names: list[Labels] = [("b",), tuple(x for x in ("kv", "g") if sizes[x].value != 1), ("s",), ("t",)]
+        skip = 4 - len(ins[3])
+        inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(ins[3])))
+        roles.append(Role.OTHER)
+    return OpRule(tuple(inputs), tuple(tidy(d) for d in rule.outputs), tuple(roles), rule.whole, sizes=sizes)
+
+
+def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
+    """q k^T and p v, 2 flops per multiply-add; half under a causal mask."""
+    q, k, v = ins[:3]
+    points = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3]) * 2
+    return points.scale(Fraction(1, 2)) if node.attrs.get("causal") else points
+
+
+def window_share(node: Node, num_keys: float) -> float:
+    """Of the arithmetic that `flops` gives causal attention, the part that a sliding window leaves.
+
+    Query i sees keys i - window + 1 to i: of the half s^2 / 2 of all points, s w - w^2 / 2.
+    """
+    window = node.attrs.get("window")
+    if window is None or window >= num_keys:
+        return 1.0
+    return 1.0 - (1.0 - float(window) / num_keys) ** 2
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _lse(f: OpFacts) -> tuple[int, ...]:
+    """Fused attention: the log-sum-exp of every query (Dao, FlashAttention-2, 2023)."""
+    q = f.inputs[0]
+    return (q.num_elements // q.shape[-1] * statistics_bytes(q.dtype),)
+
+
+def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
+    """The mask combined with the causal one by the runtime, or made from bool to float by torch."""
+    q, k, _, mask = f.inputs[:4]
+    documents = bool(f.attrs.get("documents"))
+    shape = [mask.shape[0], 1, 1, 1] if documents else [1] * (4 - len(mask.shape)) + list(mask.shape)
+    if f.attrs.get("causal") or documents:
+        shape[2:] = [q.shape[2], k.shape[2]]
+    size = DTYPE_BYTES[q.dtype if mask.dtype == "bool" or documents else mask.dtype]
+    for s in shape:
+        size *= s
+    return (*_lse(f), size)
+
+
+def _written_out_extra(f: OpFacts) -> tuple[int, ...]:
+    """Attention composed of matrix products, as torch's CPU backend does where head and value dims differ.
+
+    Kept: scaled queries and keys, the softmax, and its copy for the second product.
+    """
+    q, k = f.inputs[:2]
+    width = statistics_bytes(q.dtype)
+    scores = q.num_elements // q.shape[-1] * k.shape[2] * width
+    repeated = k.num_elements // k.shape[1] * q.shape[1] * width
+    return (q.num_elements * width, repeated, scores)
+
+
+def _learned_mask_extra(f: OpFacts) -> tuple[int, ...]:
+    """The same, where a gradient goes to the mask: besides, which scores the runtime took out of it for causality."""
+    q, k = f.inputs[:2]
+    return (*_written_out_extra(f), *((q.shape[2] * k.shape[2],) if f.attrs.get("causal") else ()))
+
+
+def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
+    """Queries in blocks of the window, keys and values in blocks of two, as sequences of their own, and what attention
+    keeps of those (`autoplan.runtime.attention._windowed`)."""
+    window = int(f.attrs["window"])
+    num_blocks = -(-f.inputs[0].shape[2] // window)
+
+    def blocks(t: TensorFacts, times: int) -> TensorFacts:
+        b, heads, _, d = t.shape
+        return replace(t, shape=(b * num_blocks, heads, times * window, d))
+
+    q, k, v = f.inputs[:3]
+    ins = blocks(q, 1), blocks(k, 2), blocks(v, 2)
+    if f.device_type == "cpu" and q.shape[-1] != v.shape[-1]:
+        return (ins[2].num_bytes, *_written_out_extra(replace(f, inputs=ins)))
+    mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
+    out = replace(ins[0], shape=(*ins[0].shape[:3], v.shape[3]))
+    of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
+    return (*(t.num_bytes for t in (*ins, out)), *_own_mask_extra(of_blocks))
+
+
+def _workspace(f: OpFacts) -> tuple[int, ...]:
+    q, k, v = f.inputs[:3]
+    rows = q.num_elements // q.shape[-1] * statistics_bytes(q.dtype)
+    if f.device_type == "cpu":
+        return (0, rows)
+    # FlashAttention-2: the gradient of the queries is summed in float32; grouped heads get their own key and value
+    # gradients first
+    repeated = (k.num_bytes + v.num_bytes) * (q.shape[1] // k.shape[1]) if q.shape[1] != k.shape[1] else 0
+    # a mask that is learned: its gradient before it is summed over what it is broadcast to
+    learned = len(f.inputs) > 3 and f.inputs[3].requires_grad
+    scores = q.num_elements // q.shape[-1] * k.shape[2] * DTYPE_BYTES[q.dtype] if learned else 0
+    return (0, rows + q.num_elements * 4 + repeated + scores)
+
+
+def _learned_mask_workspace(f: OpFacts) -> tuple[int, int]:
+    """Scores with and without the mask; their gradient before and after the softmax."""
+    scores = _written_out_extra(f)[2]
+    forward, backward = _workspace(f)
+    return (forward + 2 * scores, backward + 2 * scores)
+
+
+PLAIN = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_workspace)
+_OWN_MASK = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_own_mask_extra, workspace=_workspace)
+_WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_workspace)
+_WRITTEN_OUT = keeps("x2<0,1,2", Form.NEW, extra=_written_out_extra, workspace=_workspace)
+_LEARNED_MASK = keeps("x2<0,1,2", Form.NEW, extra=_learned_mask_extra, workspace=_learned_mask_workspace)
+
+
+def _form(f: OpFacts) -> SavedRule | None:
+    if f.attrs.get("window") is not None and f.attrs["window"] < f.inputs[0].shape[2]:
+        return _WINDOWED
+    if f.device_type == "cpu" and f.inputs[0].shape[-1] != f.inputs[2].shape[-1]:
+        return _WRITTEN_OUT
+    if f.device_type == "cpu" and len(f.inputs) > 3 and f.inputs[3].requires_grad:
+        return _LEARNED_MASK
+    own = f.attrs.get("causal") or f.attrs.get("documents")
+    return _OWN_MASK if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or own) else None
+
+
+def _text(t: OpText) -> str:
+    mask = f", {'documents' if t.attrs.get('documents') else 'mask'}={t.args[3]}" if len(t.args) > 3 else ""
+    scale = t.attrs["scale"]
+    window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
+    return f"attention({', '.join(t.args[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{t.over})"
+
+
+RECORDS = (
+    OpRecord(
+        "attention",
+        OpKind.ATTENTION,
+        _rule,
+        PLAIN,
+        _text,
+        {
+            "aten.scaled_dot_product_attention.default": _arguments,
+            "autoplan.masked_attention.default": _masked_attention,
+            "autoplan.biased_attention.default": _biased_attention,
+        },
+        flops=_flops,
+        saved_form=_form,
+        factor_names={"kv": "kv", "g": "group", "d": "head", "e": "head"},
+        variable="attended",
+        has=(Trait.RUNS_ON_DEVICE,),
+    ),
+)

@@ -1,0 +1,158 @@
+"""Tables and losses: the ops whose vocabulary may be split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoplan.errors import CaptureError
+from autoplan.ir.layout import I, P
+from autoplan.ops.arguments import Args, Lowered, Result
+from autoplan.ops.record import OpKind, OpRecord
+from autoplan.ops.saved import HALF, Form, OpFacts, SavedRule, keeps, statistics_bytes
+from autoplan.ops.text import OpText
+from autoplan.units import DTYPE_BYTES
+
+Sizes = Sequence[Sequence[int]]
+
+# -- embedding ---------------------------------------------------------------------------------------------------------
+
+
+def _embedding_arguments(a: Args) -> Result:
+    if a.get("scale_grad_by_freq") or a.get("sparse"):
+        raise CaptureError("embedding with scale_grad_by_freq or sparse gradients is not supported; switch them off")
+    return Lowered("embedding", (a["weight"], a["indices"]), {"padding_idx": a.get("padding_idx", -1)})
+
+
+def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
+    """The local row numbers (runtime/embedding.py)."""
+    return (f.inputs[1].num_elements * DTYPE_BYTES["int64"],)
+
+
+def _embedding_text(t: OpText) -> str:
+    padding = t.attrs["padding_idx"]
+    pad = "" if padding is None or padding < 0 else f", padding_idx={padding}"
+    if t.over:
+        return f"vocab_parallel_embedding({t.args[1]}, {t.args[0]}, {t.over}{pad})"
+    return f"F.embedding({t.args[1]}, {t.args[0]}{pad})"
+
+
+def _table_rows(attrs: Mapping[str, Any], inputs: Sizes, outputs: Sizes) -> dict[int, int]:
+    return {1: inputs[0][0]}
+
+
+_PART_OF_TABLE = keeps(form=Form.NEW, extra=_vocab_embedding_extra)
+
+
+def _embedding_form(f: OpFacts) -> SavedRule | None:
+    return _PART_OF_TABLE if f.special else None
+
+
+# -- cross entropy -----------------------------------------------------------------------------------------------------
+
+
+def _loss_arguments(a: Args) -> Result:
+    if a.get("weight") is not None:
+        raise CaptureError("cross_entropy with class weights is not supported")
+    if a.get("reduction", 1) not in (1, 2):
+        raise CaptureError("cross_entropy with reduction='none' is not supported; use 'mean' or 'sum'")
+    return Lowered(
+        "cross_entropy",
+        (a["self"], a["target"]),
+        {
+            "mean": a.get("reduction", 1) == 1,
+            "ignore_index": a.get("ignore_index", -100),
+            "label_smoothing": float(a.get("label_smoothing", 0.0)),
+        },
+    )
+
+
+def _cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
+    """Of `F.cross_entropy`, on every device. Ours on GPUs keeps the logits, as large, and needs less while it runs."""
+    logits, target = f.inputs
+    smoothed = (target.num_elements,) if f.attrs.get("label_smoothing") else ()  # which targets are ignored
+    # log-probabilities, and the total weight of the targets
+    return (logits.num_bytes, DTYPE_BYTES[logits.dtype], *smoothed)
+
+
+def _cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
+    # backward: the gradient of the log-probabilities beside that of the logits
+    return (0, f.inputs[0].num_bytes)
+
+
+def _vocab_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
+    """Log-sum-exp; on the CPU where the local classes begin. Logits and targets are x0 and x1 (runtime/loss.py)."""
+    logits, target = f.inputs
+    begin = (DTYPE_BYTES["int64"],) if f.device_type == "cpu" else ()
+    return (target.num_elements * statistics_bytes(logits.dtype), *begin)
+
+
+# logits that the sharded loss computes at a time on the CPU, and how many times at most (runtime/loss.py)
+_LOSS_CHUNK, _LOSS_CHUNKS = 1 << 18, 256
+
+
+def _vocab_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
+    logits, target = f.inputs
+    tokens, wide = target.num_elements, statistics_bytes(logits.dtype)
+    per_token = tokens * 6 * wide  # statistics; forward before, backward after the logits are read
+    if f.device_type != "cpu":
+        return (per_token, 0)
+    classes = logits.shape[-1]
+    rows = min(tokens, max(_LOSS_CHUNK // classes, -(-tokens // _LOSS_CHUNKS), 1))
+    # class numbers and which are here; then the shifted logits of a chunk, in the backward only where the gradient,
+    # which they become, has another dtype
+    numbers = tokens * (DTYPE_BYTES["int64"] + 1)
+    chunk = rows * classes * wide
+    return (numbers + per_token + chunk, numbers + tokens * (2 * wide + 1) + (chunk if logits.dtype in HALF else 0))
+
+
+def _loss_text(t: OpText) -> str:
+    extra = f", ignore_index={t.attrs['ignore_index']}"
+    if t.attrs["label_smoothing"]:
+        extra += f", label_smoothing={t.attrs['label_smoothing']}"
+    if t.over:
+        return f"vocab_parallel_cross_entropy_sum({t.args[0]}, {t.args[1]}, {t.over}{extra})"
+    return f"cross_entropy_sum({t.args[0]}, {t.args[1]}{extra})"
+
+
+def _classes(attrs: Mapping[str, Any], inputs: Sizes, outputs: Sizes) -> dict[int, int]:
+    return {1: inputs[0][-1]}
+
+
+_PART_OF_CLASSES = keeps(
+    "x0<0 x1<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
+)
+
+
+def _loss_form(f: OpFacts) -> SavedRule | None:
+    return _PART_OF_CLASSES if f.special else None
+
+
+RECORDS = (
+    OpRecord(
+        "embedding",
+        OpKind.EMBEDDING,
+        "[v@vocab_embedding,h] * #[*b] -> [*b,h]",
+        keeps("x1<0", form=Form.NEW),
+        _embedding_text,
+        {"aten.embedding.default": _embedding_arguments},
+        saved_form=_embedding_form,
+        special={"vocab_embedding": P},
+        factor_names={"v": "vocab", "h": "hidden"},
+        index_limits=_table_rows,
+    ),
+    OpRecord(
+        "cross_entropy_sum",
+        OpKind.LOSS,
+        "~[t,v@vocab_cross_entropy], #[t] -> []",
+        keeps("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace),
+        _loss_text,
+        saved_form=_loss_form,
+        special={"vocab_cross_entropy": I},
+        factor_names={"v": "vocab"},
+        variable="loss_sum",
+        index_limits=_classes,
+    ),
+    # as captured: `autoplan.capture.layers.assemble` makes a sum of it, and of its mean a division
+    OpRecord("cross_entropy", OpKind.LOSS, aten={"aten.cross_entropy_loss.default": _loss_arguments}),
+)

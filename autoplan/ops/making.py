@@ -1,0 +1,162 @@
+"""Ops that put tensors together or make them, masks of triangles, sums along a dim; and work outside of the graph."""
+
+from __future__ import annotations
+
+from autoplan.errors import CaptureError, RuleError
+from autoplan.ir.graph import Node
+from autoplan.ir.symbols import Expr
+from autoplan.ops.arguments import Args, Lowered, Lowering, Result, default, given
+from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
+from autoplan.ops.language import OpRule, Role
+from autoplan.ops.record import Linear, OpKind, OpRecord, Shape, Trait, other
+from autoplan.ops.saved import Form, Gradient, keeps
+from autoplan.ops.text import OpText, literal, shape_text
+
+
+def _cat_arguments(a: Args) -> Result:
+    return Lowered("cat", tuple(a["tensors"]), {"dim": a.get("dim", 0)})
+
+
+def _cat(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    dim = node.attrs["dim"] % len(outs[0])
+    out = dim_labels(outs[0])
+    operands, whole = [], {*out[dim]}
+    for k, shape in enumerate(ins):
+        labels = list(out)
+        labels[dim] = () if shape[dim].value == 1 else (f"part{k}",)
+        whole |= {*labels[dim]}
+        operands.append(tuple(labels))
+    return OpRule(tuple(operands), (tuple(out),), (Role.ADD,) * len(ins), frozenset(whole))
+
+
+def _pad_arguments(a: Args) -> Result:
+    if a.get("mode", "constant") != "constant":
+        raise CaptureError(f"pad mode {a['mode']!r} is not supported; use 'constant'")
+    return Lowered("pad", (a["self"],), {"pad": tuple(a["pad"]), "value": a.get("value") or 0})
+
+
+def _pad(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    labels = dim_labels(ins[0])
+    out, whole = list(labels), set()
+    for i, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)):
+        if a != b:
+            out[i] = (f"changed{i}",)
+            whole |= {f"changed{i}", *labels[i]}
+    return OpRule((tuple(labels),), (tuple(out),), (Role.OTHER,), frozenset(whole))
+
+
+def _repeat_interleave(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Every element of a dim several times: the dim becomes `it x repeats`."""
+    labels = dim_labels(ins[0])
+    if node.attrs["dim"] is None and len(labels) != 1:
+        raise RuleError(f"{node.name}: repeat_interleave without a dim flattens; reshape its input first")
+    dim = (node.attrs["dim"] or 0) % len(labels)
+    out = list(labels)
+    out[dim] = (*labels[dim], "repeats")
+    sizes = {"repeats": Expr.of(node.attrs["repeats"]), **{x: ins[0][dim] for x in labels[dim]}}
+    return linear_rule(labels, out, {"repeats"}, sizes=sizes)
+
+
+def _repeats(a: Args) -> Result:
+    return Lowered("repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")})
+
+
+def _repeat_text(t: OpText) -> str:
+    return f"{t.args[0]}.repeat_interleave({t.attrs['repeats']}, dim={t.attrs['dim'] or 0})"
+
+
+def _triangle(name: str) -> OpRecord:
+    def arguments(a: Args) -> Result:
+        return Lowered(name, (a["self"],), {"diagonal": a.get("diagonal", 0)})
+
+    return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", arguments)
+
+
+def _last_two_whole(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    labels = dim_labels(ins[0])
+    return linear_rule(labels, list(labels), {label for dim in labels[-2:] for label in dim})
+
+
+# -- factories ---------------------------------------------------------------------------------------------------------
+
+
+def _factory(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    labels = dim_labels(outs[0])
+    return OpRule((), (tuple(labels),), (), frozenset(label for dim in labels for label in dim))
+
+
+def _arange(t: OpText) -> str:
+    start = f"{literal(t.attrs['start'])}, " if t.attrs["start"] else ""
+    return f"torch.arange({start}{literal(t.attrs['end'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
+
+
+def _full(t: OpText) -> str:
+    shape = shape_text(t.outputs[0]) + ("," if len(t.outputs[0]) == 1 else "")
+    return f"torch.full(({shape}), {literal(t.attrs['scalar'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
+
+
+def _fill(scalar: float) -> Lowering:
+    return lambda a: Lowered("full", (), {"scalar": scalar})
+
+
+def _fill_value(a: Args) -> Result:
+    return Lowered("full", (), {"scalar": a["fill_value"]})
+
+
+_FILLS = {
+    **{f"aten.{name}.default": _fill_value for name in ("full", "full_like")},
+    **{f"aten.{name}.default": _fill(0) for name in ("zeros", "zeros_like")},
+    **{f"aten.{name}.default": _fill(1) for name in ("ones", "ones_like")},
+}
+_MADE = keeps(form=Form.NEW)
+_PASS = keeps(form=Form.NEW, gradient=Gradient.PASS)
+
+RECORDS = (
+    OpRecord(
+        "cat",
+        OpKind.JOIN,
+        _cat,
+        _PASS,
+        lambda t: f"torch.cat([{', '.join(t.args)}], dim={t.attrs['dim']})",
+        default("cat", _cat_arguments),
+        Linear.ALL,
+        has=(Trait.FOLLOWS, Trait.KEEPS_NUMBERS),
+    ),
+    OpRecord(
+        "pad",
+        OpKind.OTHER,
+        _pad,
+        _PASS,
+        "F.pad({0}, {pad}, value={value})",
+        {f"aten.{name}.default": _pad_arguments for name in ("pad", "constant_pad_nd")},
+        has=(Trait.KEEPS_NUMBERS,),
+    ),
+    other(
+        "repeat_interleave",
+        _repeat_interleave,
+        _repeat_text,
+        _repeats,
+        "",
+        Trait.KEEPS_NUMBERS,
+        aten="repeat_interleave.self_int",
+    ),
+    other("cumsum", whole_dim, "{0}.cumsum({dim})", given("cumsum", "dim")),
+    _triangle("tril"),
+    _triangle("triu"),
+    OpRecord(
+        "arange",
+        OpKind.FACTORY,
+        _factory,
+        _MADE,
+        _arange,
+        {
+            "aten.arange.default": lambda a: Lowered("arange", (), {"start": 0, "end": a["end"]}),
+            "aten.arange.start": lambda a: Lowered("arange", (), {"start": a["start"], "end": a["end"]}),
+        },
+        has=(Trait.TAKES_DTYPE,),
+    ),
+    OpRecord("full", OpKind.FACTORY, _factory, _MADE, _full, _FILLS, has=(Trait.TAKES_DTYPE, Trait.FILLS)),
+    # work that is no op of the graph: `autoplan.cost_models.costs` prices it, `autoplan.profiler` measures it
+    OpRecord("optimizer_adamw", OpKind.UPDATE),
+    OpRecord("grad_accumulate", OpKind.UPDATE),
+)

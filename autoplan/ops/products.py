@@ -1,0 +1,99 @@
+"""Products of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.errors import RuleError
+from autoplan.ir.graph import Node, Value
+from autoplan.ir.symbols import Expr, product
+from autoplan.ops.arguments import Args, Lowered, Result
+from autoplan.ops.labels import dim_labels
+from autoplan.ops.language import Labels, OpRule, Role
+from autoplan.ops.record import OpKind, OpRecord, Shape
+from autoplan.ops.saved import Form, keeps
+from autoplan.ops.text import OpText
+
+
+def _linear(a: Args) -> Result:
+    made = Lowered("linear", (a["input"], a["weight"]), {})
+    if a.get("bias") is None:
+        return made
+    # bias as its own addition: under row-parallel it is added once, after the reduction (the emitter fuses it back)
+    return [made, Lowered("add", ("$0", a["bias"]), {"bias": True})]
+
+
+def adds_bias(node: Node) -> bool:
+    """True for the addition that a bias of `linear` is captured as."""
+    return node.op == "add" and bool(node.attrs.get("bias"))
+
+
+def _linear_text(t: OpText) -> str:
+    bias = f", {t.bias}" if t.bias else ""
+    return f"F.linear({t.args[0]}, {t.args[1]}{bias})"
+
+
+def _addmm(a: Args) -> Result:
+    """beta * self + alpha * product; a factor that both have is taken last, where both have one shape."""
+    alpha, beta, added = a.get("alpha", 1), a.get("beta", 1), a["self"]
+    out = [Lowered("matmul", (a["mat1"], a["mat2"]), {})]
+    if alpha != (beta or 1):
+        out.append(Lowered("mul_scalar", ("$0",), {"scalar": alpha / (beta or 1)}))
+    if beta != 0:
+        out.append(Lowered("add", ("$0", added), {}))
+    return [*out, Lowered("mul_scalar", ("$0",), {"scalar": beta})] if beta not in (0, 1) else out
+
+
+def _matmul_arguments(a: Args) -> Result:
+    return Lowered("matmul", (a["self"], a.get("other", a.get("mat2"))), {})
+
+
+def _matmul(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    a, b, out = ins[0], ins[1], outs[0]
+    if len(a) < 2 or len(b) < 2:
+        raise RuleError(f"{node.name}: matmul of a vector has no rule; unsqueeze it to a matrix")
+    batch = dim_labels(out[:-2], "n")
+
+    def lead(shape: Shape) -> list[Labels]:
+        skip = len(batch) - (len(shape) - 2)
+        return [() if size.value == 1 else batch[skip + i] for i, size in enumerate(shape[:-2])]
+
+    def one(size: Expr, label: str) -> Labels:
+        return () if size.value == 1 else (label,)
+
+    m, k, n = one(a[-2], "m"), one(a[-1], "k"), one(b[-1], "n")
+    return OpRule(((*lead(a), m, k), (*lead(b), one(b[-2], "k"), n)), ((*batch, m, n),), (Role.MUL, Role.MUL))
+
+
+def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
+    """One multiplication and one addition per element of the output and of the contracted dims."""
+    contracted = product(
+        [s for s, dim in zip(ins[0].shape, rule.inputs[0], strict=True) if any(rule.contracted(x) for x in dim)]
+    )
+    return out.num_elements * contracted * 2
+
+
+_SAVED = keeps("x0<1 x1<0", form=Form.NEW)
+
+RECORDS = (
+    OpRecord(
+        "linear",
+        OpKind.PRODUCT,
+        "[*b,i] * [o,i] -> [*b,o]",
+        _SAVED,
+        _linear_text,
+        {"aten.linear.default": _linear},
+        flops=_flops,
+        weights=(1,),
+        factor_names={"o": "out", "i": "in"},
+    ),
+    OpRecord(
+        "matmul",
+        OpKind.PRODUCT,
+        _matmul,
+        _SAVED,
+        "torch.matmul({0}, {1})",
+        {**{f"aten.{x}.default": _matmul_arguments for x in ("matmul", "bmm", "mm")}, "aten.addmm.default": _addmm},
+        flops=_flops,
+    ),
+)

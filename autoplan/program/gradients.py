@@ -1,0 +1,108 @@
+"""Bytes alive while gradients flow back through the statements of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Step:
+    """What one statement did.
+
+    Attributes:
+        saved: storages that it keeps for the backward; extra: those of them that are no value of the program.
+        fusible: an element-wise kernel may take it in.
+        forward, backward: bytes of workspace.
+        gradients: (variable, or None for a parameter; bytes; True if it is the output's gradient itself).
+    """
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    saved: frozenset[int] = frozenset()
+    extra: tuple[int, ...] = ()
+    fusible: bool = False
+    forward: int = 0
+    backward: int = 0
+    gradients: list[tuple[str | None, int, bool]] = field(default_factory=list)
+
+
+class _Gradients:
+    """Gradients of variables; several variables may share one."""
+
+    def __init__(self, live: int) -> None:
+        self.live = live  # bytes, of saved storages as well
+        self.of: dict[str, int] = {}  # variable -> gradient
+        self.sizes: list[int] = []
+        self.holders: list[int] = []
+
+    def make(self, size: int) -> int:
+        self.sizes.append(size)
+        self.holders.append(0)
+        return len(self.sizes) - 1
+
+    def hold(self, var: str, grad: int) -> None:
+        self.live += 0 if self.holders[grad] else self.sizes[grad]
+        self.holders[grad] += 1
+        self.of[var] = grad
+
+    def drop(self, var: str) -> None:
+        grad = self.of.pop(var)
+        self.holders[grad] -= 1
+        self.live -= 0 if self.holders[grad] else self.sizes[grad]
+
+    def add(self, var: str, grad: int) -> None:
+        """A gradient arrives. That of a second use is summed, in place where nobody else holds the first."""
+        if var not in self.of:
+            self.hold(var, grad)
+        elif self.holders[self.of[var]] > 1:
+            size = self.sizes[self.of[var]]
+            self.drop(var)
+            self.hold(var, self.make(size))
+
+    def through(self, step: Step) -> int:
+        """Pass the gradients of what a statement made on to what it read. Return the most bytes alive meanwhile."""
+        mine = [self.of[v] for v in step.writes if v in self.of]
+        if not mine:
+            return 0
+        new = sum(size for _, size, passes in step.gradients if not passes)
+        arriving = [
+            (var, mine[0] if passes else self.make(size)) for var, size, passes in step.gradients if var is not None
+        ]
+        peak = self.live + new + step.backward
+        for var, grad in arriving:
+            self.add(var, grad)
+        for var in step.writes:
+            if var in self.of:
+                self.drop(var)
+        return peak
+
+
+def backward_peak(
+    steps: Sequence[Step],
+    storages: Sequence[int],
+    counted: Set[int],
+    given: Set[int],
+    arriving: Mapping[str, int],
+) -> int:
+    """Return the most bytes alive in the backward, parameters' gradients included while they are new.
+
+    Args:
+        storages: bytes of every storage; counted: those that belong to the block.
+        given: storages that the block hands out without a gradient.
+        arriving: bytes of the gradient of every variable that the block hands out.
+    """
+    users: dict[int, int] = dict.fromkeys(given, 1)
+    for step in steps:
+        for s in step.saved & counted:
+            users[s] = users.get(s, 0) + 1
+    flow = _Gradients(sum(storages[s] for s in users))
+    for var, size in arriving.items():
+        flow.hold(var, flow.make(size))
+    peak = flow.live
+    for step in reversed(steps):
+        peak = max(peak, flow.through(step))
+        for s in step.saved & counted:
+            users[s] -= 1
+            flow.live -= 0 if users[s] else storages[s]
+    return peak

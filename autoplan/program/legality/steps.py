@@ -1,0 +1,156 @@
+"""Rules of what a step does: what is offloaded and recomputed, in which order, and how the run is set up."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from autoplan.config.choice import choices_of
+from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
+from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import precision_obstacle as _precision_obstacle
+from autoplan.config.recompute import KINDS, Kind, check_choice, groups_of, kinds_in, modules_of
+from autoplan.program.facts import Facts
+from autoplan.program.legality.rule import Rule, Scope
+from autoplan.schedules.schedule import SCHEDULES, obstacle
+
+_MAX_LISTED = 8  # names in a message
+
+
+def _shards(c: ParallelConfig, f: Facts) -> str | None:
+    if not lacks_shards(c.offload, c.zero_stage, c.num_shards):
+        return None
+    beside = f"zero_stage={c.zero_stage}, dp={c.dp} and cp={c.cp}"
+    return f"offload={'+'.join(c.offload)!r} with {beside}: {NEEDS_SHARDS}"
+
+
+def _host_link(c: ParallelConfig, f: Facts) -> str | None:
+    if f.host_link or not (c.offload or any(KINDS[name].on_host for name in kinds_in(c.recompute))):
+        return None
+    return f"the catalog has no speed of the host link of {f.device_name}, so offloading has no price"
+
+
+def _pipeline(c: ParallelConfig, f: Facts) -> str | None:
+    if c.pp > 1 or c.virtual_stages == 1:
+        return None
+    fewest, most = SCHEDULES[c.schedule].virtual_stages
+    if fewest == most == c.virtual_stages:
+        return f"schedule {c.schedule!r} needs a pipeline"
+    return f"virtual_stages={c.virtual_stages} needs a pipeline"
+
+
+def _split_backward(c: ParallelConfig, f: Facts) -> str | None:
+    if c.zero_stage != 3 or not SCHEDULES[c.schedule].split_backward:
+        return None
+    return f"schedule {c.schedule!r} splits the backward, which with zero_stage=3 gives wrong gradients"
+
+
+def _takes(c: ParallelConfig, f: Facts) -> str | None:
+    return obstacle(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+
+
+def _unknown_order(c: ParallelConfig, f: Facts) -> str | None:
+    if SCHEDULES[c.schedule].torch_class is not None:
+        return None
+    return f"schedule {c.schedule!r} is priced (autoplan estimate), but not searched and not executed"
+
+
+def _recompute_values(c: ParallelConfig, f: Facts) -> str | None:
+    """Of a mapping every block and choice, of numbers per stage how many, and that of modules all layers."""
+    if isinstance(c.recompute, tuple):
+        return None
+    if not isinstance(c.recompute, Mapping):
+        return None
+    for block, how in c.recompute.items():
+        check_choice(how)
+        if modules_of(how):
+            return f"recompute of {block!r}: modules are computed again in all layers or none; got {how!r}"
+        if f.model is not None and block not in f.model.block_calls:
+            calls = f.model.block_calls
+            near = difflib.get_close_matches(str(block), calls, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            more = ", ..." if len(calls) > _MAX_LISTED else ""
+            return (
+                f"recompute names {block!r}, which is not a block; {hint}blocks: {', '.join(calls[:_MAX_LISTED])}{more}"
+            )
+    return None
+
+
+def _recompute_stages(c: ParallelConfig, f: Facts) -> str | None:
+    chunks, counts = c.pp * c.virtual_stages, c.recompute
+    if not isinstance(counts, tuple):
+        return None
+    if len(counts) != chunks:
+        return f"recompute={counts} has {len(counts)} entries for {chunks} stages; give {chunks}"
+    for k, (again, most) in enumerate(zip(counts, c.stages or counts, strict=False)):
+        if again > most:
+            return f"recompute={','.join(map(str, counts))}: stage {k} has {most} layers, not {again}"
+    return None
+
+
+def _kinds(c: ParallelConfig) -> list[Kind]:
+    return [KINDS[name] for name in sorted(kinds_in(c.recompute))]
+
+
+def _recompute_mode(c: ParallelConfig, f: Facts) -> str | None:
+    for kind in _kinds(c):
+        if kind.modes and f.mode not in kind.modes:
+            modes = " or ".join(kind.modes)
+            return f"recompute={c.recompute!r}: {kind.does}, priced with mode {modes} and not executed"
+    return None
+
+
+def _recompute_executed(c: ParallelConfig, f: Facts) -> str | None:
+    reasons = (f"recompute={c.recompute!r}: {kind.does}, priced and not executed" for kind in _kinds(c)
+               if not kind.executed)  # fmt: skip
+    return next(reasons, None)
+
+
+def _compiled(c: ParallelConfig, f: Facts) -> str | None:
+    if f.mode is not Mode.COMPILED:
+        return None
+    for how in c.recompute.values() if isinstance(c.recompute, Mapping) else [c.recompute]:
+        if isinstance(how, str) and groups_of(how):
+            return (
+                f"recompute={c.recompute!r} with compiled blocks: torch.compile decides what a block keeps of its "
+                "inside"
+            )
+    return None
+
+
+def _precision(c: ParallelConfig, f: Facts) -> str | None:
+    return _precision_obstacle(f.precision)
+
+
+def _mode(c: ParallelConfig, f: Facts) -> str | None:
+    return "mode fused is priced (kernels of Megatron), but not executed" if f.mode is Mode.FUSED else None
+
+
+def _options(c: ParallelConfig, f: Facts) -> str | None:
+    records = (r for r in choices_of(RunOptions) if not r.executed)
+    names = [r.name for r in records if getattr(f.options, r.name) != r.default]
+    if f.mode is not Mode.FUSED and f.options.attention_in(f.mode) is not Attention.FLASH2:
+        names.insert(0, "attention")
+    return f"the options {', '.join(names)} are priced, but not executed" if names else None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(NEEDS_SHARDS, ("zero_stage", "offload", "dp", "cp", "zero_replicas"), _shards),
+    Rule("no host link is known", ("recompute", "offload"), _host_link),
+    Rule("several stages per rank without a pipeline", ("pp", "virtual_stages", "schedule"), _pipeline),
+    Rule("a split backward with ZeRO 3", ("zero_stage", "schedule"), _split_backward),
+    Rule(
+        "the schedule does not take that many micro-batches",
+        ("num_micro_batches", "virtual_stages", "pp", "schedule"),
+        _takes,
+    ),
+    Rule("the schedule is not executed", ("schedule",), _unknown_order, Scope.SEARCHED),
+    Rule("recompute names no block", ("recompute",), _recompute_values),
+    Rule("recompute per stage", ("recompute", "stages", "pp", "virtual_stages"), _recompute_stages),
+    Rule("modules are priced with mode fused", ("recompute",), _recompute_mode),
+    Rule("modules are not executed", ("recompute",), _recompute_executed, Scope.EXECUTED),
+    Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
+    Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
+    Rule("the mode is not executed", (), _mode, Scope.EXECUTED),
+    Rule("the options are not executed", (), _options, Scope.EXECUTED),
+)

@@ -1,0 +1,132 @@
+"""Activation memory of a unit of a pipeline: a layer with the glue after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from autoplan.cost_models.work import BlockWork, SharedValue
+from autoplan.ir.graph import Call
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
+from autoplan.program.activation_bytes import Activations, peak_bytes_of
+from autoplan.program.expert_degrees import ExpertDegrees
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.statements import LoweredBlock
+from autoplan.program.token_dispatch import travelled_bytes
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """Bytes of one unit and micro-batch on one rank.
+
+    Attributes:
+        saved, selective, kept: without recompute, with the attention core recomputed, with all of its layers.
+        choices: the same under every other choice that all of its layers know.
+        transient, transient_again: the most beyond what it and the units before it keep, without and with recompute.
+    """
+
+    saved: float
+    selective: float
+    kept: float
+    transient: float
+    transient_again: float
+    choices: Mapping[str, float]
+
+    def without_shared(self, unit: int, shared: Sequence[SharedValue]) -> UnitMemory:
+        """Without the values that all units of a stage hold once together."""
+        if not shared:
+            return self
+        saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
+        again = sum(v.num_bytes * v.kept_again.count(unit) for v in shared)
+        return replace(
+            self,
+            saved=self.saved - saved,
+            selective=self.selective - saved,
+            kept=self.kept - again,
+            choices={name: size - saved for name, size in self.choices.items()},
+        )
+
+
+def unit_memories(
+    units: Sequence[Sequence[Call]],
+    activation_bytes: Mapping[str, Activations],
+    layers: Set[str],
+    shared: Sequence[SharedValue],
+) -> list[UnitMemory]:
+    """The memory of every unit, without the values that several units of a stage hold once together."""
+    return [_memory(calls, activation_bytes, layers).without_shared(u, shared) for u, calls in enumerate(units)]
+
+
+def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], layers: Set[str]) -> UnitMemory:
+    """The memory of the unit of these calls. Walks it as `activation_bytes.peak_bytes_of` walks a stage.
+
+    Args:
+        activation_bytes: by block.
+        layers: names of the calls that recompute applies to.
+    """
+    of = activation_bytes
+    recomputed = frozenset(c.name for c in calls if c.name in layers)
+    saved = float(sum(of[c.block].saved_bytes for c in calls))
+    kept = float(sum(of[c.block].kept_bytes if c.name in recomputed else of[c.block].saved_bytes for c in calls))
+    mine = [of[c.block] for c in calls if c.name in layers]
+    names = [a.choice_bytes.keys() for a in mine]
+    common = [n for n in names[0] if all(n in other for other in names)] if names else []
+    return UnitMemory(
+        saved=saved,
+        selective=saved - sum(of[c.block].saved_bytes - of[c.block].selective_bytes for c in calls),
+        kept=kept,
+        transient=float(peak_bytes_of(calls, of)) - saved,
+        transient_again=float(peak_bytes_of(calls, of, recomputed)) - kept,
+        choices={n: saved - sum(a.saved_bytes - a.choice_bytes[n] for a in mine) for n in common},
+    )
+
+
+def with_dispatch(
+    activation_bytes: Mapping[str, Activations],
+    lowered: Mapping[str, LoweredBlock],
+    blocks: Mapping[str, BlockWork],
+    op_costs: OpCosts,
+    experts: ExpertDegrees | None,
+) -> Mapping[str, Activations]:
+    """The activations of all blocks if experts are spread: the layout that they were counted for has them on tp.
+
+    Gradients of experts that other ranks hold are not made here. Where a program runs so, rows that came from other
+    ranks, and what experts elsewhere made of ours, are kept as well.
+    """
+    if experts is None:
+        return activation_bytes
+    out = {}
+    for name, low in lowered.items():
+        out[name] = activation_bytes[name]
+        if not op_costs.kernels.handwritten:  # those make no gradients of weights (`program.megatron_kernels`)
+            out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
+        if experts.executed:
+            nodes = [node for node in low.block.nodes if op_kind(node.op) is OpKind.EXPERTS]
+            rows = sum(travelled_bytes(low.block, node, op_costs, experts) for node in nodes)
+            out[name] = _with_rows(out[name], rows)
+    return out
+
+
+def _without_gradients(a: Activations, lowered: LoweredBlock, block: BlockWork, op_costs: OpCosts) -> Activations:
+    """Without the gradients of the experts that other ranks hold."""
+    away = 0
+    for stored, p in zip(lowered.params, block.params, strict=True):
+        if p.expert:
+            whole = math.prod(op_costs.local(lowered.block.name, stored.value, stored.stored))
+            away = max(away, (whole - p.num_elements) * op_costs.width(stored.value))
+    return replace(
+        a,
+        transient_bytes=max(0, a.transient_bytes - away),
+        recompute_transient_bytes=max(0, a.recompute_transient_bytes - away),
+    )
+
+
+def _with_rows(a: Activations, size: int) -> Activations:
+    return replace(
+        a,
+        saved_bytes=a.saved_bytes + size,
+        selective_bytes=a.selective_bytes + size,
+        recompute_transient_bytes=a.recompute_transient_bytes + size,
+    )

@@ -1,0 +1,50 @@
+"""The ranks with the same parameters, and those of them that ZeRO shards over."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.spec import ParamSpec, ProgramSpec
+
+
+class Replicas:
+    """Of one program.
+
+    Attributes:
+        all: the axis of all ranks with the same parameters: of data and, together with them, of context parallelism.
+        plain: no parameter is sharded by ZeRO.
+    """
+
+    def __init__(self, spec: ProgramSpec, mesh: AxisMesh) -> None:
+        self._spec, self._mesh = spec, mesh
+        self._hybrid = "rdp" in mesh.axes
+        self.all = "replicas" if "replicas" in mesh.groups else "dp"
+        self.plain = spec.zero_stage == 0 or mesh.size(self.all) == 1
+        # the ranks that ZeRO shards over: all replicas, or the neighbours among them; and of experts that tokens
+        # travel to
+        self._shards, self._expert_shards = self.all, "edp"
+        if self._hybrid:
+            self._shards, self._expert_shards = "shards" if "shards" in mesh.groups else "sdp", "sedp"
+
+    def submesh(self) -> DeviceMesh:
+        """The ranks that ZeRO shards over; under hybrid ZeRO together with those that have copies of the shards."""
+        return self._mesh.submesh("rdp", self._shards) if self._hybrid else self._mesh.submesh(self._shards)
+
+    def submesh_of_experts(self) -> DeviceMesh | None:
+        """The same of experts that tokens travel to, if there are any."""
+        if not self._mesh.has("edp"):
+            return None
+        shards = self._expert_shards
+        return self._mesh.submesh("redp", shards) if self._hybrid else self._mesh.submesh(shards)
+
+    def counts_here(self, p: ParamSpec) -> bool:
+        """True on exactly one of the ranks that hold the same elements."""
+        for tied in self._spec.tied:
+            if tied.name == p.name and tied.places[0][1:] != (p.block, p.attr):
+                return False
+        sharded = {atom for s in p.shards for atom in self._mesh.atoms(s.axis)}
+        if self._spec.zero_stage > 0:
+            apart = any(s.axis == "ep" for s in p.shards)
+            sharded.update(self._mesh.atoms(self._expert_shards if apart else self._shards))
+        return all(name in sharded or name == "pp" or self._mesh.coordinate(name) == 0 for name in self._mesh.axes)

@@ -1,0 +1,66 @@
+"""Tied parameters: one tensor where uses see it alike, and one gradient of all copies where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.params import all_reduce_flat, local_of
+from autoplan.runtime.spec import ProgramSpec, StageSpec, TiedSpec
+
+
+def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> None:
+    """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
+    specs = {(p.block, p.attr): p for p in spec.params}
+    for each in tied:
+        mine = [(block, attr) for index, block, attr in each.places if index == spec.index]
+        for block, attr in mine[1:]:
+            if specs[block, attr].used_as == specs[mine[0]].used_as:
+                first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])
+                setattr(stage.get_submodule(f"blocks.{block}"), attr, first)
+
+
+class TiedGradients:
+    """For each tied parameter this rank's copies, and the other ranks of the pipeline that hold one.
+
+    Args:
+        stages: this rank's, by index.
+    """
+
+    def __init__(self, spec: ProgramSpec, mesh: AxisMesh, stages: Mapping[int, nn.Module]) -> None:
+        self._stages = stages
+        self._groups: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
+        ranks = torch.arange(mesh.world_size).reshape(mesh.size("pp"), -1)
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for tied in spec.tied:
+            homes = sorted({spec.rank_of(stage) for stage, _, _ in tied.places})
+            mine = [place for place in tied.places if place[0] in stages]
+            group: dist.ProcessGroup | None = None
+            if len(homes) > 1:
+                if tuple(homes) not in groups:
+                    columns: list[list[int]] = ranks[homes].T.tolist()
+                    groups[tuple(homes)] = mesh.group_of_some(columns, "tied")
+                group = groups[tuple(homes)]
+            self._groups.append((mine, group))
+
+    def sum_tied(self, device: torch.device) -> None:
+        """Give every copy the sum of the gradients of all."""
+        for mine, group in self._groups:
+            if not mine:
+                continue
+            places = (self._stages[i].get_submodule(f"blocks.{b}").get_parameter(a) for i, b, a in mine)
+            copies = {id(p): p for p in places}
+            gradients = [local_of(p.grad) for p in copies.values() if p.grad is not None]
+            if not gradients:
+                continue
+            total = gradients[0]
+            for other in gradients[1:]:
+                total += other
+            if group is not None:
+                all_reduce_flat([total], group, device=device)
+            for other in gradients[1:]:
+                other.copy_(total)
