@@ -18,7 +18,6 @@ MOST_LINES, MOST_COMPLEXITY = 600, 20
 ALLOWED: frozenset[str] = frozenset(
     {
         "autoplan/api.py:parallelize",
-        "autoplan/report/text.py:_memory",
         "autoplan/sweeps/capacity.py:task_of",
         "autoplan/sweeps/whatif.py:row",
     }
