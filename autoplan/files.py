@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 _MODE = 0o644  # of a new file; a temporary one is private
@@ -61,3 +63,10 @@ class AppendedFile:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+
+
+def temporary_folder(owner: object) -> Path:
+    """Return a new folder that is removed with `owner`, or at the end of the process."""
+    folder = Path(tempfile.mkdtemp(prefix="autoplan_"))
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoplan.files import write_whole
+from autoplan.files import temporary_folder, write_whole
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.compiled import compile_blocks
@@ -106,7 +105,7 @@ class ParallelModel:
         self.precision = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
         self._num_steps = 0
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="autoplan_"))
+        self.folder = folder or temporary_folder(self)
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
