@@ -36,15 +36,15 @@ from autoplan.runtime.compression import Compression, PowerSGD, check_compressio
 from autoplan.runtime.failure import guarded, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
-from autoplan.runtime.whole import broadcast
+from autoplan.runtime.whole import broadcast_whole
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.refusals import check_pins
 from autoplan.search.space import space
 from autoplan.verify.door import check_verify, verify_capture
-from autoplan.verify.runs import Task
+from autoplan.verify.runs import VerifyTask
 
 if TYPE_CHECKING:
-    from autoplan.profiler.ops import Task as ProfilerTask
+    from autoplan.profiler.ops import MeasureTask as ProfilerTask
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -128,7 +128,7 @@ def parallelize(
     measured = isinstance(cluster, str)
     if isinstance(cluster, str):
         own = model if isinstance(model, nn.Module) else None
-        cluster = Cluster.parse(cluster, world, devices.kind_of(devices.read(device), devices.sight(own)))
+        cluster = Cluster.parse(cluster, world, devices.device_kind(devices.read(device), devices.sight(own)))
     if cluster.num_devices != world:
         raise PinError(
             f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
@@ -335,7 +335,7 @@ def _capture(
             graph = capture(model, example_inputs, loss_fn)
         else:
             graph = cached(model, example_inputs, lambda: capture(model, example_inputs))
-    return graph, verify_capture(Task(model, graph, example_inputs, loss_fn, dtype), verify)
+    return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
 
 
 def _with_memory(cluster: Cluster, placement: devices.Placement) -> Cluster:
@@ -368,7 +368,7 @@ def _machine_profile(
         main_dtypes,
         measure_in_job,
         resolve,
-        store,
+        store_profile,
     )
 
     given = resolve()
@@ -396,7 +396,7 @@ def _machine_profile(
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
     found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
     if dist.get_rank() == 0:
-        store(found, key)
+        store_profile(found, key)
     return found
 
 
@@ -477,7 +477,7 @@ def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.T
             value = torch.empty(tensor.shape, dtype=tensor.dtype)
             if dist.get_rank() == 0:
                 value.copy_(tensor)
-            broadcast(value, 0, device)
+            broadcast_whole(value, 0, device)
             (parameters if name in parameters else buffers)[name] = value
 
 

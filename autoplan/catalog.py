@@ -28,7 +28,7 @@ from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of
+from autoplan.ops.table import nodes_with
 
 _SUFFIX = ".json.gz"
 
@@ -84,7 +84,7 @@ def load_model(text: str) -> ModelGraph:
     raise _unknown(text)
 
 
-def describe(name: str) -> Description:
+def describe_model(name: str) -> Description:
     """Dimensions of a shipped model, read off its graph. AutoplanError names the nearest names."""
     if name not in names():
         raise _unknown(name)
@@ -96,13 +96,13 @@ def description(graph: ModelGraph, name: str = "", source: str = "") -> Descript
     """Dimensions of any transformer's graph; 0 for what it does not have."""
     layers = [c for c in graph.calls if c.params and "." in c.name]
     heads, kv, vocab, hidden, experts, top_k = 0, 0, 0, 0, 0, 0
-    for block, node in nodes_of(graph, OpKind.ATTENTION):
+    for block, node in nodes_with(graph, OpKind.ATTENTION):
         query, keys = (block.values[n].shape for n in node.tensor_inputs[:2])
         heads, kv = max(heads, query[1].value or 0), max(kv, keys[1].value or 0)
-    for block, node in nodes_of(graph, OpKind.EMBEDDING):
+    for block, node in nodes_with(graph, OpKind.EMBEDDING):
         rows, columns = (size.value or 0 for size in block.values[node.tensor_inputs[0]].shape)
         vocab, hidden = (rows, columns) if rows > vocab else (vocab, hidden)
-    for _, node in nodes_of(graph, OpKind.EXPERTS):
+    for _, node in nodes_with(graph, OpKind.EXPERTS):
         experts, top_k = max(experts, node.attrs["num_experts"]), max(top_k, node.attrs["top_k"])
     return Description(
         name=name or graph.name,
@@ -122,7 +122,7 @@ def description(graph: ModelGraph, name: str = "", source: str = "") -> Descript
 def active_params(graph: ModelGraph) -> int:
     """Parameters that one token uses: of an experts module `top_k` of its `num_experts` experts, of the rest all."""
     share: dict[tuple[str, str], tuple[int, int]] = {}
-    for block, node in nodes_of(graph, OpKind.EXPERTS):
+    for block, node in nodes_with(graph, OpKind.EXPERTS):
         for name in node.tensor_inputs[3:]:
             share[block.name, name] = (node.attrs["top_k"], node.attrs["num_experts"])
     idle = 0
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(autoplan.profiles.__path__[0]) / "models"
     for name in arguments or list(configs()):
         path = _write(name, folder)
-        about = describe(name)
+        about = describe_model(name)
         print(f"{name}: {about.num_params:,} parameters, {about.num_layers} layers, {path.stat().st_size:,} bytes")
 
 

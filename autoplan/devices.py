@@ -117,7 +117,7 @@ def read(requested: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def kind_of(requested: torch.device | None, seen: Sight) -> str:
+def device_kind(requested: torch.device | None, seen: Sight) -> str:
     """'cpu' or 'cuda' for a cluster that does not say it ('local'): what is asked for, what the model is on, what the
     process group serves, else CUDA where a GPU is visible. A group made for gloo alone means the CPU."""
     if requested is not None:
@@ -193,7 +193,7 @@ def _index(requested: torch.device | None, seen: Sight) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """What a rank tells the others of where it runs.
 
     Attributes:
@@ -221,7 +221,7 @@ class Placement:
     on_device: int = 1
 
 
-def settle(places: Sequence[Place], rank: int) -> Placement:
+def settle(places: Sequence[DevicePlace], rank: int) -> Placement:
     """What follows from every rank's place. DeviceError, the same on every rank, where they cannot run together."""
     problems = [p.problem or None for p in places]
     if any(problems):
@@ -262,7 +262,7 @@ def start(
     """
     if dist.is_initialized():
         watch(timeout_s)  # and give the groups to come the timeout
-        return place(requested, kind, timeout_s, model)
+        return device_place(requested, kind, timeout_s, model)
     if "RANK" in os.environ:
         store, rank, world = private.rendezvous(timeout_of(timeout_s))
     else:
@@ -281,7 +281,7 @@ def start(
     return placement
 
 
-def place(
+def device_place(
     requested: torch.device | str | None, kind: str, timeout_s: float | None = None, model: nn.Module | None = None
 ) -> Placement:
     """The device of this rank, made current, for the process group that there is. A collective; raises as `start`."""
@@ -302,15 +302,15 @@ def _meet(
     backend = (BACKENDS if seen.backends is None else seen.backends).get(kind, "")
     try:
         device = pick(read(requested), kind, seen)
-        mine = Place(str(device), private.gpu_id(device) if kind == "cuda" else "", host, backend)
+        mine = DevicePlace(str(device), private.gpu_id(device) if kind == "cuda" else "", host, backend)
         if kind == "cuda":
             torch.cuda.set_device(device)
     except DeviceError as error:
-        mine = Place(kind, "", host, backend, str(error))
+        mine = DevicePlace(kind, "", host, backend, str(error))
     places = [mine]
     if world > 1:
         turn = store.add(f"{_KEY}/calls/{rank}", 1)  # every rank's first call meets the first of the others
         timeout = timeout_of(timeout_s).total_seconds()
         texts = exchange(store, rank, world, f"{_KEY}/{turn}", json.dumps(vars(mine)), timeout)
-        places = [Place(**json.loads(text)) for text in texts]
+        places = [DevicePlace(**json.loads(text)) for text in texts]
     return settle(places, rank)

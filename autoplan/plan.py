@@ -26,7 +26,7 @@ from autoplan.program.pins import (
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.search.intra import IntraSolution, solve
-from autoplan.search.nearest import check_config
+from autoplan.search.nearest import check_with_nearest
 from autoplan.search.planner import Certificate, Planned
 
 PLAN_VERSION = 1
@@ -122,7 +122,9 @@ def make_plan(
     """
     if config.cp > 1 and config.context_method is None:
         config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.program.pins`
-    check_config(config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin ")
+    check_with_nearest(
+        config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin "
+    )
     axes = ParallelDims.of(graph, config).layout_axes
     settings = IntraSettings(
         axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)

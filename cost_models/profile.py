@@ -34,10 +34,10 @@ from autoplan.errors import ProfileError
 from autoplan.files import write_whole
 from autoplan.units import DTYPE_BYTES
 
-SCHEMA_VERSION = 2
+PROFILE_SCHEMA_VERSION = 2
 DEVICE_TYPES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 # On CPUs collectives are measured between computations of this length.
 LINK_WORK_S = 0.002
 OVERHEADS = (
@@ -225,8 +225,8 @@ class Profile:
         bandwidth of the largest one above it; None above it where only small messages were measured, which tell a
         latency (`longest_s`) and no bandwidth. ProfileError for an unknown kind.
         """
-        if kind not in COLLECTIVES:
-            raise ProfileError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVES)}")
+        if kind not in MEASURED_COLLECTIVES:
+            raise ProfileError(f"unknown collective {kind!r}; known: {', '.join(MEASURED_COLLECTIVES)}")
         curve = self._curves.get((kind, group_size, stride))
         if curve is None:
             return None
@@ -288,7 +288,7 @@ class Profile:
     def to_json(self) -> str:
         """Text form, stable, one record per line."""
         head: dict[str, Any] = {
-            "schema": SCHEMA_VERSION,
+            "schema": PROFILE_SCHEMA_VERSION,
             "name": self.name,
             "device_type": self.device_type,
             "world_size": self.world_size,
@@ -501,7 +501,7 @@ def _read_op(f: JsonField) -> MeasuredOp:
 def _read_link(f: JsonField) -> LinkRecord:
     f.only("kind", "group_size", "stride", "bytes", "time_s", "alone_s")
     return LinkRecord(
-        f.get("kind").text(COLLECTIVES),
+        f.get("kind").text(MEASURED_COLLECTIVES),
         f.get("group_size").count(),
         f.get("stride").count(),
         f.get("bytes").count(),
@@ -529,8 +529,8 @@ def _read_clock(f: JsonField) -> dict[str, float]:
 
 
 def _read_profile(f: JsonField) -> Profile:
-    if f.get("schema").value != SCHEMA_VERSION:
-        raise f.get("schema").fail(f"{SCHEMA_VERSION}, the version this autoplan reads")
+    if f.get("schema").value != PROFILE_SCHEMA_VERSION:
+        raise f.get("schema").fail(f"{PROFILE_SCHEMA_VERSION}, the version this autoplan reads")
     f.only("schema", *Profile.__dataclass_fields__)
     return Profile(
         name=f.get("name").text(),

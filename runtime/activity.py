@@ -54,7 +54,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Place:
+class StackPlace:
     """Where a thread is. `collective`: the one it waits in, "" if none is on its stack; `phase`: of a step, or "";
     `line`: file and line of the innermost frame outside torch and autoplan."""
 
@@ -67,14 +67,14 @@ class Place:
         return ", ".join(where) or (f"at {self.line}" if self.line else "")
 
 
-def place_of(frames: Iterable[Frame]) -> Place:
+def place_of(frames: Iterable[Frame]) -> StackPlace:
     """The place that a stack says, innermost frame first."""
     stack = list(frames)
     phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
     foreign = [f for f in stack if not _is_ours(f.file)]
     own = next((f for f in foreign if "site-packages" not in f.file), foreign[0] if foreign else None)
     line = f"{Path(own.file).name}:{own.line} ({own.function})" if own is not None else ""
-    return Place(phase, _collective_of(stack), line)
+    return StackPlace(phase, _collective_of(stack), line)
 
 
 def _collective_of(stack: Sequence[Frame]) -> str:
@@ -100,7 +100,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def of_thread(ident: int) -> Place:
+def of_thread(ident: int) -> StackPlace:
     """Where the thread with this identifier is now; nowhere if there is none."""
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         faulthandler.dump_traceback(out, all_threads=True)
@@ -116,7 +116,7 @@ def of_thread(ident: int) -> Place:
     return place_of(frames)
 
 
-def of_traceback(traceback: TracebackType | None) -> Place:
+def of_traceback(traceback: TracebackType | None) -> StackPlace:
     """Where an exception was raised."""
     found = []
     while traceback is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autoplan.runtime.agree import AgreedValueError, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
-from autoplan.runtime.spec import ProgramSpec, evaluate
+from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 
 CONTENTS_EVERY = 100  # steps
 
@@ -103,7 +103,7 @@ class Batches:
         """Sequences that belong together and have different lengths, or that the program is not for."""
         env = {symbol: batch[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
         for name, shape in self._spec.input_shapes:
-            wanted, found = tuple(evaluate(size, env) for size in shape), tuple(batch[name].shape)
+            wanted, found = tuple(evaluate_terms(size, env) for size in shape), tuple(batch[name].shape)
             if found != wanted:
                 sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
                 return f"{name} has shape {found}; with {sizes} this program takes {wanted}"
@@ -137,7 +137,7 @@ class Batches:
             local["s"] //= cp
         try:
             for size in self._spec.whole:
-                evaluate(size, local)
+                evaluate_terms(size, local)
         except ValueError:
             return False
         return True

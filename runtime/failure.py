@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from autoplan.runtime import activity, private
 from autoplan.runtime.agree import is_agreed
-from autoplan.runtime.news import Kind, News
+from autoplan.runtime.news import News, NewsKind
 from autoplan.runtime.peers import Address, Listener, Silence, route_to
 from autoplan.runtime.ranks import Ranks
 
@@ -302,7 +302,7 @@ def _exit(state: Ranks, thread: threading.Thread) -> None:
         return  # another process group came after it
     if state.rank not in state.known.left:
         ends = f"it exited (sys.exit, or its script ended) after {state.after or 'the start'}"
-        state.known.add(News((state.rank,), Kind.EXITED, ends))
+        state.known.add(News((state.rank,), NewsKind.EXITED, ends))
     with contextlib.suppress(OSError):
         state.tell()
     _end_watch(state)
@@ -371,7 +371,7 @@ def report_failure(exc: BaseException) -> None:
 def _note_raised(state: Ranks, exc: BaseException) -> RankFailure:
     place = activity.of_traceback(exc.__traceback__)
     reason = f"{_describe(exc)} [{state.where(place)}]"
-    state.known.add(News((state.rank,), Kind.RAISED, reason))
+    state.known.add(News((state.rank,), NewsKind.RAISED, reason))
     with contextlib.suppress(OSError):
         state.tell()
     return RankFailure(state.rank, reason)

@@ -27,7 +27,7 @@ from autoplan.runtime.params import (
     local_of,
     materialise,
     reduce_deferred,
-    shard,
+    shard_param,
     unshard,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
@@ -35,10 +35,10 @@ from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecisio
 from autoplan.runtime.program import copy_beside_computing, load_module
 from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
-from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate
+from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.state import IncompatibleKeys, check_state
 from autoplan.runtime.tied import TiedGradients, share_tied
-from autoplan.runtime.whole import HOST, broadcast, of_shards, own_shard
+from autoplan.runtime.whole import CPU, broadcast_whole, of_shards, own_shard
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -432,7 +432,7 @@ class ParallelModel:
         dtype: torch.dtype = getattr(torch, c.dtype)
         if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts stay what they are
             dtype = self._dtype
-        return tuple(evaluate(s, env) for s in c.shape), dtype, c.requires_grad
+        return tuple(evaluate_terms(s, env) for s in c.shape), dtype, c.requires_grad
 
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
@@ -500,7 +500,7 @@ class ParallelModel:
                 p = params[name]
                 here = index in self.stages
                 out[name] = mine[name].contiguous() if here else torch.empty(p.shape, dtype=self._stored_dtype(p))
-                broadcast(out[name], source, self.device, group)
+                broadcast_whole(out[name], source, self.device, group)
         return out
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
@@ -523,7 +523,7 @@ class ParallelModel:
         for name, others in self._aliases.items():
             for other in others:
                 out[other] = out[name]
-        return {**out, **{n: v.to(HOST) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}}
+        return {**out, **{n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}}
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -573,7 +573,7 @@ class ParallelModel:
 
     def _load(self, p: ParamSpec, parameter: nn.Parameter, full: torch.Tensor) -> None:
         """This rank's part of a tensor, cut where the tensor is; the ranks' states are the same."""
-        local = shard(full.detach().reshape(p.shape), p, self.mesh.size, self._coordinate)
+        local = shard_param(full.detach().reshape(p.shape), p, self.mesh.size, self._coordinate)
         if isinstance(parameter, DTensor):
             local = own_shard(local, parameter)
         if self._host is not None and self._held(parameter) is not parameter:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Kind(enum.Enum):
+class NewsKind(enum.Enum):
     """How a rank failed, or what speaks for it."""
 
     RAISED = "raised"  # an exception there, which it reported itself
@@ -22,7 +22,14 @@ class Kind(enum.Enum):
 
 
 # The order in which evidence counts. A rank that exits is a failure only where another waited for it in vain.
-_WEIGHT = {Kind.RAISED: 0, Kind.GONE: 0, Kind.SILENT: 1, Kind.LATE: 2, Kind.EXITED: 3, Kind.UNKNOWN: 4}
+_WEIGHT = {
+    NewsKind.RAISED: 0,
+    NewsKind.GONE: 0,
+    NewsKind.SILENT: 1,
+    NewsKind.LATE: 2,
+    NewsKind.EXITED: 3,
+    NewsKind.UNKNOWN: 4,
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class News:
     """That `ranks` failed, and how. `reason`: with "it" for a single rank as subject, else "they"."""
 
     ranks: tuple[int, ...]
-    kind: Kind
+    kind: NewsKind
     reason: str
 
     def to_plain(self) -> dict[str, Any]:
@@ -40,7 +47,7 @@ class News:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> News:
         """The news that `to_plain` wrote."""
-        return cls(tuple(plain["ranks"]), Kind(plain["kind"]), plain["reason"])
+        return cls(tuple(plain["ranks"]), NewsKind(plain["kind"]), plain["reason"])
 
 
 class Knowledge:
@@ -67,7 +74,7 @@ class Knowledge:
     def first(self, *, exits: bool) -> News | None:
         """The news that explain a broken collective: of the strongest evidence the earliest. `exits`: ends count."""
         with self._lock:
-            found = [n for n in self._news if exits or n.kind is not Kind.EXITED]
+            found = [n for n in self._news if exits or n.kind is not NewsKind.EXITED]
             return min(found, key=lambda n: _WEIGHT[n.kind], default=None)
 
     def explains(self, rank: int) -> bool:

@@ -40,7 +40,7 @@ from autoplan.runtime.params import local_of
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 # What a program may keep on the host beside activations (`recompute` says those, by block); the second includes the
 # first.
-OFFLOADS = (OPTIMIZER, PARAMETERS)
+STATE_OFFLOADS = (OPTIMIZER, PARAMETERS)
 
 HOST = torch.device("cpu")
 
@@ -48,8 +48,8 @@ HOST = torch.device("cpu")
 def check_offload(offload: Iterable[str]) -> tuple[str, ...]:
     """The same. ValueError for what is not of OFFLOADS."""
     for name in offload:
-        if name not in OFFLOADS:
-            raise ValueError(f"offload of {name!r} is not known; use {' or '.join(OFFLOADS)}")
+        if name not in STATE_OFFLOADS:
+            raise ValueError(f"offload of {name!r} is not known; use {' or '.join(STATE_OFFLOADS)}")
     return tuple(offload)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import BufferSpec, ParamSpec, StageSpec
-from autoplan.runtime.whole import HOST, gather
+from autoplan.runtime.whole import CPU, gather
 
 
 def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
@@ -26,7 +26,7 @@ def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
     return shape, where
 
 
-def local_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple[int, ...]:
+def local_param_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple[int, ...]:
     """Shape of one rank's shard. ValueError if a factor does not divide."""
     factors = [list(f) for f in spec.factor_shape]
     for shard in spec.shards:
@@ -43,7 +43,7 @@ def local_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple[int, 
     return tuple(out)
 
 
-def shard(
+def shard_param(
     full: torch.Tensor, spec: ParamSpec, size: Callable[[str], int], coordinate: Callable[[str], int]
 ) -> torch.Tensor:
     """This rank's shard of a full tensor, contiguous.
@@ -63,7 +63,7 @@ def shard(
         at = where[s.dim, s.position]
         part = out.shape[at] // size(s.axis)
         out = out.narrow(at, coordinate(s.axis) * part, part)
-    return out.reshape(local_shape(spec, size)).contiguous()
+    return out.reshape(local_param_shape(spec, size)).contiguous()
 
 
 def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh, device: torch.device | None = None) -> torch.Tensor:
@@ -82,7 +82,7 @@ def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh, device: torch.
             continue
         parts = gather(out, [out.shape] * mesh.size(s.axis), mesh.group(s.axis), device)
         out = torch.cat(parts, dim=where[s.dim, s.position])
-    return out.to(HOST).reshape(spec.shape)
+    return out.to(CPU).reshape(spec.shape)
 
 
 def buffer_owner(stage: nn.Module, spec: BufferSpec) -> nn.Module:
@@ -115,7 +115,7 @@ def materialise(
     with torch.no_grad():
         for p in spec.params:
             block = stage.get_submodule(f"blocks.{p.block}")
-            local = shard(parameters[p.name].detach(), p, size, coordinate)
+            local = shard_param(parameters[p.name].detach(), p, size, coordinate)
             value = cast(local).clone() if stored is None else local.to(device, stored(p, local.dtype), copy=True)
             setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
         for b in spec.buffers:

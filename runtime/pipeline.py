@@ -13,7 +13,7 @@ from autoplan.runtime.spec import ScheduleSpec
 from autoplan.runtime.stages import Carried, SyncedStage, run_schedule, stage_class
 from autoplan.runtime.zero import GradientSync, check_schedule
 
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PipelineRunner:
             check_schedule(part.sync.zero, schedule)
         self._kind = None if schedule is None else class_of(schedule)
         self._stages: list[SyncedStage] = []
-        self._schedule: Schedule | None = None
+        self._schedule: TorchSchedule | None = None
         self._num_micro_batches = 0
         if pp_mesh is not None and pp_mesh.size() > 1:
             if pp_mesh.ndim != 1:
@@ -147,7 +147,7 @@ def _check_place(part: PipelineStagePart, count: int) -> None:
         )
 
 
-def class_of(schedule: ScheduleSpec) -> type[Schedule]:
+def class_of(schedule: ScheduleSpec) -> type[TorchSchedule]:
     """Torch's class of a schedule. ValueError if this torch has none of that name."""
     kind = getattr(pipelining, schedule.torch_class, None)
     if not (isinstance(kind, type) and issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti))):
@@ -156,7 +156,7 @@ def class_of(schedule: ScheduleSpec) -> type[Schedule]:
     return kind
 
 
-def _make_schedule(stages: list[SyncedStage], num_micro_batches: int, kind: type[Schedule]) -> Schedule:
+def _make_schedule(stages: list[SyncedStage], num_micro_batches: int, kind: type[TorchSchedule]) -> TorchSchedule:
     def loss_of(output: torch.Tensor | Sequence[torch.Tensor], _: object) -> torch.Tensor:
         return _loss_of(output)
 

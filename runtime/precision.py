@@ -103,7 +103,7 @@ class MixedPrecision:
         return out
 
 
-Place = tuple[ParamSpec, nn.Module]  # a use of a parameter, and the block that holds it
+ParamPlace = tuple[ParamSpec, nn.Module]  # a use of a parameter, and the block that holds it
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Copies:
         precision: of the program.
     """
 
-    def __init__(self, places: Iterable[Place], precision: MixedPrecision) -> None:
+    def __init__(self, places: Iterable[ParamPlace], precision: MixedPrecision) -> None:
         self.precision = precision
         self._at_once = precision.gradients == MASTER
         found: dict[int, _Copy] = {}

@@ -40,7 +40,7 @@ from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.host_copies import kept_copies
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
-from autoplan.runtime.recompute import Offload, Offloads, Regions
+from autoplan.runtime.recompute import OffloadedActivations, Offloads, Regions
 from autoplan.runtime.side_stream import SideStream
 
 __all__ = [
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.recompute, self.site, self.gathered = recompute, site, gathered
         self.compiled = False
         self._regions: Regions | None = None
-        self._ran: weakref.WeakSet[Regions | Offload] = weakref.WeakSet()
+        self._ran: weakref.WeakSet[Regions | OffloadedActivations] = weakref.WeakSet()
         self._offloads, self._follows = Offloads(), False
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.runtime import activity
-from autoplan.runtime.news import Kind, Knowledge, News
+from autoplan.runtime.news import Knowledge, News, NewsKind
 from autoplan.runtime.peers import Address, Listener, Silence, ask, neighbours
 
 # How long telling the neighbours may hold up a rank that ends.
@@ -74,7 +74,7 @@ class Ranks:
         """What this rank does now."""
         return self.where(activity.of_thread(self.thread))
 
-    def where(self, place: activity.Place) -> str:
+    def where(self, place: activity.StackPlace) -> str:
         """The call this rank is in and the place there, or where it is instead."""
         if self.call:
             return f"in {self.call} ({place})" if str(place) else f"in {self.call}"
@@ -162,24 +162,24 @@ class Ranks:
         """Take note that there are no such processes any more."""
         whose = "its process is" if len(ranks) == 1 else "their processes are"
         reason = f"{whose} gone without a word: killed, out of memory, crashed or os._exit{self.last(*ranks)}"
-        return self._note(ranks, Kind.GONE, reason)
+        return self._note(ranks, NewsKind.GONE, reason)
 
     def _note_silent(self, ranks: list[int], silent_s: float) -> News:
         one = len(ranks) == 1
         cause = "its process is stopped, or its machine" if one else "stopped, or the machine"
         verb = "does" if one else "do"
         reason = f"{verb} not answer for {silent_s:.0f} s: {cause} hangs{self.last(*ranks)}"
-        return self._note(ranks, Kind.SILENT, reason)
+        return self._note(ranks, NewsKind.SILENT, reason)
 
     def _note_late(self, ranks: list[int], lives: Mapping[int, Mapping[str, Any]]) -> News:
         if not ranks:
             each = "; ".join(f"rank {r} {a['doing']}" for r, a in lives.items())
-            return News((), Kind.UNKNOWN, f"a collective broke though every rank lives and waits: {each}")
+            return News((), NewsKind.UNKNOWN, f"a collective broke though every rank lives and waits: {each}")
         each = "; ".join(str(lives[r]["doing"]) for r in ranks)
         reason = f"lives, but did not come to the collective in which others wait: {each}"
-        return self._note(ranks, Kind.LATE, reason)
+        return self._note(ranks, NewsKind.LATE, reason)
 
-    def _note(self, ranks: list[int], kind: Kind, reason: str) -> News:
+    def _note(self, ranks: list[int], kind: NewsKind, reason: str) -> News:
         news = News(tuple(ranks), kind, reason)
         self.known.add(news)
         return news

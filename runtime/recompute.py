@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoplan.runtime.side_stream import SideStream, Waiting
 
-__all__ = ["Offload", "Offloads", "Regions"]
+__all__ = ["OffloadedActivations", "Offloads", "Regions"]
 
 Outs = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -169,7 +169,7 @@ class Regions:
         return outs
 
 
-class Offload:
+class OffloadedActivations:
     """Open around one forward of a block: what autograd keeps waits in the host's memory, each storage once.
 
     As `torch.autograd.graph.save_on_cpu`, but without copies of parameters and of several views of one storage. On the
@@ -184,7 +184,10 @@ class Offload:
     """
 
     def __init__(
-        self, resident: Iterable[torch.Tensor], side: SideStream | None = None, before: Offload | None = None
+        self,
+        resident: Iterable[torch.Tensor],
+        side: SideStream | None = None,
+        before: OffloadedActivations | None = None,
     ) -> None:
         self._resident = {_storage(x)._cdata for x in resident}
         self._all: list[weakref.ref[Waiting]] = []
@@ -193,7 +196,7 @@ class Offload:
         self._before = None if before is None else weakref.ref(before)
         self._hooks = saved_tensors_hooks(self._pack, _back)
 
-    def __enter__(self) -> Offload:
+    def __enter__(self) -> OffloadedActivations:
         self._hooks.__enter__()
         return self
 
@@ -243,12 +246,12 @@ class Offloads:
 
     def __init__(self, side: SideStream | None = None) -> None:
         self._side = side
-        self._last: weakref.ref[Offload] | None = None
+        self._last: weakref.ref[OffloadedActivations] | None = None
 
-    def open(self, resident: Iterable[torch.Tensor], follows: bool) -> Offload:
+    def open(self, resident: Iterable[torch.Tensor], follows: bool) -> OffloadedActivations:
         """For one forward of a block; `follows`: the one before it in the stage sends to the host, too."""
         before = self._last() if follows and self._last is not None else None
-        out = Offload(resident, self._side, before)
+        out = OffloadedActivations(resident, self._side, before)
         self._last = weakref.ref(out)
         return out
 
@@ -256,7 +259,7 @@ class Offloads:
 class _Moved:
     """A storage on the host. It comes back for the first operation that needs it, and stays for the others."""
 
-    def __init__(self, x: torch.Tensor, offload: Offload) -> None:
+    def __init__(self, x: torch.Tensor, offload: OffloadedActivations) -> None:
         self.device, self._offload = x.device, offload
         self.waiting = offload.send(torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()))
 

@@ -15,7 +15,7 @@ SPEC_VERSION = 3
 Terms = tuple[tuple[int, int, tuple[str, ...]], ...]  # numerator, denominator, symbols: sum of products
 
 
-def evaluate(size: Terms, env: Mapping[str, int]) -> int:
+def evaluate_terms(size: Terms, env: Mapping[str, int]) -> int:
     """The number behind a symbolic size. ValueError if a shard would not be whole; KeyError names a missing symbol."""
     total = Fraction(0)
     for numerator, denominator, symbols in size:

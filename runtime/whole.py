@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-HOST = torch.device("cpu")
-BUCKET_BYTES = 64 << 20
+CPU = torch.device("cpu")
+HOST_BUCKET_BYTES = 64 << 20
 
 
 def gather(
@@ -26,13 +26,13 @@ def gather(
     """
     shapes = [tuple(s) for s in shapes]
     flat = local.contiguous().view(-1)
-    if device.type == local.device.type == HOST.type and len(set(shapes)) == 1:
+    if device.type == local.device.type == CPU.type and len(set(shapes)) == 1:
         whole = [torch.empty_like(flat) for _ in shapes]
         dist.all_gather(whole, flat, group=group)
         return [part.view(shape) for part, shape in zip(whole, shapes, strict=True)]
-    parts = [torch.empty(shape, dtype=local.dtype, device=HOST) for shape in shapes]
+    parts = [torch.empty(shape, dtype=local.dtype, device=CPU) for shape in shapes]
     longest = max(part.numel() for part in parts)
-    step = min(longest, max(1, BUCKET_BYTES // (local.element_size() * (len(parts) + 1))))
+    step = min(longest, max(1, HOST_BUCKET_BYTES // (local.element_size() * (len(parts) + 1))))
     bucket = [torch.zeros(step, dtype=local.dtype, device=device) for _ in range(1 + len(parts))]
     for begin in range(0, longest, step or 1):
         sent, *received = (x.narrow(0, 0, min(step, longest - begin)) for x in bucket)
@@ -53,13 +53,15 @@ def _copy(flat: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         out.narrow(0, 0, left).copy_(flat.narrow(0, begin, left))
 
 
-def broadcast(tensor: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_whole(
+    tensor: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
     """Give a contiguous tensor of the host the values that it has on rank `source`. A collective."""
     flat = tensor.view(-1)
-    if device.type == HOST.type:
+    if device.type == CPU.type:
         dist.broadcast(flat, source, group=group)
         return
-    step = min(flat.numel(), max(1, BUCKET_BYTES // tensor.element_size()))
+    step = min(flat.numel(), max(1, HOST_BUCKET_BYTES // tensor.element_size()))
     bucket = torch.empty(step, dtype=tensor.dtype, device=device)
     for begin in range(0, flat.numel(), step or 1):
         size = min(step, flat.numel() - begin)
@@ -87,7 +89,7 @@ def of_shards(local: torch.Tensor, like: DTensor, device: torch.device) -> torch
     """The whole tensor, on the host, of which every rank has `local`, laid out as `like`. A collective."""
     found = _sharded(like)
     if found is None or like.device_mesh.size(found[0]) == 1:
-        return local.to(HOST)
+        return local.to(CPU)
     over, dim = found
     ranks = like.device_mesh.size(over)
     shapes = [[*like.shape[:dim], _length(like.shape[dim], ranks, i), *like.shape[dim + 1 :]] for i in range(ranks)]

@@ -12,7 +12,7 @@ from typing import Any
 import models
 
 from autoplan.capture.export import capture
-from autoplan.config.offload import SEARCHED
+from autoplan.config.offload import SEARCHED_OFFLOADS
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
@@ -104,7 +104,7 @@ def brute_schedule(pricer: Pricer, capacity: float) -> float:
 def brute_force(r: PlanRequest) -> float:
     """Every candidate of the space, each with everything that may be on the host."""
     best = math.inf
-    kinds = ((), *SEARCHED) if r.cluster.device.host_memory_bytes is not None else ((),)
+    kinds = ((), *SEARCHED_OFFLOADS) if r.cluster.device.host_memory_bytes is not None else ((),)
     for c, kind in itertools.product(space(r.graph, r.cluster, r.global_batch_size, r.pins).candidates, kinds):
         if "parameters" in kind and (c.zero_stage == 0 or c.dp == 1):
             continue  # nothing is sharded

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.capture.frontend.experts import experts
+from autoplan.capture.frontend.experts import experts_forward
 
 
 class GPTBlock(nn.Module):
@@ -172,7 +172,7 @@ def make_qwen3_moe(**extra: Any) -> nn.Module:
     return Qwen3MoeForCausalLM(config)
 
 
-@experts(gate_up="up", down="down", gated=False, activation="relu")
+@experts_forward(gate_up="up", down="down", gated=False, activation="relu")
 class CapacityExperts(nn.Module):
     """Two products per expert; every expert for every token, of which its share is taken."""
 

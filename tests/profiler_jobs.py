@@ -13,7 +13,7 @@ from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import linear_task, pointwise_task
 from autoplan.profiler.links import measure_sharing
-from autoplan.profiler.ops import Clock, Task
+from autoplan.profiler.ops import Clock, MeasureTask
 from autoplan.profiler.run import measure_in_job
 
 
@@ -32,7 +32,7 @@ def measure_unlike(rank: int, world: int) -> tuple[list[str], dict[str, str]]:
     ]
     before = run.memory_bytes, run.measure_op
 
-    def unlike(task: Task, clock: Clock, cache: int) -> MeasuredOp:
+    def unlike(task: MeasureTask, clock: Clock, cache: int) -> MeasuredOp:
         if rank == 0 and task is tasks[2]:
             raise RuntimeError("no kernel for this")
         return before[1](task, clock, cache)

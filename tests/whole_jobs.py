@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def there_and_back(rank: int, world: int, bucket_bytes: int) -> dict[str, bool]:
-    before, whole.BUCKET_BYTES = whole.BUCKET_BYTES, bucket_bytes
+    before, whole.HOST_BUCKET_BYTES = whole.HOST_BUCKET_BYTES, bucket_bytes
     try:
         mesh = worker_mesh((world,), ("dp",))
         found, own = {}, True
@@ -23,8 +23,8 @@ def there_and_back(rank: int, world: int, bucket_bytes: int) -> dict[str, bool]:
             found[name] = torch.equal(whole.of_shards(sharded.to_local(), sharded, CPU), full)
             own = own and torch.equal(whole.own_shard(full, sharded), sharded.to_local())
         value = torch.full((37,), float(rank))
-        whole.broadcast(value, 2, CPU)
+        whole.broadcast_whole(value, 2, CPU)
         dist.barrier()
         return {**found, "own": own, "brought": torch.equal(value, torch.full((37,), 2.0))}
     finally:
-        whole.BUCKET_BYTES = before
+        whole.HOST_BUCKET_BYTES = before

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autoplan.calibration.fit import Fitted, Floats, HeldOut, Step, fit, held_out, priced_by
+from autoplan.calibration.fit import Fitted, Floats, HeldOut, MeasuredStep, fit, held_out_errors, priced_by
 from autoplan.calibration.steps import functions, read_steps
 from autoplan.calibration.tables import constants_table, rounded, stored
 from autoplan.cost_models.constants import Constants
@@ -38,19 +38,21 @@ def calibrate_command(
     price = priced_by(functions(measured))
     fitted = fit(steps, price, start, names=names, least_groups=_LEAST_GROUPS)
     several = len({step.group for step in steps}) > 1
-    held = held_out(fitted, steps, price, least_groups=_LEAST_GROUPS) if several else None
+    held = held_out_errors(fitted, steps, price, least_groups=_LEAST_GROUPS) if several else None
     if write is not None:
         _write(write, file, steps, fitted, held)
     return lambda: _show(console(), steps, fitted, held, write)
 
 
-def _write(path: Path, file: Path, steps: Sequence[Step], fitted: Fitted, held: HeldOut | None) -> None:
+def _write(path: Path, file: Path, steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | None) -> None:
     more = {"date": datetime.date.today().isoformat(), "sources": [file.name]}
     text = json.dumps(stored(steps, fitted, held, more=more), indent=1) + "\n"
     write_text(path, text)
 
 
-def _show(out: Console, steps: Sequence[Step], fitted: Fitted, held: HeldOut | None, write: Path | None) -> None:
+def _show(
+    out: Console, steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | None, write: Path | None
+) -> None:
     out.print(_steps_table(steps, fitted, held))
     means = f"{_mean(fitted.before)} before, {_mean(fitted.after)} after"
     if held is not None:
@@ -73,7 +75,7 @@ def _mean(logs: Floats) -> str:
     return f"{np.mean(np.abs(np.expm1(logs))):.1%}"
 
 
-def _steps_table(steps: Sequence[Step], fitted: Fitted, held: HeldOut | None) -> Table:
+def _steps_table(steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | None) -> Table:
     table = Table(title="Steps: predicted / measured - 1", title_justify="left")
     table.add_column("step")
     for name in ("measured", "before", "after", *(["without it"] if held else [])):

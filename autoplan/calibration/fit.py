@@ -51,7 +51,7 @@ _CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A measured step: seconds, and the group that it counts with."""
 
     name: str
@@ -68,16 +68,16 @@ class Step:
 # Predicted seconds of steps, by their index, at given constants: one array per question. All questions of a round come
 # at once, so that they can be answered in parallel.
 Question = tuple[Constants, Sequence[int]]
-Price = Callable[[Sequence[Question]], Sequence[Sequence[float]]]
+StepPrice = Callable[[Sequence[Question]], Sequence[Sequence[float]]]
 
 
-def priced_by(functions: Sequence[Callable[[Constants], float]]) -> Price:
+def priced_by(functions: Sequence[Callable[[Constants], float]]) -> StepPrice:
     """The price of steps that are given as a function each."""
     return lambda questions: [[functions[i](constants) for i in steps] for constants, steps in questions]
 
 
 @dataclass(frozen=True)
-class Range:
+class FittedRange:
     """Where a constant may lie, and the width (log) of the prior around the value it has."""
 
     low: float
@@ -87,24 +87,24 @@ class Range:
 
 # By name, the first pattern that matches. A share cannot pass what it is a share of; a little above 1 where that is
 # itself fitted. Widths: 5 to 10 % where hardware settles it, a factor of 2 where software does.
-_RANGES: tuple[tuple[str, Range], ...] = (
-    (r"sustained_.*", Range(0.6, 1.0, 0.07)),
-    (r"memory_share", Range(0.5, 1.0, 0.1)),
-    (r"(attention|network)_share", Range(0.4, 1.2, 0.15)),
-    (r".*_share", Range(0.2, 1.2, 0.2)),
-    (r"power_exponent", Range(0.1, 1.5, 0.3)),
-    (r"imbalance", Range(1.0, 2.5, 0.2)),
-    (r"host_fp8", Range(1.0, 5.0, 0.3)),
-    (r"host_.*_s", Range(1e-6, 2e-2, 0.7)),
-    (r"overlap|contention|.*_hidden", Range(0.05, 1.0, 0.4)),
-    (r".*", Range(1e-12, 1e12, 0.3)),
+_RANGES: tuple[tuple[str, FittedRange], ...] = (
+    (r"sustained_.*", FittedRange(0.6, 1.0, 0.07)),
+    (r"memory_share", FittedRange(0.5, 1.0, 0.1)),
+    (r"(attention|network)_share", FittedRange(0.4, 1.2, 0.15)),
+    (r".*_share", FittedRange(0.2, 1.2, 0.2)),
+    (r"power_exponent", FittedRange(0.1, 1.5, 0.3)),
+    (r"imbalance", FittedRange(1.0, 2.5, 0.2)),
+    (r"host_fp8", FittedRange(1.0, 5.0, 0.3)),
+    (r"host_.*_s", FittedRange(1e-6, 2e-2, 0.7)),
+    (r"overlap|contention|.*_hidden", FittedRange(0.05, 1.0, 0.4)),
+    (r".*", FittedRange(1e-12, 1e12, 0.3)),
 )
 
 
-def range_of(name: str, value: float) -> Range:
+def range_of(name: str, value: float) -> FittedRange:
     """Of a constant; wide enough for the value that it has."""
     found = next(r for pattern, r in _RANGES if re.fullmatch(pattern, name))
-    return Range(min(found.low, value), max(found.high, value), found.width)
+    return FittedRange(min(found.low, value), max(found.high, value), found.width)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def objective(residual: Floats, weights: Floats, z: Floats, prior: Floats, width
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(steps: Sequence[Step], least_groups: int, rounds: int, looseness: float) -> None:
+def _check_arguments(steps: Sequence[MeasuredStep], least_groups: int, rounds: int, looseness: float) -> None:
     if not steps:
         raise AutoplanError("no measured steps; give at least one")
     if least_groups < 1 or rounds < 1:
@@ -244,8 +244,8 @@ def _check_arguments(steps: Sequence[Step], least_groups: int, rounds: int, loos
 
 
 def fit(
-    steps: Sequence[Step],
-    price: Price,
+    steps: Sequence[MeasuredStep],
+    price: StepPrice,
     start: Constants,
     *,
     names: Sequence[str] = (),
@@ -306,7 +306,9 @@ def fit(
     return Fitted(constants, rows, before, linear.residual, done, linear)
 
 
-def held_out(fitted: Fitted, steps: Sequence[Step], price: Price, *, least_groups: int = LEAST_GROUPS) -> HeldOut:
+def held_out_errors(
+    fitted: Fitted, steps: Sequence[MeasuredStep], price: StepPrice, *, least_groups: int = LEAST_GROUPS
+) -> HeldOut:
     """Fit again without each group, and price it with what came out.
 
     The fits are those of the linear model where the whole fit ended; as far as they go from there, true prices of the
@@ -359,7 +361,7 @@ def _constants(start: Constants, names: Sequence[str], z: Floats) -> Constants:
     return start.with_({n: v for n, v in values.items() if not math.isclose(v, before[n], rel_tol=1e-12)})
 
 
-def _logs(steps: Sequence[Step], indices: Sequence[int], seconds: Sequence[float]) -> Floats:
+def _logs(steps: Sequence[MeasuredStep], indices: Sequence[int], seconds: Sequence[float]) -> Floats:
     for i, value in zip(indices, seconds, strict=True):
         if not 0 < value < math.inf:
             raise AutoplanError(f"step {steps[i].name}: its predicted time {value!r} is no positive number of seconds")
@@ -367,7 +369,7 @@ def _logs(steps: Sequence[Step], indices: Sequence[int], seconds: Sequence[float
 
 
 def _differences(
-    linear: _Linear, steps: Sequence[Step], price: Price, start: Constants, asked: Sequence[Sequence[int]]
+    linear: _Linear, steps: Sequence[MeasuredStep], price: StepPrice, start: Constants, asked: Sequence[Sequence[int]]
 ) -> _Linear:
     """With the jacobian at `at`, by one difference per constant, away from a bound where it is near one."""
     jacobian = np.zeros((len(steps), len(linear.names)))
@@ -420,7 +422,7 @@ def _rows(
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def group_errors(steps: Sequence[Step], logs: Floats) -> dict[str, float]:
+def group_errors(steps: Sequence[MeasuredStep], logs: Floats) -> dict[str, float]:
     """Mean |log(predicted / measured)| by group, in order of their names."""
     found: dict[str, list[float]] = {}
     for step, value in zip(steps, np.abs(logs), strict=True):
@@ -428,7 +430,7 @@ def group_errors(steps: Sequence[Step], logs: Floats) -> dict[str, float]:
     return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
-def macro(steps: Sequence[Step], logs: Floats) -> float:
+def macro(steps: Sequence[MeasuredStep], logs: Floats) -> float:
     """Mean over groups of that, each counting once."""
     return float(np.mean(list(group_errors(steps, logs).values())))
 
@@ -451,7 +453,7 @@ class Interval:
         return self.high - self.low
 
 
-def interval(steps: Sequence[Step], errors: Floats, aimed: float) -> Interval:
+def interval(steps: Sequence[MeasuredStep], errors: Floats, aimed: float) -> Interval:
     """Central interval of measured / predicted from held-out errors, each group counting once, but one of few steps
     (under `FEW_STEPS`) by their share of these: a single step is no tail.
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.calibration.fit import Step
+from autoplan.calibration.fit import MeasuredStep
 from autoplan.catalog import load_model
 from autoplan.config.choices import options_of
 from autoplan.config.numbers import read_count
@@ -39,14 +39,14 @@ from autoplan.errors import AutoplanError, PinError
 from autoplan.report.degrees import checked_config
 from autoplan.search.estimate import ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.search.layouts import PlanRequest
-from autoplan.sweeps.whatif import check_task
+from autoplan.sweeps.whatif import check_sweep
 
 _NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
 _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """A configuration with its layout, found once: all that a price at other constants needs."""
 
     request: PlanRequest
@@ -54,10 +54,10 @@ class Planned:
     workload: Workload
 
     @staticmethod
-    def of(request: PlanRequest, config: ParallelConfig) -> Planned:
+    def of(request: PlanRequest, config: ParallelConfig) -> PlannedStep:
         """With the layout that is best at the request's constants. Raises what `estimate_config` raises."""
         found = estimate_config(request, config)
-        return Planned(request, found.config, found.point.workload)
+        return PlannedStep(request, found.config, found.point.workload)
 
     def step_s(self, constants: Constants) -> float:
         """Seconds of one step; layout, stages and recompute stay, everything else is priced anew."""
@@ -73,8 +73,8 @@ class Planned:
 class Measured:
     """A step of the file, planned and measured."""
 
-    step: Step
-    planned: Planned
+    step: MeasuredStep
+    planned: PlannedStep
 
 
 def read_steps(path: str | Path, constants: Constants, profile: Profile | None = None) -> list[Measured]:
@@ -121,7 +121,7 @@ def _measured(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise PinError(f"step_time_s={seconds!r} must be a number of seconds above 0")
     seq_len, batch = _count("seq_len", given["seq_len"]), _count("global_batch_size", given["global_batch_size"])
-    check_task(seq_len, batch)
+    check_sweep(seq_len, batch)
     cluster = Cluster.parse(_beside(_text("cluster", given["cluster"]), folder, (".yaml", ".yml")))
     if profile is not None and profile.device_type != cluster.device_type:
         raise PinError(
@@ -152,8 +152,8 @@ def _measured(
     )
     config = checked_config(request, degrees)
     name = str(given.get("name", f"step {index + 1}"))
-    step = Step(name, str(given.get("group", name)), float(seconds))
-    return Measured(step, Planned.of(request, config))
+    step = MeasuredStep(name, str(given.get("group", name)), float(seconds))
+    return Measured(step, PlannedStep.of(request, config))
 
 
 def _text(name: str, value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from autoplan.calibration.fit import Fitted, HeldOut, Interval, Row, Step, group_errors, macro
+from autoplan.calibration.fit import Fitted, HeldOut, Interval, MeasuredStep, Row, group_errors, macro
 from autoplan.cost_models.constants import Constants
 
 _DIGITS = 4  # of values that are stored: far finer than any error
@@ -56,7 +56,7 @@ def state(row: Row) -> str:
     return "fitted" if row.determined else "prior holds"
 
 
-def groups_table(steps: Sequence[Step], fitted: Fitted, held: HeldOut | None, group: str) -> Table:
+def groups_table(steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | None, group: str) -> Table:
     """Mean |log(predicted / measured)| by group, and the mean over groups."""
     columns = {"before": fitted.before, "in sample": fitted.after} | ({"held out": held.errors} if held else {})
     errors = [group_errors(steps, logs) for logs in columns.values()]
@@ -81,7 +81,7 @@ def interval_text(found: Interval) -> str:
 
 
 def stored(
-    steps: Sequence[Step],
+    steps: Sequence[MeasuredStep],
     fitted: Fitted,
     held: HeldOut | None = None,
     intervals: Sequence[Interval] = (),

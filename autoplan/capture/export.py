@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts, refuse_separate_experts
-from autoplan.capture.frontend.host import examples_on_host, on_host
+from autoplan.capture.frontend.host import examples_on_host, module_on_host
 from autoplan.capture.frontend.huggingface import (
     capture_attention,
     check_masks,
@@ -58,7 +58,7 @@ def capture(
     _refuse_autocast()
     example_inputs = examples_on_host(example_inputs)
     check_masks(model, example_inputs)
-    with on_host(model):
+    with module_on_host(model):
         if is_hf_model(model):
             refuse_separate_experts(model)
             refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoplan.capture.frontend.left_out import check_attention_dropout
 from autoplan.errors import CaptureError
-from autoplan.ops.arguments import Alias, Lowering, Result
+from autoplan.ops.arguments import Alias, IrResult, Lowering
 from autoplan.ops.record import Trait
 from autoplan.ops.table import ATEN, op_has
 
@@ -41,7 +41,7 @@ class Arguments(dict[str, Any]):
         return super().get(name, default)
 
 
-def lower(target: str, a: Arguments, defaults: Mapping[str, Any]) -> Result:
+def lower(target: str, a: Arguments, defaults: Mapping[str, Any]) -> IrResult:
     """The IR of one ATen operation.
 
     Args:

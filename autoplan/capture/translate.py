@@ -30,7 +30,7 @@ from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
-from autoplan.ops.arguments import Alias, Lowered
+from autoplan.ops.arguments import Alias, IrOp
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has, op_record
 
@@ -194,7 +194,7 @@ class Translator:
         if not isinstance(scalar, (bool, int, float)):
             raise CaptureError(f"{source_of(node)}: a slice can be filled with a fixed number only")
         like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
-        item = Lowered("full", (), {"scalar": scalar})
+        item = IrOp("full", (), {"scalar": scalar})
         fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
         self.env[node] = written
 
@@ -239,7 +239,7 @@ class Translator:
         for placeholder, actual in zip(inner, inputs, strict=True):
             found = self.env.get(actual)
             if without_gradients and isinstance(found, str) and self.trace.values[found].requires_grad:
-                item = Lowered("detach", (found,), {})
+                item = IrOp("detach", (found,), {})
                 found = self._emit(item, (found,), [actual.meta["val"]], source_of(node), _scope_of(node))[0]
             self.env[placeholder] = found
             placeholder.meta.setdefault("val", actual.meta.get("val"))
@@ -327,8 +327,8 @@ class Translator:
 
     def _is_noop(self, result: Any, node: fx.Node) -> bool:
         """A cast to the same dtype, or a reshape/expand to the same shape."""
-        traits = op_record(result.op).traits if isinstance(result, Lowered) else frozenset()
-        if not isinstance(result, Lowered) or traits.isdisjoint((Trait.CAST, Trait.RESIZES)):
+        traits = op_record(result.op).traits if isinstance(result, IrOp) else frozenset()
+        if not isinstance(result, IrOp) or traits.isdisjoint((Trait.CAST, Trait.RESIZES)):
             return False
         before = self.trace.values[str(result.tensors[0])]
         value = node.meta["val"]
@@ -336,9 +336,7 @@ class Translator:
             return before.dtype == dtype_name(value.dtype)
         return before.shape == self._shape(value)
 
-    def _emit(
-        self, item: Lowered, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str
-    ) -> list[str]:
+    def _emit(self, item: IrOp, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str) -> list[str]:
         base = self._fresh(item.op)
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
@@ -389,13 +387,13 @@ class Translator:
     def _name_of(self, node: fx.Node) -> str:
         found = self.env.get(node)
         if isinstance(found, Constant):
-            item = Lowered("full", (), {"scalar": found.value})
+            item = IrOp("full", (), {"scalar": found.value})
             self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
             return cast(str, self.env[node])
         if isinstance(found, Assembly):
             filler = FILLED.get(str(found.node.target))
             if not found.name and not found.parts and filler is not None:
-                item = Lowered("full", (), {"scalar": filler})
+                item = IrOp("full", (), {"scalar": filler})
                 meta = found.node.meta["val"]
                 found.name = self._emit(item, (), [meta], source_of(found.node), _scope_of(found.node))[0]
             if not found.name:
@@ -403,7 +401,7 @@ class Translator:
                 if pieces is None:
                     raise CaptureError(f"{source_of(node)}: a tensor is used before all of it is written")
                 parts = tuple(pieces)
-                item = Lowered("cat", parts, {"dim": found.dim})
+                item = IrOp("cat", parts, {"dim": found.dim})
                 found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), _scope_of(node))[0]
             return found.name
         if not isinstance(found, str):

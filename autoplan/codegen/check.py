@@ -24,9 +24,9 @@ from torch import nn
 
 from autoplan.runtime.convert import I, P, R, V, typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.runtime.params import buffer_owner, local_shape
+from autoplan.runtime.params import buffer_owner, local_param_shape
 from autoplan.runtime.program import load_module
-from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate
+from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate_terms
 
 _TYPES = {"R": R, "I": I, "P": P, "S": V}
 
@@ -74,11 +74,11 @@ def _tensor_axes(spec: ProgramSpec) -> tuple[str, ...]:
 
 def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor:
     """Token ids of the shape that the program was captured with."""
-    return torch.zeros([evaluate(size, env) for size in dict(spec.input_shapes)[name]], dtype=torch.int64)
+    return torch.zeros([evaluate_terms(size, env) for size in dict(spec.input_shapes)[name]], dtype=torch.int64)
 
 
 def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:
-    x = torch.zeros([evaluate(s, env) for s in c.shape], dtype=getattr(torch, c.dtype))
+    x = torch.zeros([evaluate_terms(s, env) for s in c.shape], dtype=getattr(torch, c.dtype))
     return x.requires_grad_() if x.is_floating_point() and c.requires_grad else x
 
 
@@ -97,7 +97,7 @@ def _fill(stage: nn.Module, this: StageSpec, mesh: AxisMesh) -> None:
     """Give a stage parameters and buffers of zeros in the shapes of one rank."""
     with torch.no_grad():
         for p in this.params:
-            value = torch.zeros(local_shape(p, mesh.size), dtype=getattr(torch, p.dtype))
+            value = torch.zeros(local_param_shape(p, mesh.size), dtype=getattr(torch, p.dtype))
             setattr(stage.get_submodule(f"blocks.{p.block}"), p.attr, nn.Parameter(value, requires_grad=p.trainable))
         for b in this.buffers:
             owner = buffer_owner(stage, b)
@@ -137,9 +137,9 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
             outs[0].backward()
 
 
-def main() -> None:
+def check_main() -> None:
     """Check a folder that `parallelize(folder=...)` wrote."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(description=check_main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=8)
@@ -151,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    check_main()

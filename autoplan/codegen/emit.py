@@ -46,7 +46,7 @@ class Context:
         return names[0] if len(names) == 1 else self.groups[names]
 
 
-def describe(value: Value, layout: Layout, ctx: Context) -> str:
+def describe_value(value: Value, layout: Layout, ctx: Context) -> str:
     """Comment: dtype, local shape, types. `f32[b, s // 2, 64] tp:S(s)`."""
     shape = shape_text(local_shape(value, layout, ctx.factors, ctx.axes))
     types = []
@@ -189,13 +189,13 @@ def block_source(
     lines, site = [], 0
     for statement in lowered.statements:
         if isinstance(statement, Convert):
-            comment = describe(statement.value, statement.result, ctx)
+            comment = describe_value(statement.value, statement.result, ctx)
             lines.append(_assign(statement.target, convert_text(statement, ctx), comment))
             continue
         text = op_text(statement, ctx, site)
         site += op_has(statement.node.op, Trait.RANDOM)
         comment = "; ".join(
-            describe(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
+            describe_value(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
         lines.append(_assign(", ".join(statement.targets), text, comment))
     body = _body(lowered, lines, regions(lowered.statements, lowered.outputs, groups))
@@ -216,7 +216,7 @@ def block_source(
     name = "forward" if free else "compute"
     lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
     for var, value, layout in lowered.inputs:
-        lines.append(f"        # {var}: {describe(value, layout, ctx)}")
+        lines.append(f"        # {var}: {describe_value(value, layout, ctx)}")
     lines += [f"        {line}" for line in body]
     lines.append(f"        return {', '.join(lowered.outputs)}")
     lines += ["", ""]
@@ -311,14 +311,14 @@ def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
         lines = ["    def __init__(self) -> None:", "        super().__init__()"]
     for param in lowered.params:
         sizes = local_shape(param.value, param.stored, ctx.factors, ctx.axes)
-        made, used = describe(param.value, param.stored, ctx), ""
+        made, used = describe_value(param.value, param.stored, ctx), ""
         if param.spread:
-            made = describe(param.value, (), replace(ctx, axes=()))
+            made = describe_value(param.value, (), replace(ctx, axes=()))
             for part in param.spread:
                 sizes[part.dim] = sizes[part.dim].scale(Fraction(1, part.ways))
                 used += f" {part.axis}:S({(param.value.dims or ())[part.dim][part.position]})"
         elif param.used != param.stored:
-            used = f" used as {describe(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
+            used = f" used as {describe_value(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
         shape = shape_text(sizes)
         comma = "," if len(param.value.shape) == 1 else ""
         lines.append(

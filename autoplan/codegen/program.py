@@ -10,7 +10,7 @@ from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import executed_precision
-from autoplan.config.recompute import groups_of, kind_of
+from autoplan.config.recompute import recompute_kind, region_groups
 from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
 from autoplan.ir.layout import Axis, Layout, Mesh
@@ -321,7 +321,7 @@ class _Compiler:
             free_block = set(calls) <= self.free_names
             parts = {**self.ctx.parts, "s": 1} if free_block else self.ctx.parts  # sequences are cut behind free blocks
             ctx = replace(self.ctx, parts=parts)
-            groups = {g for call in calls for g in groups_of(self.layouts.recompute.get(call, "none"))}
+            groups = {g for call in calls for g in region_groups(self.layouts.recompute.get(call, "none"))}
             text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups)
             lines += text
         lines += self._stage_class(index, spec, free, mine, needs)
@@ -374,7 +374,7 @@ class _Compiler:
         """What becomes of the parameters that ZeRO 3 gathers for a forward (see `runtime.program.Block`)."""
         if self.layouts.zero_stage < 3 or not call.params:
             return "again"
-        if not kind_of(recompute).computes_again and not backward_reads_params(self.lowered[call.block].block):
+        if not recompute_kind(recompute).computes_again and not backward_reads_params(self.lowered[call.block].block):
             return "drop"
         last = call is self.graph.calls[-1]
         return "keep" if last and backward_follows(self.layouts.schedule, len(self.layouts.stages)) else "again"

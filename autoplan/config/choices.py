@@ -45,7 +45,7 @@ def check_values(values: Mapping[str, Any], known: Sequence[str] = PINS, what: s
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain_option(value: Any) -> Any:
     """Return the value of a choice as JSON has it: lists, mappings, words and numbers."""
     if isinstance(value, StrEnum):
         return str(value)
@@ -56,13 +56,13 @@ def plain(value: Any) -> Any:
 
 def config_data(config: ParallelConfig) -> dict[str, Any]:
     """Return a plan as plain data."""
-    out = {c.name: plain(getattr(config, c.name)) for c in CHOICES if c.reported}
+    out = {c.name: plain_option(getattr(config, c.name)) for c in CHOICES if c.reported}
     return {**out, "etp": config.tp if config.etp is None else config.etp}
 
 
 def option_data(options: RunOptions) -> dict[str, Any]:
     """Return all options of a run as plain data, which `options_of` reads."""
-    return {name: plain(getattr(options, name)) for name in OPTIONS}
+    return {name: plain_option(getattr(options, name)) for name in OPTIONS}
 
 
 def options_of(data: object) -> RunOptions:

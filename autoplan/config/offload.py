@@ -34,7 +34,7 @@ class Offload:
 
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS = "activations", "optimizer", "parameters"
-KINDS: Mapping[str, Offload] = {
+OFFLOAD_KINDS: Mapping[str, Offload] = {
     kind.name: kind
     for kind in (
         Offload(ACTIVATIONS, "what autograd keeps, of all layers (recompute 'offload')", state=False),
@@ -42,10 +42,10 @@ KINDS: Mapping[str, Offload] = {
         Offload(PARAMETERS, "parameters and gradients", brings=(OPTIMIZER,), needs_shards=True),
     )
 }
-OFFLOADS = tuple(KINDS)
-_STATES = tuple((kind.name,) for kind in KINDS.values() if kind.state)
+OFFLOADS = tuple(OFFLOAD_KINDS)
+_STATES = tuple((kind.name,) for kind in OFFLOAD_KINDS.values() if kind.state)
 # What a search looks at beside nothing; activations as a step of recompute, of as many layers as it takes.
-SEARCHED = (*_STATES, (ACTIVATIONS,), *((ACTIVATIONS, *state) for state in _STATES))
+SEARCHED_OFFLOADS = (*_STATES, (ACTIVATIONS,), *((ACTIVATIONS, *state) for state in _STATES))
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
@@ -58,7 +58,7 @@ def read_offload(value: object) -> tuple[str, ...]:
         raise PinError(
             f"offload={value!r} is not supported; use none, or some of {', '.join(OFFLOADS)} joined by +", ("offload",)
         )
-    brought = {name for part in parts for name in KINDS[part].brings}
+    brought = {name for part in parts for name in OFFLOAD_KINDS[part].brings}
     return tuple(name for name in OFFLOADS if name in parts and name not in brought)
 
 
@@ -81,22 +81,22 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def state_offload(pins: Mapping[str, Any]) -> tuple[str, ...]:
     """What a pin says of state: `ParallelConfig.offload`."""
-    return tuple(name for name in read_offload(pins.get("offload", "none")) if KINDS[name].state)
+    return tuple(name for name in read_offload(pins.get("offload", "none")) if OFFLOAD_KINDS[name].state)
 
 
 def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> tuple[tuple[str, ...], ...]:
     """What a search looks at beside offloading nothing, under these pins. `shards`: ranks that ZeRO shards over."""
     if "offload" in pins:
         return ()
-    legal = (kind for kind in SEARCHED if not lacks_shards(kind, zero_stage, shards))
+    legal = (kind for kind in SEARCHED_OFFLOADS if not lacks_shards(kind, zero_stage, shards))
     return tuple(kind for kind in legal if ACTIVATIONS not in kind or "recompute" not in pins)
 
 
-def on_host(offload: tuple[str, ...]) -> frozenset[str]:
+def held_on_host(offload: tuple[str, ...]) -> frozenset[str]:
     """All that is there, with what each brings."""
-    return frozenset(offload).union(*(KINDS[name].brings for name in offload))
+    return frozenset(offload).union(*(OFFLOAD_KINDS[name].brings for name in offload))
 
 
 def lacks_shards(offload: tuple[str, ...], zero_stage: int, shards: int) -> bool:
     """True if what is to be on the host as shards is not sharded. `shards`: ranks that ZeRO shards over."""
-    return any(KINDS[name].needs_shards for name in offload) and (zero_stage == 0 or shards < 2)
+    return any(OFFLOAD_KINDS[name].needs_shards for name in offload) and (zero_stage == 0 or shards < 2)

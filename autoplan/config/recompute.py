@@ -32,7 +32,7 @@ class Searched(Enum):
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecomputeKind:
     """One way for a layer to keep less for its backward than autograd would.
 
     Attributes:
@@ -58,34 +58,34 @@ class Kind:
 
 
 _RECORDS = (
-    Kind(NONE, "everything is kept", of_all=True),
-    Kind(
+    RecomputeKind(NONE, "everything is kept", of_all=True),
+    RecomputeKind(
         SELECTIVE,
         "the core of attention is computed again, its result is kept (Korthikanti et al., 2022)",
         computes_again=True,
         of_all=True,
     ),
-    Kind(
+    RecomputeKind(
         FULL,
         "the inputs of a layer are kept, all of it is computed again",
         computes_again=True,
         of_all=True,
         searched=Searched.ALWAYS,
     ),
-    Kind(
+    RecomputeKind(
         OFFLOAD,
         "what a layer keeps is copied to the host and back",
         on_host=True,
         searched=Searched.OFFLOADING,
     ),
-    Kind(
+    RecomputeKind(
         REGIONS,
         "groups of regions are computed again, their results are not kept",
         GROUPS,
         computes_again=True,
         searched=Searched.BY_OPERATION,
     ),
-    Kind(
+    RecomputeKind(
         MODULES_KIND,
         "modules are Megatron's",
         MODULES,
@@ -94,22 +94,24 @@ _RECORDS = (
         modes=("fused",),
     ),
 )
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _RECORDS}
+RECOMPUTE_KINDS: Mapping[str, RecomputeKind] = {kind.name: kind for kind in _RECORDS}
 RECOMPUTE = tuple(kind.name for kind in _RECORDS if not kind.parts)
 
 
-def kind_of(how: str) -> Kind:
+def recompute_kind(how: str) -> RecomputeKind:
     """The kind of a choice of recompute: `attention+norms` names regions."""
     if how in RECOMPUTE:
-        return KINDS[how]
-    return KINDS[MODULES_KIND if how.startswith(_MODULES_PREFIX) else REGIONS]
+        return RECOMPUTE_KINDS[how]
+    return RECOMPUTE_KINDS[MODULES_KIND if how.startswith(_MODULES_PREFIX) else REGIONS]
 
 
 def kinds_in(recompute: str | Mapping[str, str] | tuple[int, ...]) -> set[str]:
     """Names of the kinds that a configuration uses; layers per stage are computed again in full."""
     if isinstance(recompute, tuple):
         return {FULL if any(recompute) else NONE}
-    return {kind_of(how).name for how in (recompute.values() if isinstance(recompute, Mapping) else (recompute,))}
+    return {
+        recompute_kind(how).name for how in (recompute.values() if isinstance(recompute, Mapping) else (recompute,))
+    }
 
 
 def modules_of(how: object) -> tuple[str, ...]:
@@ -137,7 +139,7 @@ def modules_choice(modules: Iterable[str]) -> str:
     return _MODULES_PREFIX + ",".join(m for m in MODULES if m in named)
 
 
-def groups_of(how: str) -> tuple[str, ...]:
+def region_groups(how: str) -> tuple[str, ...]:
     """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
     if how == SELECTIVE:
         return ("attention",)

@@ -24,7 +24,7 @@ from autoplan.errors import GraphError
 from autoplan.ir.symbols import Expr, product
 from autoplan.units import DTYPE_BYTES, dtype_bytes
 
-SCHEMA_VERSION = 2
+GRAPH_SCHEMA_VERSION = 2
 
 # Inputs of a captured graph that are not of the batch: the runtime gives them.
 LOSS_DENOMINATOR = "loss_denominator"  # the global number of what the mean of the loss runs over
@@ -218,15 +218,15 @@ class ModelGraph:
 
     def to_json(self) -> str:
         """Text form, stable: equal graphs give equal text."""
-        return json.dumps({"schema": SCHEMA_VERSION, "graph": _encode(self)}, indent=1, sort_keys=True)
+        return json.dumps({"schema": GRAPH_SCHEMA_VERSION, "graph": _encode(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> ModelGraph:
         """Read and check. Raises GraphError on another schema or a broken graph."""
         data = json.loads(text)
-        if data.get("schema") != SCHEMA_VERSION:
+        if data.get("schema") != GRAPH_SCHEMA_VERSION:
             raise GraphError(
-                f"ModelGraph schema {data.get('schema')!r} cannot be read; this version reads {SCHEMA_VERSION}"
+                f"ModelGraph schema {data.get('schema')!r} cannot be read; this version reads {GRAPH_SCHEMA_VERSION}"
             )
         graph = _decode_graph(data["graph"]).in_order()
         check(graph)

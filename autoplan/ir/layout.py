@@ -158,7 +158,7 @@ COLLECTIVES: dict[tuple[ConversionKind, str], tuple[str | None, str | None]] = {
 
 
 @dataclass(frozen=True)
-class Step:
+class ConversionStep:
     """One conversion on one or more adjacent sub-axes (indices into the layout) at once."""
 
     kind: ConversionKind
@@ -207,7 +207,7 @@ def _orders(pending: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (axis, *rest)
 
 
-def conversion(source: Layout, target: Layout) -> tuple[Step, ...] | None:
+def conversion(source: Layout, target: Layout) -> tuple[ConversionStep, ...] | None:
     """Steps from one layout to another, or None where it cannot be done without a permutation or is not a conversion.
 
     Equal neighbouring steps on adjacent sub-axes of one factor become one collective on their product.
@@ -222,7 +222,7 @@ def conversion(source: Layout, target: Layout) -> tuple[Step, ...] | None:
             kind = _kind(current[axis], target[axis])
             if kind is None or (current[axis].is_shard and not _innermost(current, axis)):
                 break
-            step = Step(kind, (axis,), current[axis], target[axis])
+            step = ConversionStep(kind, (axis,), current[axis], target[axis])
             current[axis] = target[axis]
             if target[axis].is_shard and not _innermost(current, axis):
                 break
@@ -232,7 +232,7 @@ def conversion(source: Layout, target: Layout) -> tuple[Step, ...] | None:
     return None
 
 
-def _merge(source: Layout, target: Layout, changed: tuple[int, ...]) -> tuple[Step, ...] | None:
+def _merge(source: Layout, target: Layout, changed: tuple[int, ...]) -> tuple[ConversionStep, ...] | None:
     """One step over several adjacent sub-axes when they all do the same."""
     if len(changed) < 2 or changed != tuple(range(changed[0], changed[-1] + 1)):
         return None
@@ -243,4 +243,4 @@ def _merge(source: Layout, target: Layout, changed: tuple[int, ...]) -> tuple[St
     outside = [a for a in range(len(source)) if a not in changed]
     if kind is None or any(source[a].is_shard and source[a] in (source[first], target[first]) for a in outside):
         return None
-    return (Step(kind, changed, source[first], target[first]),)
+    return (ConversionStep(kind, changed, source[first], target[first]),)

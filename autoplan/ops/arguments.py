@@ -12,7 +12,7 @@ Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names,
 
 
 @dataclass(frozen=True)
-class Lowered:
+class IrOp:
     """One IR op: tensors (None for absent), plain attributes.
 
     `left_out`: a probability of dropout inside of it, which no program can reproduce across plans.
@@ -31,19 +31,19 @@ class Alias:
     of: str
 
 
-Result = Lowered | Alias | list[Lowered]
-Lowering = Callable[[Args], Result]
+IrResult = IrOp | Alias | list[IrOp]
+Lowering = Callable[[Args], IrResult]
 
 
-def plain(op: str, *tensors: str) -> Lowering:
+def plain_value(op: str, *tensors: str) -> Lowering:
     """Takes these tensors, by default `self`, and no attribute."""
     names = tensors or ("self",)
-    return lambda a: Lowered(op, tuple(a[x] for x in names), {})
+    return lambda a: IrOp(op, tuple(a[x] for x in names), {})
 
 
 def given(op: str, *attrs: str) -> Lowering:
     """Takes `self` and, as attributes, arguments of these names."""
-    return lambda a: Lowered(op, (a["self"],), {name: a[name] for name in attrs})
+    return lambda a: IrOp(op, (a["self"],), {name: a[name] for name in attrs})
 
 
 def alias(name: str) -> Lowering:
@@ -54,21 +54,21 @@ def alias(name: str) -> Lowering:
 def binary(op: str) -> Lowering:
     """Takes a tensor or a scalar as second operand."""
 
-    def build(a: Args) -> Result:
+    def build(a: Args) -> IrResult:
         other = a["other"]
         if a.get("alpha", 1) != 1:
             raise CaptureError(f"{op} with alpha={a['alpha']} is not supported; write the product out")
         if isinstance(other, str):
-            return Lowered(op, (a["self"], other), {})
+            return IrOp(op, (a["self"], other), {})
         if op == "sub":
-            return Lowered("add_scalar", (a["self"],), {"scalar": -other})
+            return IrOp("add_scalar", (a["self"],), {"scalar": -other})
         if (op == "add" and other == 0) or (op in ("mul", "div") and other == 1):
             return Alias(a["self"])
-        return Lowered(f"{op}_scalar", (a["self"],), {"scalar": other})
+        return IrOp(f"{op}_scalar", (a["self"],), {"scalar": other})
 
     return build
 
 
 def default(op: str, lowering: Lowering | None = None) -> Mapping[str, Lowering]:
     """The ATen op of the same name, of one tensor by default."""
-    return {f"aten.{op}.default": lowering or plain(op)}
+    return {f"aten.{op}.default": lowering or plain_value(op)}

@@ -9,7 +9,7 @@ from fractions import Fraction
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
-from autoplan.ops.arguments import Args, Lowered, Result
+from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Shape, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
@@ -19,27 +19,27 @@ from autoplan.units import DTYPE_BYTES
 # -- capture -----------------------------------------------------------------------------------------------------------
 
 
-def _arguments(a: Args) -> Result:
+def _arguments(a: Args) -> IrResult:
     tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
     if a.get("attn_mask") is not None:
         tensors = (*tensors, a["attn_mask"])
     attrs = {"causal": bool(a.get("is_causal", False)), "scale": a.get("scale")}
-    return Lowered("attention", tensors, attrs, left_out=a.get("dropout_p", 0.0))
+    return IrOp("attention", tensors, attrs, left_out=a.get("dropout_p", 0.0))
 
 
-def _masked_attention(a: Args) -> Result:
+def _masked_attention(a: Args) -> IrResult:
     tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
     attrs = {"causal": a["causal"], "scale": a.get("scale")}
     if a.get("documents") is not None:
         tensors, attrs["documents"] = (*tensors, a["documents"]), True
     if a.get("window") is not None:
         attrs["window"] = a["window"]
-    return Lowered("attention", tensors, attrs)
+    return IrOp("attention", tensors, attrs)
 
 
-def _biased_attention(a: Args) -> Result:
+def _biased_attention(a: Args) -> IrResult:
     attrs = {"causal": a["causal"], "scale": a.get("scale")}
-    return Lowered("attention", (a["query"], a["key"], a["value"], a["bias"]), attrs)
+    return IrOp("attention", (a["query"], a["key"], a["value"], a["bias"]), attrs)
 
 
 # -- layouts and arithmetic --------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _learned_mask_workspace(f: OpFacts) -> tuple[int, int]:
     return (forward + 2 * scores, backward + 2 * scores)
 
 
-PLAIN = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_workspace)
+PLAIN_ATTENTION = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_workspace)
 _OWN_MASK = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_own_mask_extra, workspace=_workspace)
 _WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_workspace)
 _WRITTEN_OUT = keeps("x2<0,1,2", Form.NEW, extra=_written_out_extra, workspace=_workspace)
@@ -200,7 +200,7 @@ RECORDS = (
         "attention",
         OpKind.ATTENTION,
         _rule,
-        PLAIN,
+        PLAIN_ATTENTION,
         _text,
         {
             "aten.scaled_dot_product_attention.default": _arguments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoplan.ops.arguments import Alias, Args, Lowered, Lowering, Result, alias, binary, default, given
+from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, alias, binary, default, given
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule, keeps, units
 from autoplan.ops.text import Emitter, OpText
@@ -65,19 +65,19 @@ def _function(name: str, text: str, saved: SavedRule, *aten: str) -> OpRecord:
     return _record(name, text, saved, aten={f"aten.{x}": binary(name) for x in aten}, rule=BINARY)
 
 
-def _rsub(a: Args) -> Result:
-    difference = Lowered("rsub_scalar", ("$0",), {"scalar": a["other"]})
+def _rsub(a: Args) -> IrResult:
+    difference = IrOp("rsub_scalar", ("$0",), {"scalar": a["other"]})
     if a.get("alpha", 1) == 1:
-        return Lowered("rsub_scalar", (a["self"],), {"scalar": a["other"]})
-    return [Lowered("mul_scalar", (a["self"],), {"scalar": a["alpha"]}), difference]
+        return IrOp("rsub_scalar", (a["self"],), {"scalar": a["other"]})
+    return [IrOp("mul_scalar", (a["self"],), {"scalar": a["alpha"]}), difference]
 
 
-def _power(a: Args) -> Result:
-    return Lowered("pow_scalar", (a["self"],), {"scalar": a["exponent"]})
+def _power(a: Args) -> IrResult:
+    return IrOp("pow_scalar", (a["self"],), {"scalar": a["exponent"]})
 
 
-def _gelu(a: Args) -> Result:
-    return Lowered("gelu", (a["self"],), {"approximate": a.get("approximate", "none")})
+def _gelu(a: Args) -> IrResult:
+    return IrOp("gelu", (a["self"],), {"approximate": a.get("approximate", "none")})
 
 
 def _gelu_text(t: OpText) -> str:
@@ -85,16 +85,16 @@ def _gelu_text(t: OpText) -> str:
     return f"F.gelu({t.args[0]}" + (f", approximate={how!r})" if how != "none" else ")")
 
 
-def _clamp(a: Args) -> Result:
-    return Lowered("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")})
+def _clamp(a: Args) -> IrResult:
+    return IrOp("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")})
 
 
-def _where(a: Args) -> Result:
-    return Lowered("where", (a["condition"], a["self"], a["other"]), {})
+def _where(a: Args) -> IrResult:
+    return IrOp("where", (a["condition"], a["self"], a["other"]), {})
 
 
-def _masked_fill(a: Args) -> Result:
-    return Lowered("masked_fill", (a["self"], a["mask"]), {"scalar": a["value"]})
+def _masked_fill(a: Args) -> IrResult:
+    return IrOp("masked_fill", (a["self"], a["mask"]), {"scalar": a["value"]})
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ def _masked_fill(a: Args) -> Result:
 _DROPOUT_BLOCK = 1 << 18
 
 
-def _dropout(a: Args) -> Result:
+def _dropout(a: Args) -> IrResult:
     if not a["train"] or a["p"] == 0.0:
         return Alias(a["input"])
-    return Lowered("dropout", (a["input"],), {"p": float(a["p"])})
+    return IrOp("dropout", (a["input"],), {"p": float(a["p"])})
 
 
 def _dropout_extra(f: OpFacts) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class _Operand:
 
 
 @dataclass(frozen=True)
-class Template:
+class RuleTemplate:
     """A parsed rule line."""
 
     line: str
@@ -134,7 +134,7 @@ def _side(text: str, line: str, whole: set[str], special: dict[str, str]) -> tup
     return tuple(operands)
 
 
-def parse(line: str) -> Template:
+def parse(line: str) -> RuleTemplate:
     """Parse a rule line. RuleError names what cannot be read."""
     left, arrow, right = line.partition("->")
     if not arrow:
@@ -145,7 +145,7 @@ def parse(line: str) -> Template:
     outputs = _side(right, line, whole, special)
     if not outputs or any(o.role is not Role.OTHER for o in outputs):
         raise RuleError(f"rule {line!r}: after '->' stand the outputs, separated by ',' and without marks")
-    return Template(line, inputs, outputs, frozenset(whole), special)
+    return RuleTemplate(line, inputs, outputs, frozenset(whole), special)
 
 
 def _bind_dims(
@@ -172,7 +172,7 @@ def _bind_dims(
 
 
 def bind(
-    template: Template,
+    template: RuleTemplate,
     input_shapes: list[tuple[Expr, ...]],
     output_shapes: list[tuple[Expr, ...]],
     sizes: Mapping[str, Expr] | None = None,

@@ -7,21 +7,21 @@ from typing import Any
 
 from autoplan.errors import CaptureError
 from autoplan.ir.layout import I, P
-from autoplan.ops.arguments import Args, Lowered, Result
+from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.record import OpKind, OpRecord
 from autoplan.ops.saved import HALF, Form, OpFacts, SavedRule, keeps, statistics_bytes
 from autoplan.ops.text import OpText
 from autoplan.units import DTYPE_BYTES
 
-Sizes = Sequence[Sequence[int]]
+IndexSizes = Sequence[Sequence[int]]
 
 # -- embedding ---------------------------------------------------------------------------------------------------------
 
 
-def _embedding_arguments(a: Args) -> Result:
+def _embedding_arguments(a: Args) -> IrResult:
     if a.get("scale_grad_by_freq") or a.get("sparse"):
         raise CaptureError("embedding with scale_grad_by_freq or sparse gradients is not supported; switch them off")
-    return Lowered("embedding", (a["weight"], a["indices"]), {"padding_idx": a.get("padding_idx", -1)})
+    return IrOp("embedding", (a["weight"], a["indices"]), {"padding_idx": a.get("padding_idx", -1)})
 
 
 def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def _embedding_text(t: OpText) -> str:
     return f"F.embedding({t.args[1]}, {t.args[0]}{pad})"
 
 
-def _table_rows(attrs: Mapping[str, Any], inputs: Sizes, outputs: Sizes) -> dict[int, int]:
+def _table_rows(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
     return {1: inputs[0][0]}
 
 
@@ -51,12 +51,12 @@ def _embedding_form(f: OpFacts) -> SavedRule | None:
 # -- cross entropy -----------------------------------------------------------------------------------------------------
 
 
-def _loss_arguments(a: Args) -> Result:
+def _loss_arguments(a: Args) -> IrResult:
     if a.get("weight") is not None:
         raise CaptureError("cross_entropy with class weights is not supported")
     if a.get("reduction", 1) not in (1, 2):
         raise CaptureError("cross_entropy with reduction='none' is not supported; use 'mean' or 'sum'")
-    return Lowered(
+    return IrOp(
         "cross_entropy",
         (a["self"], a["target"]),
         {
@@ -115,7 +115,7 @@ def _loss_text(t: OpText) -> str:
     return f"cross_entropy_sum({t.args[0]}, {t.args[1]}{extra})"
 
 
-def _classes(attrs: Mapping[str, Any], inputs: Sizes, outputs: Sizes) -> dict[int, int]:
+def _classes(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
     return {1: inputs[0][-1]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.errors import CaptureError, RuleError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr
-from autoplan.ops.arguments import Args, Lowered, Lowering, Result, default, given
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default, given
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Linear, OpKind, OpRecord, Shape, Trait, other
@@ -13,8 +13,8 @@ from autoplan.ops.saved import Form, Gradient, keeps
 from autoplan.ops.text import OpText, literal, shape_text
 
 
-def _cat_arguments(a: Args) -> Result:
-    return Lowered("cat", tuple(a["tensors"]), {"dim": a.get("dim", 0)})
+def _cat_arguments(a: Args) -> IrResult:
+    return IrOp("cat", tuple(a["tensors"]), {"dim": a.get("dim", 0)})
 
 
 def _cat(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -29,10 +29,10 @@ def _cat(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule(tuple(operands), (tuple(out),), (Role.ADD,) * len(ins), frozenset(whole))
 
 
-def _pad_arguments(a: Args) -> Result:
+def _pad_arguments(a: Args) -> IrResult:
     if a.get("mode", "constant") != "constant":
         raise CaptureError(f"pad mode {a['mode']!r} is not supported; use 'constant'")
-    return Lowered("pad", (a["self"],), {"pad": tuple(a["pad"]), "value": a.get("value") or 0})
+    return IrOp("pad", (a["self"],), {"pad": tuple(a["pad"]), "value": a.get("value") or 0})
 
 
 def _pad(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -57,8 +57,8 @@ def _repeat_interleave(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRul
     return linear_rule(labels, out, {"repeats"}, sizes=sizes)
 
 
-def _repeats(a: Args) -> Result:
-    return Lowered("repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")})
+def _repeats(a: Args) -> IrResult:
+    return IrOp("repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")})
 
 
 def _repeat_text(t: OpText) -> str:
@@ -66,8 +66,8 @@ def _repeat_text(t: OpText) -> str:
 
 
 def _triangle(name: str) -> OpRecord:
-    def arguments(a: Args) -> Result:
-        return Lowered(name, (a["self"],), {"diagonal": a.get("diagonal", 0)})
+    def arguments(a: Args) -> IrResult:
+        return IrOp(name, (a["self"],), {"diagonal": a.get("diagonal", 0)})
 
     return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", arguments)
 
@@ -96,11 +96,11 @@ def _full(t: OpText) -> str:
 
 
 def _fill(scalar: float) -> Lowering:
-    return lambda a: Lowered("full", (), {"scalar": scalar})
+    return lambda a: IrOp("full", (), {"scalar": scalar})
 
 
-def _fill_value(a: Args) -> Result:
-    return Lowered("full", (), {"scalar": a["fill_value"]})
+def _fill_value(a: Args) -> IrResult:
+    return IrOp("full", (), {"scalar": a["fill_value"]})
 
 
 _FILLS = {
@@ -150,8 +150,8 @@ RECORDS = (
         _MADE,
         _arange,
         {
-            "aten.arange.default": lambda a: Lowered("arange", (), {"start": 0, "end": a["end"]}),
-            "aten.arange.start": lambda a: Lowered("arange", (), {"start": a["start"], "end": a["end"]}),
+            "aten.arange.default": lambda a: IrOp("arange", (), {"start": 0, "end": a["end"]}),
+            "aten.arange.start": lambda a: IrOp("arange", (), {"start": a["start"], "end": a["end"]}),
         },
         has=(Trait.TAKES_DTYPE,),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import Node
-from autoplan.ops.arguments import Args, Lowered, Lowering, Result
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule
 from autoplan.ops.record import Linear, OpKind, OpRecord, Shape, Trait
@@ -20,17 +20,17 @@ def _last_dim_only(op: str, a: Args) -> None:
         raise CaptureError(f"{op} over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only")
 
 
-def _layer_norm(a: Args) -> Result:
+def _layer_norm(a: Args) -> IrResult:
     _last_dim_only("layer_norm", a)
     tensors = tuple(t for t in (a["input"], a.get("weight"), a.get("bias")) if t is not None)
     attrs = {"eps": a.get("eps", 1e-5), "weight": a.get("weight") is not None, "bias": a.get("bias") is not None}
-    return Lowered("layer_norm", tensors, attrs)
+    return IrOp("layer_norm", tensors, attrs)
 
 
-def _rms_norm(a: Args) -> Result:
+def _rms_norm(a: Args) -> IrResult:
     _last_dim_only("rms_norm", a)
     tensors = tuple(t for t in (a["input"], a.get("weight")) if t is not None)
-    return Lowered("rms_norm", tensors, {"eps": a.get("eps"), "weight": a.get("weight") is not None})
+    return IrOp("rms_norm", tensors, {"eps": a.get("eps"), "weight": a.get("weight") is not None})
 
 
 def _layer_norm_extra(f: OpFacts) -> tuple[int, ...]:
@@ -73,13 +73,13 @@ def _norm(name: str) -> Emitter:
 
 
 def _reduce_arguments(op: str) -> Lowering:
-    def build(a: Args) -> Result:
+    def build(a: Args) -> IrResult:
         dims = a.get("dim")
         dims = None if dims is None else tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
         attrs = {"dims": dims, "keepdim": bool(a.get("keepdim", False))}
         if a.get("dtype") is not None:
             attrs["dtype"] = a["dtype"]
-        return Lowered(op, (a["self"],), attrs)
+        return IrOp(op, (a["self"],), attrs)
 
     return build
 
@@ -110,7 +110,7 @@ def _reduce_text(name: str) -> Emitter:
 
 
 def _softmax_arguments(op: str) -> Lowering:
-    return lambda a: Lowered(op, (a["self"],), {"dim": a["dim"], "dtype": a.get("dtype")})
+    return lambda a: IrOp(op, (a["self"],), {"dim": a["dim"], "dtype": a.get("dtype")})
 
 
 def _softmax_text(name: str) -> Emitter:

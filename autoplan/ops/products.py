@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr, product
-from autoplan.ops.arguments import Args, Lowered, Result
+from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import Labels, OpRule, Role
 from autoplan.ops.record import OpKind, OpRecord, Shape
@@ -15,12 +15,12 @@ from autoplan.ops.saved import Form, keeps
 from autoplan.ops.text import OpText
 
 
-def _linear(a: Args) -> Result:
-    made = Lowered("linear", (a["input"], a["weight"]), {})
+def _linear(a: Args) -> IrResult:
+    made = IrOp("linear", (a["input"], a["weight"]), {})
     if a.get("bias") is None:
         return made
     # bias as its own addition: under row-parallel it is added once, after the reduction (the emitter fuses it back)
-    return [made, Lowered("add", ("$0", a["bias"]), {"bias": True})]
+    return [made, IrOp("add", ("$0", a["bias"]), {"bias": True})]
 
 
 def adds_bias(node: Node) -> bool:
@@ -33,19 +33,19 @@ def _linear_text(t: OpText) -> str:
     return f"F.linear({t.args[0]}, {t.args[1]}{bias})"
 
 
-def _addmm(a: Args) -> Result:
+def _addmm(a: Args) -> IrResult:
     """beta * self + alpha * product; a factor that both have is taken last, where both have one shape."""
     alpha, beta, added = a.get("alpha", 1), a.get("beta", 1), a["self"]
-    out = [Lowered("matmul", (a["mat1"], a["mat2"]), {})]
+    out = [IrOp("matmul", (a["mat1"], a["mat2"]), {})]
     if alpha != (beta or 1):
-        out.append(Lowered("mul_scalar", ("$0",), {"scalar": alpha / (beta or 1)}))
+        out.append(IrOp("mul_scalar", ("$0",), {"scalar": alpha / (beta or 1)}))
     if beta != 0:
-        out.append(Lowered("add", ("$0", added), {}))
-    return [*out, Lowered("mul_scalar", ("$0",), {"scalar": beta})] if beta not in (0, 1) else out
+        out.append(IrOp("add", ("$0", added), {}))
+    return [*out, IrOp("mul_scalar", ("$0",), {"scalar": beta})] if beta not in (0, 1) else out
 
 
-def _matmul_arguments(a: Args) -> Result:
-    return Lowered("matmul", (a["self"], a.get("other", a.get("mat2"))), {})
+def _matmul_arguments(a: Args) -> IrResult:
+    return IrOp("matmul", (a["self"], a.get("other", a.get("mat2"))), {})
 
 
 def _matmul(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:

@@ -20,7 +20,7 @@ from autoplan.ops.arguments import Lowering
 from autoplan.ops.language import OpRule, bind, parse
 from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.strides import ViewStrides
-from autoplan.ops.text import Emitter, Template
+from autoplan.ops.text import Emitter, TextTemplate
 
 Shape = tuple[Expr, ...]
 Builder = Callable[[Node, list[Shape], list[Shape]], OpRule]
@@ -157,7 +157,7 @@ class OpRecord:
         derived = {
             "traits": traits,
             "build": _line(self.rule) if isinstance(self.rule, str) else self.rule,
-            "emit": Template(self.text) if isinstance(self.text, str) else self.text,
+            "emit": TextTemplate(self.text) if isinstance(self.text, str) else self.text,
             "as_view": self.kind in _AS_VIEW,
             "multiplies": self.kind in _MULTIPLIES,
             "fuses": self.kind in _FUSES,

@@ -9,7 +9,7 @@ from autoplan.errors import CaptureError, RuleError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.layout import P
 from autoplan.ir.symbols import Expr
-from autoplan.ops.arguments import Args, Lowered, Lowering, Result, default
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Shape, Trait, other
@@ -17,15 +17,15 @@ from autoplan.ops.saved import Form, Gradient, OpFacts, keeps
 from autoplan.ops.text import Emitter, OpText
 from autoplan.units import DTYPE_BYTES
 
-Sizes = Sequence[Sequence[int]]
+IndexSizes = Sequence[Sequence[int]]
 
 # -- choices -----------------------------------------------------------------------------------------------------------
 
 
-def _topk_arguments(a: Args) -> Result:
+def _topk_arguments(a: Args) -> IrResult:
     if not a.get("largest", True):
         raise CaptureError("topk with largest=False is not supported; negate its input")
-    return Lowered("topk", (a["self"],), {"k": a["k"], "dim": a.get("dim", -1), "sorted": bool(a.get("sorted", True))})
+    return IrOp("topk", (a["self"],), {"k": a["k"], "dim": a.get("dim", -1), "sorted": bool(a.get("sorted", True))})
 
 
 def _topk_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -40,10 +40,10 @@ def _topk_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 def _extreme_arguments(op: str) -> Lowering:
     """Along one dim: of all elements there is no place to speak of."""
 
-    def build(a: Args) -> Result:
+    def build(a: Args) -> IrResult:
         if a.get("dim") is None:
             raise CaptureError(f"{op} over all elements is not supported; give it a dim")
-        return Lowered(op, (a["self"],), {"dim": a["dim"], "keepdim": bool(a.get("keepdim", False))})
+        return IrOp(op, (a["self"],), {"dim": a["dim"], "keepdim": bool(a.get("keepdim", False))})
 
     return build
 
@@ -56,12 +56,12 @@ def _extreme_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule((tuple(labels),), (tuple(out),) * len(outs), (Role.OTHER,), frozenset(labels[dim]))
 
 
-def _gather(a: Args) -> Result:
-    return Lowered("gather", (a["self"], a["index"]), {"dim": a["dim"]})
+def _gather(a: Args) -> IrResult:
+    return IrOp("gather", (a["self"], a["index"]), {"dim": a["dim"]})
 
 
-def _scatter(a: Args) -> Result:
-    return Lowered("scatter", (a["self"], a["index"]), {"dim": a["dim"], "scalar": a["value"]})
+def _scatter(a: Args) -> IrResult:
+    return IrOp("scatter", (a["self"], a["index"]), {"dim": a["dim"], "scalar": a["value"]})
 
 
 def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -76,35 +76,35 @@ def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule((tuple(source), tuple(index)), (tuple(out),), (Role.OTHER, Role.INDEX), whole)
 
 
-def _one_hot(a: Args) -> Result:
-    return Lowered("one_hot", (a["self"],), {"num_classes": a["num_classes"]})
+def _one_hot(a: Args) -> IrResult:
+    return IrOp("one_hot", (a["self"],), {"num_classes": a["num_classes"]})
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
-def _histc(a: Args) -> Result:
+def _histc(a: Args) -> IrResult:
     bins, low, high = a.get("bins", 100), a.get("min", 0), a.get("max", 0)
     if not low < high:
         raise CaptureError("histc between the extremes of its data is not supported; give it min and max")
-    return Lowered("histc", (a["self"],), {"bins": bins, "min": low, "max": high})
+    return IrOp("histc", (a["self"],), {"bins": bins, "min": low, "max": high})
 
 
-def _bins(attrs: Mapping[str, Any], inputs: Sizes, outputs: Sizes) -> dict[int, int]:
+def _bins(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
     return {0: int(outputs[0][0])}
 
 
-def _scatter_add(a: Args) -> Result:
-    return Lowered("scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]})
+def _scatter_add(a: Args) -> IrResult:
+    return IrOp("scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]})
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _experts_arguments(a: Args) -> Result:
+def _experts_arguments(a: Args) -> IrResult:
     tensors = tuple(a[n] for n in ("hidden", "index", "weights", "gate_up", "down"))
     names = ("num_experts", "top_k", "intermediate_size", "activation", "gated")
-    return Lowered("experts", tensors, {n: a[n].value if hasattr(a[n], "value") else a[n] for n in names})
+    return IrOp("experts", tensors, {n: a[n].value if hasattr(a[n], "value") else a[n] for n in names})
 
 
 _LINE = parse("[t,i!], #[t,k!], [t,k!] * [e@expert_parallel,f,i!] * [e@expert_parallel,o!,f] -> [t,o!]")
@@ -162,7 +162,7 @@ def _experts_text(t: OpText) -> str:
     return f"experts({', '.join(t.args)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{t.over})"
 
 
-def _num_experts(attrs: Mapping[str, Any], inputs: Sizes, outputs: Sizes) -> dict[int, int]:
+def _num_experts(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
     return {1: int(attrs["num_experts"])}  # of all experts: a rank with a part of them has that part of the rows
 
 

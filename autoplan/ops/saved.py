@@ -76,7 +76,7 @@ class OpFacts:
         return any(t.requires_grad for t in self.inputs)
 
 
-Sizes = Callable[[OpFacts], tuple[int, ...]]
+SizesOf = Callable[[OpFacts], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,16 @@ class SavedRule:
     keeps: tuple[tuple[str, tuple[int, ...]], ...]
     form: Form = Form.DENSE
     gradient: Gradient = Gradient.NEW
-    extra: Sizes | None = None
-    workspace: Sizes | None = None
+    extra: SizesOf | None = None
+    workspace: SizesOf | None = None
 
 
 def keeps(
     what: str = "",
     form: Form = Form.DENSE,
     gradient: Gradient = Gradient.NEW,
-    extra: Sizes | None = None,
-    workspace: Sizes | None = None,
+    extra: SizesOf | None = None,
+    workspace: SizesOf | None = None,
 ) -> SavedRule:
     """A rule in the short form: `keeps("x0<1 x1<0")`."""
     out = []
@@ -117,7 +117,7 @@ def statistics_bytes(dtype: str) -> int:
     return max(4, DTYPE_BYTES[dtype])
 
 
-def units(forward: int, backward: int) -> Sizes:
+def units(forward: int, backward: int) -> SizesOf:
     """Multiples of the first output's bytes."""
 
     def sizes(f: OpFacts) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def op_has(op: str, trait: Trait) -> bool:
     return trait in op_record(op).traits
 
 
-def nodes_of(graph: ModelGraph, wanted: OpKind) -> list[tuple[Block, Node]]:
+def nodes_with(graph: ModelGraph, wanted: OpKind) -> list[tuple[Block, Node]]:
     """All nodes of a kind, with their blocks."""
     return [(b, n) for b in graph.blocks.values() for n in b.nodes if op_kind(n.op) is wanted]
 

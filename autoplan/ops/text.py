@@ -72,7 +72,7 @@ def shape_text(sizes: Sequence[Expr]) -> str:
 
 
 @dataclass(frozen=True)
-class Template:
+class TextTemplate:
     """Text with the arguments by position and the attributes by name: `{0}.clamp({min}, {max})`."""
 
     text: str

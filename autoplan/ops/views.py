@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr
-from autoplan.ops.arguments import Alias, Args, Lowered, Lowering, Result, default, given, plain
+from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, default, given, plain_value
 from autoplan.ops.labels import align, dim_labels, linear_rule
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Builder, Linear, OpKind, OpRecord, Shape, Trait
@@ -19,7 +19,7 @@ INT_MAX = 2**63 - 1
 Attrs = Mapping[str, Any]
 Strides = list[Ints | None]
 
-WHOLE = keeps(form=Form.VIEW, gradient=Gradient.PASS)  # every element of the input once
+WHOLE_VIEW = keeps(form=Form.VIEW, gradient=Gradient.PASS)  # every element of the input once
 PART = keeps(form=Form.VIEW)  # its gradient is padded with zeros, or summed
 
 
@@ -30,7 +30,7 @@ def _view(
     strides: ViewStrides,
     aten: Mapping[str, Lowering],
     *traits: Trait,
-    saved: SavedRule = WHOLE,
+    saved: SavedRule = WHOLE_VIEW,
     linear: Linear = Linear.ALL,
     factor_names: Mapping[str, str] | None = None,
 ) -> OpRecord:
@@ -139,14 +139,14 @@ def _expand_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[Ints
     return [broadcast(shape, strides, new[0])]
 
 
-def _slice_arguments(a: Args) -> Result:
+def _slice_arguments(a: Args) -> IrResult:
     start = a.get("start") or 0
     end = a.get("end")
     end = INT_MAX if end is None else end
     step = a.get("step", 1)
     if start == 0 and end == INT_MAX and step == 1:
         return Alias(a["self"])
-    return Lowered("slice", (a["self"],), {"dim": a.get("dim", 0), "start": start, "end": end, "step": step})
+    return IrOp("slice", (a["self"],), {"dim": a.get("dim", 0), "start": start, "end": end, "step": step})
 
 
 def _slice(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -210,12 +210,12 @@ def _chunk_text(t: OpText) -> str:
     return f"{t.args[0]}.split([{', '.join(py(s) for s in sizes)}], dim={dim})"
 
 
-def _chunk_arguments(a: Args) -> Result:
-    return Lowered("chunk", (a["self"],), {"dim": a.get("dim", 0)})
+def _chunk_arguments(a: Args) -> IrResult:
+    return IrOp("chunk", (a["self"],), {"dim": a.get("dim", 0)})
 
 
-def _matrix_transpose(a: Args) -> Result:
-    return Lowered("transpose", (a["self"],), {"dim0": 0, "dim1": 1})
+def _matrix_transpose(a: Args) -> IrResult:
+    return IrOp("transpose", (a["self"],), {"dim0": 0, "dim1": 1})
 
 
 def _reshape_text(t: OpText) -> str:
@@ -226,8 +226,8 @@ def _expand_text(t: OpText) -> str:
     return f"{t.args[0]}.expand({shape_text(t.outputs[0])})"
 
 
-def _permute_dims(a: Args) -> Result:
-    return Lowered("permute", (a["self"],), {"dims": tuple(a["dims"])})
+def _permute_dims(a: Args) -> IrResult:
+    return IrOp("permute", (a["self"],), {"dims": tuple(a["dims"])})
 
 
 def _permute_text(t: OpText) -> str:
@@ -235,10 +235,10 @@ def _permute_text(t: OpText) -> str:
 
 
 _RESHAPING = "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int"
-_RESHAPES = {f"aten.{name}": plain("reshape") for name in _RESHAPING.split()}
+_RESHAPES = {f"aten.{name}": plain_value("reshape") for name in _RESHAPING.split()}
 _CHUNKS = {f"aten.{name}": _chunk_arguments for name in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
 _TRANSPOSES = {"aten.transpose.int": given("transpose", "dim0", "dim1"), "aten.t.default": _matrix_transpose}
-_DETACHES = {**default("detach"), "aten.detach_.default": plain("detach")}
+_DETACHES = {**default("detach"), "aten.detach_.default": plain_value("detach")}
 _UNSQUEEZE, _SQUEEZE = default("unsqueeze", given("unsqueeze", "dim")), {"aten.squeeze.dim": given("squeeze", "dim")}
 _SELECT = {"aten.select.int": given("select", "dim", "index")}
 _EXPAND = (Trait.IN_CORE, Trait.RESIZES, Trait.FILLS)

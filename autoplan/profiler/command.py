@@ -21,15 +21,15 @@ from autoplan.config.parallel import precision_of
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, ProfileError
 from autoplan.profiler.nodes import under_torchrun
-from autoplan.profiler.ops import Task
+from autoplan.profiler.ops import MeasureTask
 from autoplan.profiler.run import (
     DEFAULT_BUDGET_S,
-    GRACE_S,
+    PROFILE_GRACE_S,
     graph_tasks,
     main_dtypes,
     measure,
     measure_in_job,
-    store,
+    store_profile,
 )
 from autoplan.report.files import check_writable
 from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard
@@ -62,7 +62,7 @@ def profile_command(
     alone = not under_torchrun()
     if alone and cluster_out is not None:
         check_writable(cluster_out)
-    tasks: list[Task] = []
+    tasks: list[MeasureTask] = []
     dtypes: tuple[str, ...] = ("float32",)
     if model is not None:
         from autoplan.catalog import load_model
@@ -106,9 +106,9 @@ def _on_first(work: Callable[[], None]) -> None:
 def _join(budget_s: float) -> torch.device:
     """This rank's device, and the process group of torchrun's ranks. ProfileError if not all of them come, DeviceError
     where one has no device."""
-    timeout_s = None if os.environ.get(TIMEOUT_VARIABLE) else budget_s + GRACE_S
+    timeout_s = None if os.environ.get(TIMEOUT_VARIABLE) else budget_s + PROFILE_GRACE_S
     try:
-        return devices.start(None, devices.kind_of(None, devices.sight()), timeout_s).device
+        return devices.start(None, devices.device_kind(None, devices.sight()), timeout_s).device
     except (dist.DistError, RuntimeError) as exc:
         raise ProfileError(
             f"rank {os.environ['RANK']} did not meet the {os.environ['WORLD_SIZE']} ranks of the job: "
@@ -131,7 +131,7 @@ def _hand_out(profile: Profile, out: Path | str | None, cluster_out: Path | str 
             profile.save(out)
             path = Path(out)
         else:
-            path = store(profile, profile.name)
+            path = store_profile(profile, profile.name)
     except OSError as error:
         raise ProfileError(f"cannot write profile {out or profile.name}: {error}") from error
     console.print(f"written to {path}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from autoplan.cost_models.work import OpWork, Plain, TensorWork
-from autoplan.profiler.ops import Task
+from autoplan.profiler.ops import MeasureTask
 
 
 def _work(op: str, inputs: Sequence[TensorWork], outputs: Sequence[TensorWork], flops: float, **attrs: Plain) -> OpWork:
@@ -15,19 +15,19 @@ def _work(op: str, inputs: Sequence[TensorWork], outputs: Sequence[TensorWork], 
     return OpWork(op, tuple(inputs), tuple(outputs), tuple(sorted(attrs.items())), flops, moved)
 
 
-def linear_task(m: int, k: int, n: int, dtype: str) -> Task:
+def linear_task(m: int, k: int, n: int, dtype: str) -> MeasureTask:
     """x[m, k] times a weight[n, k]."""
     x, w = TensorWork((m, k), dtype, True), TensorWork((n, k), dtype, True)
-    return Task(
+    return MeasureTask(
         _work("linear", (x, w), (TensorWork((m, n), dtype, True),), 2.0 * m * k * n), "F.linear(x0, x1)", frozenset({1})
     )
 
 
-def attention_task(b: int, h: int, s: int, d: int, dtype: str, causal: bool = True) -> Task:
+def attention_task(b: int, h: int, s: int, d: int, dtype: str, causal: bool = True) -> MeasureTask:
     """Scaled-dot-product attention of [b, h, s, d], as a transposed view of [b, s, h, d]."""
     t = TensorWork((b, h, s, d), dtype, True)
     flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
-    return Task(
+    return MeasureTask(
         _work("attention", (t, t, t), (t,), flops, causal=causal),
         f"attention(x0, x1, x2, causal={causal}, scale=None)",
         orders={i: (0, 2, 1, 3) for i in range(3)},
@@ -54,84 +54,84 @@ _VIEWS: Mapping[str, tuple[tuple[int, ...], str]] = {  # op -> shape of its resu
 }
 
 
-def pointwise_task(op: str, elements: int, dtype: str) -> Task:
+def pointwise_task(op: str, elements: int, dtype: str) -> MeasureTask:
     """An element-wise op over `elements`."""
     count, text = _POINTWISE[op]
     t = TensorWork((elements,), dtype, True)
-    return Task(_work(op, (t,) * count, (t,), float(elements)), text)
+    return MeasureTask(_work(op, (t,) * count, (t,), float(elements)), text)
 
 
-def view_task(op: str, dtype: str) -> Task:
+def view_task(op: str, dtype: str) -> MeasureTask:
     """A view: its time does not depend on the size."""
     shape, text = _VIEWS[op]
     t = TensorWork((4, 8, 16), dtype, True)
     work = OpWork(op, (t,), (TensorWork(shape, dtype, True),), (), 0.0, 0.0)
-    return Task(work, text)
+    return MeasureTask(work, text)
 
 
-def norm_task(op: str, rows: int, columns: int, dtype: str) -> Task:
+def norm_task(op: str, rows: int, columns: int, dtype: str) -> MeasureTask:
     """layer_norm, rms_norm or softmax over the last dim of [rows, columns]."""
     x, w = TensorWork((rows, columns), dtype, True), TensorWork((columns,), dtype, True)
     if op == "softmax":
-        return Task(_work(op, (x,), (x,), float(rows * columns), dim=-1), "torch.softmax(x0, dim=-1)")
+        return MeasureTask(_work(op, (x,), (x,), float(rows * columns), dim=-1), "torch.softmax(x0, dim=-1)")
     extra = (w, w) if op == "layer_norm" else (w,)
     args = "".join(f", x{i + 1}" for i in range(len(extra)))
     text = f"F.{op}(x0, ({columns},){args}, eps=1e-05)"
-    return Task(_work(op, (x, *extra), (x,), float(rows * columns)), text, frozenset(range(1, len(extra) + 1)))
+    return MeasureTask(_work(op, (x, *extra), (x,), float(rows * columns)), text, frozenset(range(1, len(extra) + 1)))
 
 
-def cat_task(rows: int, columns: int, dtype: str) -> Task:
+def cat_task(rows: int, columns: int, dtype: str) -> MeasureTask:
     """Two halves joined along the last dim, as rotary embeddings do."""
     t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 2 * columns), dtype, True)
-    return Task(_work("cat", (t, t), (out,), float(2 * rows * columns), dim=-1), "torch.cat([x0, x1], dim=-1)")
+    return MeasureTask(_work("cat", (t, t), (out,), float(2 * rows * columns), dim=-1), "torch.cat([x0, x1], dim=-1)")
 
 
-def mean_task(rows: int, columns: int, dtype: str) -> Task:
+def mean_task(rows: int, columns: int, dtype: str) -> MeasureTask:
     """Mean over the last dim, as norms that are written out do."""
     t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 1), dtype, True)
-    return Task(_work("mean", (t,), (out,), float(rows), dims="[-1]", keepdim=True), "x0.mean(-1, keepdim=True)")
+    return MeasureTask(_work("mean", (t,), (out,), float(rows), dims="[-1]", keepdim=True), "x0.mean(-1, keepdim=True)")
 
 
-def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> Task:
+def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> MeasureTask:
     """Rows of a table."""
     table, ids = TensorWork((vocab, hidden), dtype, True), TensorWork((tokens,), "int64")
     work = _work("embedding", (table, ids), (TensorWork((tokens, hidden), dtype, True),), float(tokens * hidden))
-    return Task(work, "F.embedding(x1, x0)", frozenset({0}), {1: vocab})
+    return MeasureTask(work, "F.embedding(x1, x0)", frozenset({0}), {1: vocab})
 
 
-def loss_task(tokens: int, vocab: int, dtype: str) -> Task:
+def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
     """Cross entropy of logits[tokens, vocab]."""
     logits, target = TensorWork((tokens, vocab), dtype, True), TensorWork((tokens,), "int64")
     out = TensorWork((), "float32" if dtype in ("bfloat16", "float16") else dtype, True)
     work = _work("cross_entropy_sum", (logits, target), (out,), float(tokens * vocab))
-    return Task(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: vocab})
+    return MeasureTask(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: vocab})
 
 
-def adamw_task(elements: int, dtype: str) -> Task:
+def adamw_task(elements: int, dtype: str) -> MeasureTask:
     """One AdamW update; bytes as `Costs.optimizer_s` counts them: gradient and parameter, and two moments read and
     written."""
     t = TensorWork((elements,), dtype)
     work = OpWork("optimizer_adamw", (t,), (), (), 12.0 * elements, 7.0 * t.num_bytes)
-    return Task(work, "")
+    return MeasureTask(work, "")
 
 
-def accumulate_task(elements: int, dtype: str) -> Task:
+def accumulate_task(elements: int, dtype: str) -> MeasureTask:
     """A gradient added to the one that is there, as `Costs.accumulate_s` counts it."""
     t = TensorWork((elements,), dtype)
     work = OpWork("grad_accumulate", (t,), (), (), float(elements), 3.0 * t.num_bytes)
-    return Task(work, "")
+    return MeasureTask(work, "")
 
 
-def every_step_tasks(dtype: str) -> list[Task]:
+def every_step_tasks(dtype: str) -> list[MeasureTask]:
     """What every step does beside the model's operations: the optimizer, adding gradients."""
     return [make(1 << k, dtype) for make in (adamw_task, accumulate_task) for k in (8, 12, 16, 20, 22)]
 
 
-def _cheap(task: Task, max_flops: float, max_bytes: float) -> bool:
+def _cheap(task: MeasureTask, max_flops: float, max_bytes: float) -> bool:
     return task.work.flops <= max_flops and task.num_bytes <= max_bytes
 
 
-def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
+def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[MeasureTask]:
     """Shapes on a grid of powers of two, at most so large; coarse ones first, so that a short budget covers all."""
     widths = (64, 256, 1024, 4096)
     linear = [
@@ -163,7 +163,7 @@ def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
 _ROWS = ((64, 64), (256, 256), (1024, 256), (1024, 1024), (4096, 1024))
 
 
-def held_out(dtype: str, max_flops: float, max_bytes: float) -> list[Task]:
+def held_out(dtype: str, max_flops: float, max_bytes: float) -> list[MeasureTask]:
     """Shapes that are no powers of two, to check the interpolation against."""
     tasks = [
         linear_task(m, k, n, dtype)
@@ -196,7 +196,7 @@ def _grid(ms: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> Iterator[t
                 yield m, k, n
 
 
-def _interleave(*lists: Sequence[Task]) -> list[Task]:
+def _interleave(*lists: Sequence[MeasureTask]) -> list[MeasureTask]:
     """Spread over each list evenly, so that a prefix covers all of them."""
     ranked = [((i + 0.5) / len(tasks), j, t) for j, tasks in enumerate(lists) for i, t in enumerate(spread(tasks))]
     return [t for _, _, t in sorted(ranked, key=lambda r: (r[0], r[1]))]

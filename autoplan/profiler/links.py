@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from autoplan.cost_models.profile import COLLECTIVES, LINK_WORK_S, ErrorStats, LinkRecord, Profile, Timing
+from autoplan.cost_models.profile import LINK_WORK_S, MEASURED_COLLECTIVES, ErrorStats, LinkRecord, Profile, Timing
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import timing
 from autoplan.runtime.convert import I, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -183,7 +183,7 @@ def _points(world: int, max_bytes: int, sizes: Sequence[int], known: Profile | N
         for num_bytes in order
         if num_bytes <= max_bytes
         for size, stride in layouts(world)
-        for kind in COLLECTIVES
+        for kind in MEASURED_COLLECTIVES
         if (kind, size, stride, num_bytes) not in have
     ]
 

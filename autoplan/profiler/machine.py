@@ -11,7 +11,7 @@ import torch
 
 from autoplan.profiler.clocks import WARNING, DeviceState, load_warning, read_states, warnings
 from autoplan.profiler.job import Job
-from autoplan.profiler.nodes import Nodes
+from autoplan.profiler.nodes import MeasuredNodes
 from autoplan.profiler.system import System, ThisMachine, Unreadable
 from autoplan.profiler.topology import detect
 
@@ -23,7 +23,7 @@ _MAX_QUEUED = 900  # launches that wait on a CUDA stream before the host does
 class Machine:
     """The machines of a job. All methods but `shape` and `data` are collectives over all ranks."""
 
-    def __init__(self, job: Job, nodes: Nodes, system: System | None = None) -> None:
+    def __init__(self, job: Job, nodes: MeasuredNodes, system: System | None = None) -> None:
         self.job, self.nodes = job, nodes
         self.system = ThisMachine() if system is None else system
         self.speaks = nodes.is_first(job.rank)

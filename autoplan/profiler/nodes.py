@@ -19,7 +19,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class Nodes:
+class MeasuredNodes:
     """Names of the nodes in the order of their ranks, `ranks_per_node` each."""
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ def identity(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
     return socket.gethostname(), environment.get("GROUP_RANK", "")
 
 
-def agree(identities: Sequence[tuple[str, str]]) -> Nodes:
+def agree_on_nodes(identities: Sequence[tuple[str, str]]) -> MeasuredNodes:
     """The nodes of a job from every rank's `identity`, by rank.
 
     Raises: ProfileError if the ranks of a node are not consecutive, or nodes have different numbers of them.
@@ -90,4 +90,4 @@ def agree(identities: Sequence[tuple[str, str]]) -> Nodes:
             f"rank {rank} is on node {names[identities[rank]]}, between ranks of {names[ordered[rank]]}; number the "
             "ranks node by node, as torchrun does"
         )
-    return Nodes(tuple(names.values()), usual)
+    return MeasuredNodes(tuple(names.values()), usual)

@@ -52,7 +52,7 @@ _DEFAULT_CACHE_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
-class Task:
+class MeasureTask:
     """An operation to measure. `text` is its right-hand side in x0, x1, ...
 
     `parameters`: positions of inputs that are parameters. `bounds`: for integer inputs, values are below this.
@@ -275,7 +275,7 @@ def timing(samples: Sequence[float]) -> Timing:
     return Timing(median, low, high, len(samples))
 
 
-def make_input(t: TensorWork, task: Task, position: int, device: torch.device) -> torch.Tensor:
+def make_input(t: TensorWork, task: MeasureTask, position: int, device: torch.device) -> torch.Tensor:
     """A random tensor of the shape, dtype and memory order of an input."""
     dtype: torch.dtype = getattr(torch, t.dtype)
     zero = task.broadcast.get(position, ())
@@ -298,7 +298,7 @@ class _Namespace:
     site = 0
 
 
-def compiled(task: Task, device: torch.device) -> Callable[..., Any]:
+def compiled(task: MeasureTask, device: torch.device) -> Callable[..., Any]:
     """The text of a task as a function of its inputs."""
     names: dict[str, Any] = {name: getattr(program, name) for name in program.__all__}
     names |= {"device": device, "rng": torch.tensor([7, 11, 5], device=device), "self": _Namespace(), **task.names}
@@ -315,7 +315,7 @@ def _differentiable(result: Any) -> list[torch.Tensor]:
 class _Chain:
     """Inputs of a chain of calls, and the two phases."""
 
-    def __init__(self, task: Task, device: torch.device, cache: int) -> None:
+    def __init__(self, task: MeasureTask, device: torch.device, cache: int) -> None:
         self.task, self.function = task, compiled(task, device)
         self.length = max(2, min(_MAX_CHAIN, -(-5 * cache // (4 * max(1, task.num_bytes)))))
 
@@ -403,7 +403,7 @@ def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock
     return found[1:]
 
 
-def measure_op(task: Task, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> MeasuredOp:
+def measure_op(task: MeasureTask, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> MeasuredOp:
     """Forward and backward time of one operation. Whatever the operation raises is raised."""
     update = _UPDATES.get(task.work.op)
     if update is not None:
@@ -446,7 +446,7 @@ def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[flo
     return forwards, _samples(lambda: chain.backward(clock.issue, clock.host_edges, length), length, limit_s, clock)
 
 
-def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
+def _measure_adamw(task: MeasureTask, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
     """AdamW over several tensors of this size, per tensor."""
     (t,) = task.work.inputs
     length = max(1, min(_MAX_CHAIN, -(-2 * cache // (4 * t.num_bytes))))
@@ -461,7 +461,7 @@ def _measure_adamw(task: Task, clock: Clock, cache: int, limit_s: float) -> Meas
     )
 
 
-def _measure_accumulate(task: Task, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
+def _measure_accumulate(task: MeasureTask, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
     """What one more micro-batch's gradient costs autograd: its backward less that of the first, which is taken over."""
     (t,) = task.work.inputs
     length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together are beyond the cache

@@ -28,7 +28,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.profiler.job import Job
 from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
-from autoplan.profiler.small_programs import DECODER_INPUT, WIDTH, decoder_program, decoder_tasks, tiny_program
+from autoplan.profiler.small_programs import DECODER_INPUT, HIDDEN_SIZE, decoder_program, decoder_tasks, tiny_program
 from autoplan.runtime.convert import I, all_gather, all_reduce, record_collectives, reduce_scatter
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
@@ -62,7 +62,7 @@ class _Runs:
             mesh.close()
 
     def model(
-        self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = WIDTH, num_params: int = 1
+        self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = HIDDEN_SIZE, num_params: int = 1
     ) -> ParallelModel:
         """Layers of next to no work."""
         return self.run(tiny_program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size, num_params))
@@ -174,7 +174,7 @@ def measure_overheads(job: Job, links: Profile, host: bool = False) -> dict[str,
 
 
 def _batch(job: Job, num_micro_batches: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.ones(num_micro_batches, WIDTH, device=job.device)}
+    return {"x": torch.ones(num_micro_batches, HIDDEN_SIZE, device=job.device)}
 
 
 def _step_of(runs: _Runs, pm: ParallelModel, num_micro_batches: int) -> float:
@@ -225,7 +225,7 @@ def _queued_step(job: Job, pm: ParallelModel, num_micro_batches: int) -> tuple[f
 def _passes_of_one_layer(runs: _Runs) -> float:
     """Forward and backward of the layer of next to no work that a tiny program has."""
     pm = runs.model(1, runs.job.world, 1, 0)
-    found = runs.samples(lambda: sum(_both_passes(runs, pm, (1, WIDTH)).values()), _REPEATS + 3)
+    found = runs.samples(lambda: sum(_both_passes(runs, pm, (1, HIDDEN_SIZE)).values()), _REPEATS + 3)
     return statistics.median(runs.job.slowest(found[3:]))
 
 
@@ -234,7 +234,7 @@ def _collectives(runs: _Runs) -> dict[str, float]:
     if runs.job.world == 1 or not runs.host:
         return {}
     pm = runs.model(1, runs.job.world, 1, 0)
-    x = torch.ones(runs.job.world * WIDTH, device=runs.job.device)
+    x = torch.ones(runs.job.world * HIDDEN_SIZE, device=runs.job.device)
     calls: tuple[Callable[[], Any], ...] = (
         lambda: all_reduce(x, "dp", dst=I),
         lambda: all_gather(x, "dp", dim=0, dst=I),
@@ -335,7 +335,9 @@ def _optimizer(runs: _Runs) -> dict[str, float]:
     def sharded(tensors: int) -> list[torch.nn.Parameter]:
         return list(runs.model(tensors, runs.job.world, 1, 1).stage.parameters())
 
-    step, tensor = slope(lambda n: [torch.nn.Parameter(torch.ones(WIDTH, device=runs.job.device)) for _ in range(n)])
+    step, tensor = slope(
+        lambda n: [torch.nn.Parameter(torch.ones(HIDDEN_SIZE, device=runs.job.device)) for _ in range(n)]
+    )
     out = {"optimizer_step_s": step, "optimizer_tensor_s": tensor}
     if runs.job.world > 1:
         out["zero_optimizer_tensor_s"] = slope(sharded)[1]
@@ -354,11 +356,11 @@ def _zero(runs: _Runs) -> dict[str, float]:
     """
     if runs.job.world == 1:
         return {}
-    shapes = {"one": (WIDTH, 1), "many": (WIDTH, _MANY_PARAMS), "large": (_LARGE, 1)}
+    shapes = {"one": (HIDDEN_SIZE, 1), "many": (HIDDEN_SIZE, _MANY_PARAMS), "large": (_LARGE, 1)}
     plain = {name: _phases(runs, 0, *shape) for name, shape in shapes.items()}
     sharded = {name: _phases(runs, 1, *shape) for name, shape in shapes.items()}
     out: dict[str, float] = {}
-    more_bytes = 4 * (_LARGE - WIDTH)
+    more_bytes = 4 * (_LARGE - HIDDEN_SIZE)
     for phase, what, synced, hooks in (
         ("forward", "gather", "first forward", "other forward"),
         ("backward", "reduce", "last backward", "other backward"),
@@ -370,7 +372,7 @@ def _zero(runs: _Runs) -> dict[str, float]:
         out[f"zero_block_{phase}_s"] = hook_s
         out[f"zero_{what}_tensor_s"] = tensor_s
         out[f"zero_{what}_byte_s"] = byte_s
-        out[f"zero_{what}_s"] = max(0.0, one - tensor_s - 4 * WIDTH * byte_s)
+        out[f"zero_{what}_s"] = max(0.0, one - tensor_s - 4 * HIDDEN_SIZE * byte_s)
     out["all_reduce_byte_s"] = max(0.0, plain["large"]["end"] - plain["one"]["end"]) / more_bytes
     return out
 
@@ -403,7 +405,7 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
     for micro_batch, (forward, backward) in enumerate(
         (("first forward", "other backward"), ("other forward", "last backward"))
     ):
-        inputs = _inputs(runs, (1, WIDTH))
+        inputs = _inputs(runs, (1, HIDDEN_SIZE))
 
         def back(loss: torch.Tensor, micro_batch: int = micro_batch) -> None:
             sync.before_backward(micro_batch, is_last=micro_batch == 1)

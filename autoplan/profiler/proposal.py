@@ -66,7 +66,7 @@ def cluster_data(
         raise PinError(f"this machine has devices of several kinds ({', '.join(names)}); a cluster has equal ones")
     found = catalog_id(names[0])
     if found is None:
-        near = catalog.nearest(names[0].lower().replace(" ", "-"), list(catalog.entries()))
+        near = catalog.nearest_names(names[0].lower().replace(" ", "-"), list(catalog.entries()))
         raise PinError(
             f"device {names[0]!r} is not in the catalog{'; nearest: ' + ', '.join(near) if near else ''}; write a "
             "cluster file with device: {name, peak_tflops, memory_gb, memory_gb_s}"

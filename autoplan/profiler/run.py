@@ -41,8 +41,8 @@ from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, lattice, spread
 from autoplan.profiler.links import measure_links, measure_sharing
 from autoplan.profiler.machine import Machine
-from autoplan.profiler.nodes import Nodes, agree, identity, num_nodes
-from autoplan.profiler.ops import Clock, Task, cache_bytes, measure_op, memory_bytes
+from autoplan.profiler.nodes import MeasuredNodes, agree_on_nodes, identity, num_nodes
+from autoplan.profiler.ops import Clock, MeasureTask, cache_bytes, measure_op, memory_bytes
 from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.tasks import model_tasks
 from autoplan.program.facts import Facts, ModelFacts
@@ -61,7 +61,7 @@ ASSUMED = "assumed"
 _MAX_FLOPS = {"cpu": 2.5e9, "cuda": 2e12}
 _MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
 _MAX_LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
+PROFILE_GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
 
 
 # -- which machine -----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def cached_profile(key: str) -> Profile | None:
         return None
 
 
-def store(profile: Profile, key: str) -> Path:
+def store_profile(profile: Profile, key: str) -> Path:
     """Keep a profile for this user, merged into what is kept under the key already."""
     before = cached_profile(key)
     path = user_folder() / f"{key}.json"
@@ -219,7 +219,7 @@ class _Notes:
     failed: dict[str, str] = field(default_factory=dict)  # by OpWork.key
 
 
-def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[Task], notes: _Notes, what: str) -> list[MeasuredOp]:
+def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: _Notes, what: str) -> list[MeasuredOp]:
     """As many of the tasks as there is time for, on all ranks at once. What one rank cannot run, none measures."""
     cache = cache_bytes(job.device)
     # the least that any rank may use of the memory it shares, so that all leave out the same
@@ -261,7 +261,7 @@ def _check(profile: Profile, checks: Sequence[MeasuredOp]) -> dict[str, ErrorSta
 
 
 def measure_in_job(
-    tasks: Sequence[Task] = (),
+    tasks: Sequence[MeasureTask] = (),
     budget_s: float = DEFAULT_BUDGET_S,
     *,
     name: str | None = None,
@@ -286,7 +286,7 @@ def measure_in_job(
         ProfileError if the nodes have different numbers of ranks.
     """
     requested = devices.read(device)
-    placement = devices.place(requested, devices.kind_of(requested, devices.sight()))
+    placement = devices.device_place(requested, devices.device_kind(requested, devices.sight()))
     tasks = [t for t in tasks if known is None or t.work.key not in known.settled]
     shown = _Shown(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
@@ -295,7 +295,7 @@ def measure_in_job(
         job = Job(placement.device, time.monotonic() + budget_s, shown, sharing=placement.on_device)
         with guard():
             identities = job.gather(identity())
-        nodes = agree(identities)
+        nodes = agree_on_nodes(identities)
         try:
             with guard():
                 profile = _measure(job, nodes, tasks, name, known, dtypes, general)
@@ -310,8 +310,8 @@ def measure_in_job(
 
 def _measure(
     job: Job,
-    nodes: Nodes,
-    tasks: Sequence[Task],
+    nodes: MeasuredNodes,
+    tasks: Sequence[MeasureTask],
     name: str | None,
     known: Profile | None,
     dtypes: Sequence[str],
@@ -358,12 +358,12 @@ class _Run:
 
     job: Job
     clock: Clock
-    tasks: Sequence[Task]
+    tasks: Sequence[MeasureTask]
     notes: _Notes
     profile: Profile
     ops: list[MeasuredOp] = field(default_factory=list)
 
-    def measure(self, part: Job, tasks: Sequence[Task], what: str) -> list[MeasuredOp]:
+    def measure(self, part: Job, tasks: Sequence[MeasureTask], what: str) -> list[MeasuredOp]:
         """Operations, as far as there is time in this part of it."""
         found = _measure_tasks(part, self.clock, tasks, self.notes, what)
         self.ops += found
@@ -431,7 +431,7 @@ class _Run:
                 self.profile = replace(self.profile, held_out=errors)
 
 
-def _has_general(profile: Profile, checks: Sequence[Task]) -> bool:
+def _has_general(profile: Profile, checks: Sequence[MeasureTask]) -> bool:
     """Whether general shapes were measured in the dtype of `checks`; a model may have one or the other of them."""
     return 2 * sum(t.work.key in profile.by_key for t in checks) > len(checks)
 
@@ -472,7 +472,7 @@ def measure(
     *,
     processes: int = 1,
     budget_s: float = DEFAULT_BUDGET_S,
-    tasks: Sequence[Task] = (),
+    tasks: Sequence[MeasureTask] = (),
     num_threads: int = 1,
     dtypes: Sequence[str] = ("float32",),
     progress: bool = True,
@@ -495,7 +495,7 @@ def measure(
     arguments: dict[str, Any] = {"tasks": list(tasks), "budget_s": budget_s, "name": name, "dtypes": tuple(dtypes)}
     arguments |= {"num_threads": num_threads, "progress": progress}
     context = multiprocessing.get_context("spawn")
-    deadline = time.monotonic() + budget_s + GRACE_S
+    deadline = time.monotonic() + budget_s + PROFILE_GRACE_S
     before = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
@@ -506,7 +506,7 @@ def measure(
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
             for rank in range(processes):
                 here, there = context.Pipe(duplex=False)
-                timeout_s = budget_s + GRACE_S
+                timeout_s = budget_s + PROFILE_GRACE_S
                 args = (rank, processes, folder, dict(arguments), timeout_s, there)
                 child = context.Process(target=_worker, args=args, daemon=True)
                 child.start()
@@ -557,9 +557,9 @@ def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
     return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))
 
 
-def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[Task]:
+def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[MeasureTask]:
     """Operations of a model at several tensor-parallel degrees; degrees that it cannot take are left out."""
-    found: dict[str, Task] = {}
+    found: dict[str, MeasureTask] = {}
     for tp in degrees:
         config = ParallelConfig(tp=tp)
         if broken(config, Facts(tp, ModelFacts(graph)), Scope.PRICED) is not None:

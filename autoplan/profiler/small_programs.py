@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.profiler.lattice import attention_task
-from autoplan.profiler.ops import Task
+from autoplan.profiler.ops import MeasureTask
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
-from autoplan.schedules.schedule import PLAIN
+from autoplan.schedules.schedule import PLAIN_SCHEDULE
 
-WIDTH = 16  # elements that a tiny layer computes with
+HIDDEN_SIZE = 16  # elements that a tiny layer computes with
 _TINY = '''"""A pipeline stage of next to no work."""
 
 from autoplan.runtime.program import *  # noqa: F403
@@ -45,14 +45,14 @@ class Stage(nn.Module):
 
 
 def tiny_program(
-    num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int = WIDTH, num_params: int = 1
+    num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int = HIDDEN_SIZE, num_params: int = 1
 ) -> tuple[ProgramSpec, dict[str, str]]:
     """Layers that multiply WIDTH elements by the first of `num_params` parameters of `size` elements each, divided
     evenly over the stages."""
     names = [f"weight{i}" for i in range(num_params)]
     layer = _TINY % {
         "declared": "\n".join(f"        self.{n} = parameter(({size},), torch.float32, True)" for n in names),
-        "computed": "\n".join(f"        x = x * self.{n}[:{WIDTH}]" for n in names),
+        "computed": "\n".join(f"        x = x * self.{n}[:{HIDDEN_SIZE}]" for n in names),
     }
     return _program(layer, dict.fromkeys(names, (size,)), num_layers, axes, zero_stage)
 
@@ -66,7 +66,7 @@ def _program(
 ) -> tuple[ProgramSpec, dict[str, str]]:
     pp = dict(axes)["pp"]
     each = num_layers // pp
-    shape = (((1, 1, ("b",)),), ((WIDTH, 1, ()),))
+    shape = (((1, 1, ("b",)),), ((HIDDEN_SIZE, 1, ()),))
     stages, sources = [], {}
     for index in range(pp):
         first, last = index * each, (index + 1) * each
@@ -102,7 +102,7 @@ def _program(
         axes,
         (),
         zero_stage,
-        schedule_spec(PLAIN),
+        schedule_spec(PLAIN_SCHEDULE),
         ("x",),
         (("b", "x", 0),),
         "tokens",
@@ -183,7 +183,7 @@ def decoder_program(num_layers: int, world_size: int) -> tuple[ProgramSpec, dict
     return _program(_DECODER, _DECODER_PARAMETERS, num_layers, (("pp", 1), ("dp", world_size)), 0)
 
 
-def decoder_tasks() -> list[tuple[Task, int]]:
+def decoder_tasks() -> list[tuple[MeasureTask, int]]:
     """The operations of one layer, and how often each occurs."""
     x, inner = TensorWork(DECODER_INPUT, "float32", True), TensorWork((1, _TOKENS, _INNER), "float32", True)
     column = TensorWork((1, _TOKENS, 1), "float32", True)
@@ -191,10 +191,10 @@ def decoder_tasks() -> list[tuple[Task, int]]:
     turned = TensorWork((1, _HEADS, _TOKENS, _HEAD_DIM), "float32", True)
     norm = TensorWork((_HIDDEN,), "float32", True)
 
-    def task(op: str, inputs: tuple[TensorWork, ...], output: TensorWork, text: str, *parameters: int) -> Task:
-        return Task(OpWork(op, inputs, (output,), (), 0.0, 0.0), text, frozenset(parameters))
+    def task(op: str, inputs: tuple[TensorWork, ...], output: TensorWork, text: str, *parameters: int) -> MeasureTask:
+        return MeasureTask(OpWork(op, inputs, (output,), (), 0.0, 0.0), text, frozenset(parameters))
 
-    def linear(x: TensorWork, columns: int, out: TensorWork) -> Task:
+    def linear(x: TensorWork, columns: int, out: TensorWork) -> MeasureTask:
         weight = TensorWork((columns, x.shape[-1]), "float32", True)
         return task("linear", (x, weight), out, "F.linear(x0, x1)", 1)
 

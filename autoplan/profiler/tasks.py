@@ -14,7 +14,7 @@ from autoplan.ops.products import adds_bias
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind, op_record
-from autoplan.profiler.ops import Task, compiled
+from autoplan.profiler.ops import MeasureTask, compiled
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import LoweredBlock, Op
 
@@ -76,7 +76,7 @@ class _Memory:
                     outs = [torch.empty((b, s, h, d), dtype=outs[0].dtype, device="meta").transpose(1, 2)]
             else:
                 text = _text(_statement(block, node, strategy, False), work, ctx)
-                task = Task(work, text, names=dict(works.env))
+                task = MeasureTask(work, text, names=dict(works.env))
                 with torch.no_grad():
                     result = compiled(task, torch.device("meta"))(*(made[n] for n in node.tensor_inputs))
                 outs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -100,9 +100,9 @@ class _Memory:
         return orders, broadcast
 
 
-def model_tasks(works: OpCosts) -> list[Task]:
+def model_tasks(works: OpCosts) -> list[MeasureTask]:
     """Every operation of the model under every strategy on the sub-axes of `works`; equal works once, longest first."""
-    found: dict[str, Task] = {}
+    found: dict[str, MeasureTask] = {}
     for block in works.graph.blocks.values():
         memory = _Memory(block, works)
         biased = _biased(block)
@@ -114,9 +114,9 @@ def model_tasks(works: OpCosts) -> list[Task]:
     return sorted(found.values(), key=lambda t: -(t.work.flops + t.work.moved_bytes))
 
 
-def lowered_tasks(lowered: Iterable[LoweredBlock], works: OpCosts) -> list[Task]:
+def lowered_tasks(lowered: Iterable[LoweredBlock], works: OpCosts) -> list[MeasureTask]:
     """The operations of lowered blocks only."""
-    found: dict[str, Task] = {}
+    found: dict[str, MeasureTask] = {}
     for low in lowered:
         memory = _Memory(low.block, works)
         for statement in low.statements:
@@ -138,7 +138,7 @@ def _biased(block: Block) -> set[str]:
     return out
 
 
-def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: OpCosts, memory: _Memory) -> Task:
+def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: OpCosts, memory: _Memory) -> MeasureTask:
     work = works.op_work(block, node, strategy, bias)
     groups = {tuple(a.name for a in works.axes): "all"} if len(works.axes) > 1 else {}
     ctx = Context(works.graph.factors, works.axes, groups)
@@ -148,4 +148,4 @@ def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: OpCos
     if bias:
         parameters.add(len(names))
     orders, broadcast = memory.describe(names, work)
-    return Task(work, text, frozenset(parameters), _bounds(node, work), orders, broadcast, dict(works.env))
+    return MeasureTask(work, text, frozenset(parameters), _bounds(node, work), orders, broadcast, dict(works.env))

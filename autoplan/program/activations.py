@@ -40,7 +40,7 @@ from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import megatron_kernels
 from autoplan.program.activation_bytes import Activations
-from autoplan.program.gradients import Step, backward_peak
+from autoplan.program.gradients import GradientStep, backward_peak
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import Module, modules
 from autoplan.program.regions import Region, attention_core, choices, logits, regions
@@ -113,7 +113,7 @@ class _Walk:
         self.shapes: dict[tuple[int, Layout], Ints] = {}
         self.storages: list[int] = []  # bytes
         self.tensors: dict[str, _Tensor] = {}
-        self.steps: list[Step] = []
+        self.steps: list[GradientStep] = []
         self.params: set[str] = set()
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
@@ -215,7 +215,7 @@ class _Walk:
         float32, and a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner
         solves the same problem as a minimum cut). Transients stay those of the operations one by one: an upper bound.
         """
-        makers: dict[int, Step] = {}
+        makers: dict[int, GradientStep] = {}
         for step in self.steps:
             views = {self.tensors[var].storage for var in step.reads}
             for var in step.writes:
@@ -236,10 +236,10 @@ class _Walk:
                 step.saved = frozenset[int]().union(*(sources(s) for s in sorted(step.saved)))
                 there |= step.saved
 
-    def _convert(self, c: Convert) -> Step:
+    def _convert(self, c: Convert) -> GradientStep:
         source, value = self.tensors[c.source], c.value
         shape, width = self.local(value, c.result), self.width(value)
-        step = Step((c.source,), (c.target,))
+        step = GradientStep((c.source,), (c.target,))
         own = prod(source.shape) * width
         if c.step.kind is ConversionKind.TO_REPLICATE:
             self.tensors[c.target] = source
@@ -260,7 +260,7 @@ class _Walk:
     def _name(self, var: str) -> str | None:
         return None if var in self.params else var
 
-    def _op(self, op: Op) -> Step:
+    def _op(self, op: Op) -> GradientStep:
         args = [a for a in op.args if a is not None]
         ins = [self.tensors[a] for a in args]
         shapes = [self.local(v, layout) for v, layout in zip(op.values, op.strategy.outputs, strict=True)]
@@ -288,7 +288,7 @@ class _Walk:
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
         extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
         fusible = rule.form is not Form.NEW or known.kind in _FUSED
-        step = Step(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
+        step = GradientStep(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 
@@ -302,7 +302,7 @@ class _Walk:
             self.copies.setdefault(tensor.storage, set()).add(self.narrow[tensor.storage])
         return self.narrow[tensor.storage]
 
-    def _gradients(self, step: Step, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
+    def _gradients(self, step: GradientStep, op: Op, rule: SavedRule, facts: OpFacts, args: list[str]) -> None:
         out = facts.outputs[0]
         for var, fact in zip(args, facts.inputs, strict=True):
             if not fact.requires_grad or (var in self.params and self._accumulates(op)):

@@ -11,7 +11,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of
+from autoplan.ops.table import nodes_with
 
 Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 
@@ -19,7 +19,7 @@ Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
     """(where, heads, key-value heads) of every attention, by block."""
     out: dict[str, list[tuple[str, int, int]]] = {}
-    for block, node in nodes_of(graph, OpKind.ATTENTION):
+    for block, node in nodes_with(graph, OpKind.ATTENTION):
         heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
         if heads is not None and kv is not None:
             out.setdefault(block.name, []).append((node.source or node.name, heads, kv))

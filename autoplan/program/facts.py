@@ -12,7 +12,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of
+from autoplan.ops.table import nodes_with
 
 
 def divisors(number: int) -> list[int]:
@@ -24,7 +24,7 @@ def divisors(number: int) -> list[int]:
 def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
     """(where, attention heads, key-value heads) of every attention op."""
     out = []
-    for block, node in nodes_of(graph, OpKind.ATTENTION):
+    for block, node in nodes_with(graph, OpKind.ATTENTION):
         q, k = (block.values[n] for n in node.tensor_inputs[:2])
         heads, kv = q.shape[1].value, k.shape[1].value
         if heads is not None and kv is not None:
@@ -34,12 +34,12 @@ def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
 
 def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
     """Number of experts of every experts op."""
-    return tuple(int(n.attrs["num_experts"]) for _, n in nodes_of(graph, OpKind.EXPERTS))
+    return tuple(int(n.attrs["num_experts"]) for _, n in nodes_with(graph, OpKind.EXPERTS))
 
 
 def inner_sizes(graph: ModelGraph) -> tuple[int, ...]:
     """Inner size of the experts of every experts op."""
-    return tuple(int(n.attrs["intermediate_size"]) for _, n in nodes_of(graph, OpKind.EXPERTS))
+    return tuple(int(n.attrs["intermediate_size"]) for _, n in nodes_with(graph, OpKind.EXPERTS))
 
 
 def layer_calls(graph: ModelGraph) -> list[str]:
@@ -126,7 +126,7 @@ class ModelFacts:
     def positions(self) -> Mapping[str, int]:
         """The fewest learned positions by symbol of a length (s, t), where there are any."""
         found: dict[str, int] = {}
-        for block, node in nodes_of(self.graph, OpKind.EMBEDDING):
+        for block, node in nodes_with(self.graph, OpKind.EMBEDDING):
             table, index = (block.values[name] for name in node.tensor_inputs[:2])
             symbols, rows = [name for size in index.shape for name in size.symbols], table.shape[0].value
             if len(symbols) == 1 and rows is not None:

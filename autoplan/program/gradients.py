@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Step:
+class GradientStep:
     """What one statement did.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Gradients:
             self.drop(var)
             self.hold(var, self.make(size))
 
-    def through(self, step: Step) -> int:
+    def through(self, step: GradientStep) -> int:
         """Pass the gradients of what a statement made on to what it read. Return the most bytes alive meanwhile."""
         mine = [self.of[v] for v in step.writes if v in self.of]
         if not mine:
@@ -79,7 +79,7 @@ class _Gradients:
 
 
 def backward_peak(
-    steps: Sequence[Step],
+    steps: Sequence[GradientStep],
     storages: Sequence[int],
     counted: Set[int],
     given: Set[int],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
-from autoplan.ir.layout import Axis, ConversionKind, Layout, Step, conversion
+from autoplan.ir.layout import Axis, ConversionKind, ConversionStep, Layout, conversion
 from autoplan.ir.symbols import Expr, product
 from autoplan.ops.products import adds_bias
 from autoplan.ops.record import OpKind, Trait
@@ -144,7 +144,7 @@ class BlockLowering:
         names = tuple(self.axes[i].name for i in axes)
         return Collective(value.name, kind, names, size, value.dtype, phase, per, of_layout=True)
 
-    def _sends(self, value: Value, step: Step, layout: Layout) -> tuple[Collective, ...]:
+    def _sends(self, value: Value, step: ConversionStep, layout: Layout) -> tuple[Collective, ...]:
         """The collectives of one conversion of a value that has `layout`."""
         forward, backward = step.collectives
         kinds = [("forward", forward)] if forward else []

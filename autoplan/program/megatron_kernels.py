@@ -26,7 +26,7 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import PLAIN
+from autoplan.ops.attention import PLAIN_ATTENTION
 from autoplan.ops.record import OpKind
 from autoplan.ops.routing import experts_rows
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
@@ -84,7 +84,7 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     if not kernels.handwritten:
         return None
     if what is OpKind.ATTENTION:  # its kernels know windows; the plain form of ours cuts them out
-        return PLAIN if f.attrs.get("window") is not None else None
+        return PLAIN_ATTENTION if f.attrs.get("window") is not None else None
     if what is OpKind.LOSS:
         return _LOSS
     if what is OpKind.EXPERTS:

@@ -31,7 +31,7 @@ _IGNORED_ATTRS = frozenset(("scale", "bias"))
 _NARROW = (OpKind.PRODUCT, OpKind.EXPERTS)
 
 
-def groups_of(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
+def axis_groups(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
     """Groups of adjacent sub-axes by their indices; `axes` are major to minor and `stride` is that of the last."""
     strides, step = [0] * len(axes), stride
     for i in reversed(range(len(axes))):
@@ -74,7 +74,7 @@ class OpCosts:
         self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
         self.methods = dict(methods or {})
         self.sizes = graph.factor_sizes(env)
-        self.groups = groups_of(self.axes)
+        self.groups = axis_groups(self.axes)
         self.remapped = _dtype_map(graph, precision)
         # products of 8 and 4 bits are those of layers: the head stays as the activations are (Transformer Engine's
         # recipes in Megatron-LM; torchtitan's float8 leaves out "output"); a model without layers is all of them

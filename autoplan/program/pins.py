@@ -15,7 +15,7 @@ from autoplan.config.pins import Pins
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import flops, rule_for
 from autoplan.program.facts import Facts, divisors, expert_counts, head_counts, layer_calls, pipeline_units
-from autoplan.program.legality import Scope, check, zero_replica_counts
+from autoplan.program.legality import Scope, check_legal, zero_replica_counts
 
 __all__ = [
     "divisors", "expert_counts", "head_counts", "layer_calls", "pipeline_units",
@@ -26,7 +26,7 @@ __all__ = [
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
     """Check pins, as far as that can be without a model, and fill in the defaults. PinError names the rule."""
     config = Pins(pins).completed(num_devices)
-    check(config, Facts(num_devices), Scope.SEARCHED)
+    check_legal(config, Facts(num_devices), Scope.SEARCHED)
     return config
 
 

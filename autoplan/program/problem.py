@@ -27,7 +27,7 @@ from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.errors import InfeasibleError
 from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
-from autoplan.ir.layout import Axis, ConversionKind, I, Layout, R, Step, conversion, shard
+from autoplan.ir.layout import Axis, ConversionKind, ConversionStep, I, Layout, R, conversion, shard
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind
@@ -59,7 +59,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """Exactly one option is taken; its cost counts `weight` times."""
 
     name: str
@@ -72,13 +72,13 @@ class Choice:
 class IntraProblem:
     """Choices plus what it costs to convert a value. `convert_s` is None where a conversion does not exist."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[LayoutChoice, ...]
     weights: Mapping[ValueKey, float]
     convert_s: Callable[[ValueKey, Layout, Layout], float | None]
     restrictions: tuple[str, ...] = ()
     state_budget_bytes: float | None = None  # parameters, gradients and optimizer state of one rank, all layers
 
-    def filtered(self, allowed: Callable[[Choice, Option], bool]) -> IntraProblem:
+    def filtered(self, allowed: Callable[[LayoutChoice, Option], bool]) -> IntraProblem:
         """The same problem with fewer options (pins, comparisons). InfeasibleError names a choice left with none."""
         choices = []
         for choice in self.choices:
@@ -94,7 +94,7 @@ class IntraProblem:
 Selection = Mapping[str, Option]  # choice name -> option
 
 
-def evaluate(problem: IntraProblem, selection: Selection) -> float:
+def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
     """Cost in seconds of a complete selection; inf if it breaks the budget or a conversion does not exist."""
     total = state = 0.0
     native: dict[ValueKey, Layout] = {}
@@ -153,7 +153,7 @@ class _Build:
         self.rank = len(settings.axes)
         self.all_r: Layout = (R,) * self.rank
         self.all_i: Layout = (I,) * self.rank
-        self.choices: list[Choice] = []
+        self.choices: list[LayoutChoice] = []
         self.params: set[ValueKey] = {(b.name, p) for b in graph.blocks.values() for p in b.params}
 
     def value(self, key: ValueKey) -> Value:
@@ -184,7 +184,7 @@ class _Build:
             tuple(self.choices), weights, lru_cache(maxsize=None)(self._convert_s), tuple(restrictions), budget
         )
 
-    def _is_vector(self, choice: Choice) -> bool:
+    def _is_vector(self, choice: LayoutChoice) -> bool:
         """A stored parameter of one dim: small, and cheaper to keep whole."""
         return choice.name.startswith("store ") and len(self.value(choice.options[0].provides[0][0]).shape) < 2
 
@@ -205,7 +205,7 @@ class _Build:
             options.append(Option(s.name, requires, provides, cost, strategy=s))
         weight = float(self.counts[block.name])
         self.choices.append(
-            Choice(f"{block.name}/{node.name}", tuple(options), weight, follows=op_has(node.op, Trait.FOLLOWS))
+            LayoutChoice(f"{block.name}/{node.name}", tuple(options), weight, follows=op_has(node.op, Trait.FOLLOWS))
         )
 
     def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
@@ -262,7 +262,7 @@ class _Build:
                     )
                 )
             name = f"{keys[0][0]}/{keys[0][1]}"
-            self.choices.append(Choice(f"store {name}", tuple(options), float(count)))
+            self.choices.append(LayoutChoice(f"store {name}", tuple(options), float(count)))
 
     def _shards_of(self, key: ValueKey, dim: int, position: int) -> list[Layout]:
         """Storage by one factor over the whole product, or over the leading sub-axes if too small (few KV heads)."""
@@ -290,7 +290,7 @@ class _Build:
             for name in block.buffers:
                 key = (block.name, name)
                 self.choices.append(
-                    Choice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),))
+                    LayoutChoice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),))
                 )
 
     def _boundaries(self) -> None:
@@ -320,7 +320,7 @@ class _Build:
                 )
                 for layout in candidates
             )
-            self.choices.append(Choice(f"boundary {probe[0]}/{probe[1]}", options))
+            self.choices.append(LayoutChoice(f"boundary {probe[0]}/{probe[1]}", options))
 
     def _boundary_layouts(self, key: ValueKey) -> list[Layout]:
         value = self.value(key)
@@ -338,7 +338,7 @@ class _Build:
                     out.append((shard(dim, position),) * self.rank)
         return out
 
-    def step_bytes(self, key: ValueKey, layout: Layout, step: Step) -> float:
+    def step_bytes(self, key: ValueKey, layout: Layout, step: ConversionStep) -> float:
         """Payload of one conversion step: the gathered or reduced tensor (all_to_all: the local one)."""
         size = self.local_bytes(key, layout)
         if step.kind is ConversionKind.ALL_GATHER:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autoplan.ir.graph import Block, Node, Value
-from autoplan.ir.layout import Axis, Layout, Step
+from autoplan.ir.layout import Axis, ConversionStep, Layout
 from autoplan.ir.symbols import Expr, product
 from autoplan.ops.record import OpKind
 from autoplan.ops.strategies import Strategy
@@ -69,7 +69,7 @@ class Convert:
     target: str
     source: str
     value: Value
-    step: Step
+    step: ConversionStep
     layout: Layout
     result: Layout
     collectives: tuple[Collective, ...] = ()

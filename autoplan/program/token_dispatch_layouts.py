@@ -12,8 +12,8 @@ from autoplan.errors import InfeasibleError
 from autoplan.ir.graph import Block, ModelGraph
 from autoplan.ir.layout import I, R
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of, op_kind
-from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey
+from autoplan.ops.table import nodes_with, op_kind
+from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey
 
 _RESTRICTION = "tokens travel to experts from where tensor parallelism splits the sequence"
 
@@ -40,7 +40,7 @@ def with_own_tokens(problem: IntraProblem, graph: ModelGraph, state_slack: float
 
     Raises: InfeasibleError if some experts cannot be run on a part of the tokens, naming them.
     """
-    nodes = {f"{b.name}/{n.name}": (b, n) for b, n in nodes_of(graph, OpKind.EXPERTS)}
+    nodes = {f"{b.name}/{n.name}": (b, n) for b, n in nodes_with(graph, OpKind.EXPERTS)}
     weights: set[ValueKey] = {(b.name, name) for b in graph.blocks.values() for name in expert_weights(b)}
     least, choices = 0.0, []
     for choice in problem.choices:
@@ -69,5 +69,5 @@ def _own(option: Option, hidden: ValueKey) -> bool:
     return all(t.is_shard and t.dim == 0 for layout in layouts for t in layout)
 
 
-def _stores(choice: Choice, weights: set[ValueKey]) -> bool:
+def _stores(choice: LayoutChoice, weights: set[ValueKey]) -> bool:
     return choice.name.startswith("store ") and any(key in weights for key, _ in choice.options[0].provides)

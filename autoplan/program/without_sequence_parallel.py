@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Layout
-from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey
+from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey
 
 _RESTRICTION = "no sequence parallelism: values between blocks are whole on every tensor-parallel rank"
 
@@ -36,7 +36,7 @@ def with_whole_tokens(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
         dims = value.dims or ()
         return any(kind.is_shard and dims[kind.dim][kind.factor] in crossing for kind in layout)
 
-    def whole(choice: Choice, option: Option) -> bool:
+    def whole(choice: LayoutChoice, option: Option) -> bool:
         return not any(splits(key, layout) for key, layout in (*option.provides, *option.requires))
 
     filtered = problem.filtered(whole)

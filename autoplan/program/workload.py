@@ -40,7 +40,7 @@ from autoplan.program.unit_memory import unit_memories, with_dispatch
 
 
 @dataclass(frozen=True)
-class Lowered:
+class LoweredModel:
     """What all workloads of one layout share: the statements of every block, and what they keep."""
 
     op_costs: OpCosts
@@ -48,7 +48,7 @@ class Lowered:
     activation_bytes: Mapping[str, Activations]
 
 
-def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> Lowered:
+def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> LoweredModel:
     """Every block under a selection, which was solved for the sub-axes of `works`."""
     lowered = {n: BlockLowering(graph, b, selection, op_costs.axes).run() for n, b in graph.blocks.items()}
     activation_bytes = {
@@ -63,7 +63,7 @@ def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> Low
         )
         for n, low in lowered.items()
     }
-    return Lowered(op_costs, lowered, activation_bytes)
+    return LoweredModel(op_costs, lowered, activation_bytes)
 
 
 def workload(
@@ -72,7 +72,7 @@ def workload(
     op_costs: OpCosts,
     experts: ExpertDegrees | None = None,
     ends: bool = False,
-    made: Lowered | None = None,
+    made: LoweredModel | None = None,
 ) -> Workload:
     """The workload of one rank and micro-batch under `selection`.
 
@@ -132,7 +132,7 @@ def _elsewhere(experts: ExpertDegrees | None, op_costs: OpCosts) -> ExpertDegree
 
 
 def _blocks(
-    graph: ModelGraph, made: Lowered, experts: ExpertDegrees | None
+    graph: ModelGraph, made: LoweredModel, experts: ExpertDegrees | None
 ) -> tuple[dict[str, LoweredBlock], dict[str, BlockWork]]:
     """The statements of every block after all passes, and their work."""
     op_costs = made.op_costs

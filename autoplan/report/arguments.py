@@ -12,16 +12,16 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of
+from autoplan.ops.table import nodes_with
 from autoplan.search.layouts import PlanRequest
-from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE
+from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE_NUMBERS
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
 _SHORT = {"gbs": "global_batch_size", "seq": "seq_len"}
 
 
-def read_pins(texts: Sequence[str]) -> dict[str, Any]:
+def read_pin_words(texts: Sequence[str]) -> dict[str, Any]:
     """`tp=8`, `stages=10,11,11`, and several of them in one text: `tp=8,pp=2`."""
     pins: dict[str, Any] = {}
     for text in texts:
@@ -85,7 +85,7 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             parts = _values(name, values)
             out[name] = [read_list(f"vary {name}={part}", part) for part in parts] if name in LISTS else parts
         else:
-            whole = name in WHOLE
+            whole = name in WHOLE_NUMBERS
             out[name] = list(read_series(values, f"vary {name}", whole=whole, binary=whole, within=RANGES.get(name)))
     return out
 
@@ -102,7 +102,7 @@ def _values(name: str, text: str) -> list[str]:
 
 def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
     """What is assumed of uneven routing: `{"value", "what", "source"}`; None for a model without experts."""
-    if not nodes_of(request.graph, OpKind.EXPERTS):
+    if not nodes_with(request.graph, OpKind.EXPERTS):
         return None
     shipped = "stated, not fitted: published runs with experts force balance; others: --constants FILE"
     return {

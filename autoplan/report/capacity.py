@@ -118,7 +118,7 @@ def _ends(q: Quantity) -> str:
 def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[Cell]) -> dict[str, Any]:
     """The answer of `autoplan capacity` as plain data."""
     return {
-        "schema": data.SCHEMA_VERSION,
+        "schema": data.REPORT_SCHEMA_VERSION,
         "status": status,
         "command": "capacity",
         "file": path,

@@ -19,7 +19,7 @@ def models_data() -> list[dict[str, Any]]:
     """Every model of the catalog."""
     out = []
     for name in models.names():
-        d = models.describe(name)
+        d = models.describe_model(name)
         out.append(
             {
                 "name": d.name,

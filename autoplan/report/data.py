@@ -63,7 +63,7 @@ from autoplan.report.arguments import imbalance_of
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.sweeps.whatif import critical_batch, run_of
 
-SCHEMA_VERSION = 1
+REPORT_SCHEMA_VERSION = 1
 
 
 def to_text(data: Mapping[str, Any]) -> str:
@@ -117,7 +117,7 @@ def assumptions(assumed: Assumptions | None) -> dict[str, Any]:
     }
 
 
-def run(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[str, Any]:
+def run_data(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[str, Any]:
     """A whole run."""
     g = r.goodput
     return {
@@ -146,7 +146,7 @@ def run(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[str, 
     }
 
 
-def estimate(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """An estimate, and the `run` of it."""
     return {
         "step_time_s": quantity(e.step_time_s),
@@ -204,7 +204,7 @@ def pins(given: Mapping[str, Any]) -> dict[str, Any]:
 def _head(command: str, request: PlanRequest) -> dict[str, Any]:
     r = request
     return {
-        "schema": SCHEMA_VERSION,
+        "schema": REPORT_SCHEMA_VERSION,
         "status": "ok",
         "command": command,
         "model": {
@@ -235,7 +235,7 @@ def _planned(p: Planned, request: PlanRequest, tokens: float | None, assumed: As
     return {
         "priced_not_executed": list(not_executed(p.config, request.facts)),
         "plan": config_data(p.config),
-        "estimate": estimate(p.estimate, None if whole is None else run(whole, request, assumed)),
+        "estimate": estimate_data(p.estimate, None if whole is None else run_data(whole, request, assumed)),
     }
 
 
@@ -271,7 +271,7 @@ def infeasible_report(error: Exception) -> dict[str, Any]:
     report = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
     return {
-        "schema": SCHEMA_VERSION,
+        "schema": REPORT_SCHEMA_VERSION,
         "status": "infeasible",
         "message": str(error),
         **{name: getattr(report, name, None) for name in names},

@@ -11,7 +11,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
-from autoplan.program.legality import Scope, check
+from autoplan.program.legality import Scope, check_legal
 from autoplan.search.nearest import Changes, explained
 from autoplan.search.planner import PlanRequest
 
@@ -38,7 +38,7 @@ def checked_config(request: PlanRequest, given: Mapping[str, Any]) -> ParallelCo
 
 def _legal(given: Mapping[str, Any], facts: Facts) -> ParallelConfig:
     made = config_of(facts.devices, facts.batch or 1, given)
-    check(made, facts, Scope.PRICED)
+    check_legal(made, facts, Scope.PRICED)
     return made
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from autoplan.config.choice import Choice, Written, choices_of
-from autoplan.config.choices import plain, text_of
+from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
 
 Model = Annotated[
@@ -80,7 +80,7 @@ CHOSEN: Mapping[str, Any] = {}  # the default of such a parameter
 
 def _annotation(record: Choice) -> tuple[Any, object]:
     """Return the type with the option, and the default, of a choice on the command line."""
-    default = None if record.left_out or record.default is None else plain(record.default)
+    default = None if record.left_out or record.default is None else plain_option(record.default)
     if record.written is Written.SWITCH:
         flags = (record.flag, *([f"--no-{record.flag.removeprefix('--')}"] if default else []))
         return Annotated[bool, typer.Option("/".join(flags), help=record.help)], default

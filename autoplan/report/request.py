@@ -16,9 +16,9 @@ from autoplan.config.parallel import Mode, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
-from autoplan.report.arguments import read_pins
+from autoplan.report.arguments import read_pin_words
 from autoplan.search.planner import PlanRequest
-from autoplan.sweeps.whatif import check_task, read_constants
+from autoplan.sweeps.whatif import check_sweep, read_constants
 
 
 def import_from_here() -> None:
@@ -56,8 +56,8 @@ def read_request(
     precision_of(precision)
     tokens = read_count(seq_len, "--seq-len")
     batch = read_count(global_batch_size, "--global-batch-size")
-    check_task(tokens, batch)
-    fixed, run_options = read_pins(pins or ()), options_of(options)
+    check_sweep(tokens, batch)
+    fixed, run_options = read_pin_words(pins or ()), options_of(options)
     known, file = read_constants(constants)
     measured = Profile.load(profile) if profile is not None else None
     if measured is not None and measured.device_type != where.device_type:

@@ -30,7 +30,7 @@ from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchRes
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import Point, batch_warning, row, run_of
 
-WIDTH = 110
+TEXT_WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
 _TIGHT = 0.03  # of a device's memory: less than this is a warning
 _PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # a gap below it is rounding; that of the solver's tie-breaking is larger
@@ -52,7 +52,7 @@ _TERMS = {
 def console(stderr: bool = False) -> Console:
     """A console of at most WIDTH columns; colours only on a terminal and without NO_COLOR."""
     probe = Console(stderr=stderr)
-    width = min(WIDTH, probe.width) if probe.is_terminal else WIDTH
+    width = min(TEXT_WIDTH, probe.width) if probe.is_terminal else TEXT_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 

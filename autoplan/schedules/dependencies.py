@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoplan.errors import AutoplanError
-from autoplan.schedules.graph import Result, deadlock, needed_by, shown
+from autoplan.schedules.graph import ActionResult, deadlock, needed_by, shown
 from autoplan.schedules.orders import Action, B, F, I, W
 
 
@@ -23,7 +23,7 @@ NUM_SLOTS = len(_SLOTS)
 NO_LAG = 0
 
 
-class Step(NamedTuple):
+class TimedAction(NamedTuple):
     """One action in the order of visits."""
 
     rank: int
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 class VisitOrder:
     """The actions of all ranks in one order in which every action comes after what it waits for."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TimedAction, ...]
     what: tuple[Action, ...]
     num_ranks: int
     num_chunks: int
@@ -68,12 +68,12 @@ class _Visit:
                     self.edges.setdefault((rank, True, action.chunk), at)
                 elif action.kind is not I:
                     self.edges[rank, False, action.chunk] = at
-        self.steps: list[Step] = []
+        self.steps: list[TimedAction] = []
         self.what: list[Action] = []
-        self.made: dict[Result, int] = {}  # -> position of the step that makes it
+        self.made: dict[ActionResult, int] = {}  # -> position of the step that makes it
         self.position = [0] * len(table)
-        self.waiting: dict[Result, int] = {}  # -> the rank that waits for it
-        self.joined: list[list[Result]] = [[] for _ in table]  # made by actions whose end is that of the next one
+        self.waiting: dict[ActionResult, int] = {}  # -> the rank that waits for it
+        self.joined: list[list[ActionResult]] = [[] for _ in table]  # made by actions whose end is that of the next one
         self.ready = deque(range(len(table)))
 
     def run(self) -> VisitOrder:
@@ -113,12 +113,12 @@ class _Visit:
             if result in self.waiting:
                 self.ready.append(self.waiting.pop(result))
         dependency = -1 if needed is None else self.made[needed]
-        self.steps.append(Step(rank, dependency, self._lag(rank, action, needed), slot))
+        self.steps.append(TimedAction(rank, dependency, self._lag(rank, action, needed), slot))
         self.what.append(action)
         self.position[rank] += 1
         return True
 
-    def _lag(self, rank: int, action: Action, needed: Result | None) -> int:
+    def _lag(self, rank: int, action: Action, needed: ActionResult | None) -> int:
         """Which transfer brings what an action needs; none if it was made on the same rank."""
         if needed is None or needed[1] == action.chunk or self.home.get(needed[1:]) == rank:
             return NO_LAG

@@ -10,11 +10,11 @@ from autoplan.schedules.orders import Action, F, W
 if TYPE_CHECKING:
     import networkx as nx
 
-Result = tuple[bool, int, int]  # what an action makes: (activations, not gradients; chunk; micro-batch)
-Place = tuple[int, int]  # rank, position in its list
+ActionResult = tuple[bool, int, int]  # what an action makes: (activations, not gradients; chunk; micro-batch)
+ActionPlace = tuple[int, int]  # rank, position in its list
 
 
-def needed_by(action: Action, last_chunk: int) -> Result | None:
+def needed_by(action: Action, last_chunk: int) -> ActionResult | None:
     """What an action waits for beside its rank; nothing if it is a forward of the first chunk."""
     kind, chunk, micro_batch, _ = action
     if kind is F:
@@ -33,7 +33,7 @@ def action_graph(table: Sequence[Sequence[Action]]) -> nx.DiGraph:
     import networkx as nx  # of errors and tests: a search never asks
 
     graph = nx.DiGraph()
-    makers: dict[Result, Place] = {}
+    makers: dict[ActionResult, ActionPlace] = {}
     for rank, row in enumerate(table):
         for at, action in enumerate(row):
             graph.add_node((rank, at), action=action)
@@ -55,7 +55,7 @@ def action_graph(table: Sequence[Sequence[Action]]) -> nx.DiGraph:
     return graph
 
 
-def shown(result: Result) -> str:
+def shown(result: ActionResult) -> str:
     """A result by the action that makes it, as torch writes actions."""
     forward, chunk, micro_batch = result
     return f"{chunk}{'F' if forward else 'B'}{micro_batch}"

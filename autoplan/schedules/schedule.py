@@ -60,7 +60,7 @@ class Transfer(Enum):
     SENDER = "sender"
 
 
-class Placement(Enum):
+class ChunkPlacement(Enum):
     """Which chunks a rank holds, by pass of the model through the ranks.
 
     LOOP: every pass from the first rank to the last: rank r of p holds r, p + r, 2 p + r, ...
@@ -98,7 +98,7 @@ class Schedule:
     name: str
     order: Callable[[int, int, int, tuple[int, ...]], list[Action]]
     torch_class: str | None
-    placement: Placement = Placement.LOOP
+    placement: ChunkPlacement = ChunkPlacement.LOOP
     virtual_stages: tuple[int, int | None] = (1, 1)
     split_backward: bool = False
     backward_at_once: bool = False
@@ -117,7 +117,7 @@ class Schedule:
     @property
     def num_copies(self) -> int:
         """Ranks that hold each chunk; each runs an equal share of the micro-batches on it."""
-        return 2 if self.placement is Placement.BOTH else 1
+        return 2 if self.placement is ChunkPlacement.BOTH else 1
 
 
 _RECORDS = (
@@ -156,7 +156,7 @@ _RECORDS = (
         "ZBV",
         orders.zero_bubble_v,
         "ScheduleZBVZeroBubble",
-        Placement.V,
+        ChunkPlacement.V,
         (2, 2),
         split_backward=True,
         searched=(2,),
@@ -168,7 +168,7 @@ _RECORDS = (
         "DualPipeV",
         orders.dual_pipe_v,
         "ScheduleDualPipeV",
-        Placement.V,
+        ChunkPlacement.V,
         (2, 2),
         split_backward=True,
         searched=(2,),
@@ -180,21 +180,23 @@ _RECORDS = (
         "DualPipe",
         orders.dual_pipe,
         None,
-        Placement.BOTH,
+        ChunkPlacement.BOTH,
         split_backward=True,
         least_rounds=2,
         transfer=Transfer.OVERLAPPED,
     ),
 )
 SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _RECORDS}
-PLAIN = "1F1B"  # what runs where nothing else is asked for, and what a search compares the others with
-SEARCHED = tuple((s.name, count) for s in _RECORDS for count in s.searched)  # beside PLAIN: (name, stages per rank)
+PLAIN_SCHEDULE = "1F1B"  # what runs where nothing else is asked for, and what a search compares the others with
+SEARCHED_SCHEDULES = tuple(
+    (s.name, count) for s in _RECORDS for count in s.searched
+)  # beside PLAIN: (name, stages per rank)
 
 
 def searched_words() -> str:
     """What a search looks at beside 1F1B, in words."""
     *families, last = dict.fromkeys(s.family for s in _RECORDS if s.searched)
-    *counts, most = sorted({count for _, count in SEARCHED})
+    *counts, most = sorted({count for _, count in SEARCHED_SCHEDULES})
     return f"{', '.join(families)} and {last} with {', '.join(map(str, counts))} or {most} stages per rank"
 
 
@@ -205,7 +207,7 @@ def backward_follows(schedule: str, num_stages: int) -> bool:
 
 def ranks_of_chunks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[int, ...]:
     """The rank of every chunk, in model order; of copies the first. Raises: PinError: unknown schedule."""
-    turns = _rule(schedule).placement is Placement.V
+    turns = _rule(schedule).placement is ChunkPlacement.V
     ranks = range(num_stages)
     return tuple(r for turn in range(virtual_stages) for r in (reversed(ranks) if turns and turn % 2 else ranks))
 
@@ -215,7 +217,7 @@ def chunks_of_ranks(schedule: str, num_stages: int, virtual_stages: int) -> tupl
     held: list[list[int]] = [[] for _ in range(num_stages)]
     for chunk, rank in enumerate(ranks_of_chunks(schedule, num_stages, virtual_stages)):
         held[rank].append(chunk)
-    if _rule(schedule).placement is Placement.BOTH:
+    if _rule(schedule).placement is ChunkPlacement.BOTH:
         held = [sorted(pair) for pair in zip((c for (c,) in held), (c for (c,) in reversed(held)), strict=True)]
     return tuple(map(tuple, held))
 

@@ -14,7 +14,7 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of
+from autoplan.ops.table import nodes_with
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
@@ -148,10 +148,10 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
 
 
 def _has_experts(graph: ModelGraph) -> bool:
-    return bool(nodes_of(graph, OpKind.EXPERTS))
+    return bool(nodes_with(graph, OpKind.EXPERTS))
 
 
 def check_config(request: PlanRequest, config: ParallelConfig) -> None:
     """Raise PinError, with the nearest that is legal, for a configuration that is not (`autoplan.program.legality`)."""
     legality = Scope.EXECUTED if request.executed else Scope.PRICED
-    nearest.check_config(config, request.facts, legality)
+    nearest.check_with_nearest(config, request.facts, legality)

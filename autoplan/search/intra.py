@@ -22,7 +22,7 @@ import pulp
 
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.layout import Layout
-from autoplan.program.problem import Choice, IntraProblem, Option, ValueKey, evaluate
+from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey, evaluate_selection
 
 # Costs are scaled so that the largest of one option is _SCALE. Ties are broken by option order and for fewer
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
@@ -119,7 +119,7 @@ def follow(problem: IntraProblem) -> IntraProblem:
 _FIXED = ("store ", "buffer ", "boundary ")
 
 
-def _merge(a: Choice, b: Choice, key: ValueKey) -> Choice | None:
+def _merge(a: LayoutChoice, b: LayoutChoice, key: ValueKey) -> LayoutChoice | None:
     options: list[Option] = []
     matched: set[Layout] = set()
     for x in a.options:
@@ -141,7 +141,7 @@ def _merge(a: Choice, b: Choice, key: ValueKey) -> Choice | None:
             )
     if any(dict(x.provides)[key] not in matched for x in a.options):
         return None  # some layout of the producer must be converted before the consumer
-    return Choice(a.name, tuple(options), a.weight, a.follows)
+    return LayoutChoice(a.name, tuple(options), a.weight, a.follows)
 
 
 def make_solver(time_limit_s: float) -> pulp.LpSolver:
@@ -185,7 +185,7 @@ class _Model:
         return self.lp.add_variable(f"{name}{self._count}", 0, 1)
 
     def _choice(
-        self, index: int, choice: Choice, native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]]
+        self, index: int, choice: LayoutChoice, native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]]
     ) -> list[tuple[ValueKey, _Use]]:
         """Variables of one choice; the operands it uses."""
         xs = [self.lp.add_variable(f"x{index}_{k}", cat="Binary") for k in range(len(choice.options))]
@@ -288,7 +288,7 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
     for choice in problem.choices:
         taken = max(zip(model.variables[choice.name], choice.options, strict=True), key=lambda pair: pair[0].value())[1]
         selection.update(taken.parts or ((choice.name, taken),))
-    cost = evaluate(whole, selection)
+    cost = evaluate_selection(whole, selection)
     optimal = model.lp.sol_status == pulp.LpSolutionOptimal
     bound = _dual_bound(model.lp, solver)
     known = cost if optimal else 0.0  # CBC says no more than that it is done
@@ -351,7 +351,7 @@ def brute_force(problem: IntraProblem, limit: int = 2_000_000) -> tuple[float, M
     best: tuple[float, Mapping[str, Option]] = (float("inf"), {})
     for combo in itertools.product(*(c.options for c in problem.choices)):
         selection = {c.name: o for c, o in zip(problem.choices, combo, strict=True)}
-        cost = evaluate(problem, selection)
+        cost = evaluate_selection(problem, selection)
         if cost < best[0]:
             best = (cost, selection)
     return best

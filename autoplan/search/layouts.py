@@ -12,7 +12,7 @@ from typing import Any
 
 from autoplan.config.choice import is_count
 from autoplan.config.context_methods import ContextMethod, read_method
-from autoplan.config.offload import ACTIVATIONS, on_host, searched_offload
+from autoplan.config.offload import ACTIVATIONS, held_on_host, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.pins import Pins
 from autoplan.config.recompute import modules_of
@@ -47,8 +47,8 @@ from autoplan.program.parallel_dims import ParallelDims, folds
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.program.without_sequence_parallel import with_whole_tokens
-from autoplan.program.workload import Lowered, lower_all, workload
-from autoplan.schedules.schedule import PLAIN, SCHEDULES
+from autoplan.program.workload import LoweredModel, lower_all, workload
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.degrees import Space
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -169,7 +169,7 @@ class LayoutCache:
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
-        self._lowered: dict[tuple[_Cut, Chosen], Lowered] = {}
+        self._lowered: dict[tuple[_Cut, Chosen], LoweredModel] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that did not do
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
@@ -374,7 +374,7 @@ class LayoutCache:
         """None where no layout exists. Raises: StoppedError."""
         stages, recompute = candidate.stages, self.request.fixed.recompute
         if not SCHEDULES[candidate.schedule].windows:
-            plain = self._plain(replace(candidate, schedule=PLAIN, virtual_stages=1), limit_s)
+            plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
             if plain is None:
                 return None
             return ChunkCutter(
@@ -424,7 +424,7 @@ def without_activations(candidate: ParallelConfig) -> ParallelConfig:
 def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
     """Sorting key: what most likely fits comes first."""
     c = candidate
-    return c.micro_batch_size, -len(on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
+    return c.micro_batch_size, -len(held_on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
 
 
 class QuickMemory:

@@ -50,14 +50,14 @@ def explained(error: PinError, given: Changes, attempt: Attempt, facts: Facts, p
     text = f"{prefix}{text}" if found is not None and found[1] in given else text
     if not error.names:
         return PinError(text)
-    groups = nearest(error.names, given, attempt, facts)
+    groups = nearest_legal(error.names, given, attempt, facts)
     if not groups:
         return PinError(f"{text}; nothing near is legal", error.names)
     near = ", or ".join(map(_said, groups))
     return PinError(f"{text}; nearest legal: {near}", error.names, [c for group in groups for c in group])
 
 
-def nearest(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts) -> list[list[Changes]]:
+def nearest_legal(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts) -> list[list[Changes]]:
     """Legal changes: of up to two choices that a rule is about, else of another, else of two at once.
 
     Returns: per choice (or pair) its nearest legal values.
@@ -228,7 +228,7 @@ def _text(value: Any) -> str:
 # -- a whole configuration ---------------------------------------------------------------------------------------------
 
 
-def check_config(config: ParallelConfig, facts: Facts, scope: Scope, prefix: str = "") -> None:
+def check_with_nearest(config: ParallelConfig, facts: Facts, scope: Scope, prefix: str = "") -> None:
     """Raise PinError, with the nearest that is legal, for a configuration that is not.
 
     Where a change asks for it, dp is all remaining devices and the micro-batches make the batch: the message says so.

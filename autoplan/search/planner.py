@@ -31,13 +31,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from autoplan.config.offload import on_host
+from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import Mode, ParallelConfig
-from autoplan.cost_models.memory.recompute_frontier import as_mapping
+from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_of
+from autoplan.ops.table import nodes_with
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import MAX_ACTIONS, Space, search_order
@@ -279,7 +279,7 @@ class _Search:
                 self._too_big(candidate)
                 if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
                     for each in offloaded(self.request, candidate):  # what has less on the host is too big, too
-                        if on_host(each.offload) < on_host(candidate.offload):
+                        if held_on_host(each.offload) < held_on_host(candidate.offload):
                             self.outcomes.setdefault(each, self.outcomes[candidate])
             else:
                 self.bounds[candidate] = bound
@@ -323,7 +323,7 @@ class _Search:
         """Take the least bound; refine it the first time, evaluate it the second."""
         # of equal ones first what has most on the host: where that is too big, so are the others
         heap = [
-            (bound, 0, -len(on_host(candidate.offload)), search_order(candidate), candidate)
+            (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
             for candidate, bound in bounds.items()
         ]
         heapq.heapify(heap)
@@ -344,7 +344,9 @@ class _Search:
                 continue
             bound = self._refine(candidate)
             if bound < math.inf:
-                heapq.heappush(heap, (bound, 1, -len(on_host(candidate.offload)), search_order(candidate), candidate))
+                heapq.heappush(
+                    heap, (bound, 1, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
+                )
 
     def _prepare(self, candidate: ParallelConfig) -> bool:
         """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""
@@ -466,7 +468,7 @@ class _Search:
     def _of_degrees(self, checked: Space) -> Iterator[str]:
         """What narrows how experts and sequences are spread."""
         cut = any(c.cp > 1 for c in checked.candidates)
-        if nodes_of(self.request.graph, OpKind.EXPERTS):
+        if nodes_with(self.request.graph, OpKind.EXPERTS):
             yield _EXPERTS
         if "cp" not in self.request.pins:
             least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
@@ -502,7 +504,7 @@ def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> 
         tuple(c for c, layer in zip(calls, marked, strict=True) if layer)
         for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
     ]
-    return as_mapping(chosen, layers_of_units)
+    return recompute_mapping(chosen, layers_of_units)
 
 
 def search_plan(request: PlanRequest) -> SearchResult:

@@ -12,7 +12,7 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, ModelFacts, divisors
 from autoplan.program.legality import Scope
-from autoplan.schedules.schedule import SEARCHED
+from autoplan.schedules.schedule import SEARCHED_SCHEDULES
 from autoplan.search.degrees import Limits, Space, candidates
 from autoplan.search.refusals import refusal
 
@@ -56,7 +56,7 @@ def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:
         scope,
         max(_LEAST_DOMAIN, cluster.domain_size),
         (1,) if facts.model is None else _contexts(facts.model, cluster, facts.seq_len or 0),
-        SEARCHED,
+        SEARCHED_SCHEDULES,
         tuple(level.size for level in cluster.levels[:-1]),
     )
 

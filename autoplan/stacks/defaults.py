@@ -106,7 +106,7 @@ DEFAULTS: Mapping[Framework, Defaults] = {
 
 # Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False); InternEvo reduces them in
 # the dtype that they have (internlm/solver/optimizer/utils.py, reduce_tensor).
-GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY, Framework.INTERNEVO))
+FRAMEWORKS_OF_GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY, Framework.INTERNEVO))
 # Who does so for fp16: --accumulate-allreduce-grads-in-fp32 of Megatron is off by default, and always on for bf16
 # (megatron/arguments.py); DeepSpeed's fp16 engine sums in fp16.
 GRADIENTS_16_IN_FP16 = frozenset(
@@ -115,7 +115,7 @@ GRADIENTS_16_IN_FP16 = frozenset(
 
 # Name of a planner's precision, or int8 (published_words). Of two that a source leaves open, the one that all of its
 # devices have.
-PRECISIONS: tuple[tuple[str, str], ...] = (
+PRECISION_WORDS: tuple[tuple[str, str], ...] = (
     (r"FP8 or NVFP4", "fp8"),
     (r"FP4|float4|e2m1", "fp4"),
     (r"INT8|AQT", "int8"),
@@ -132,7 +132,7 @@ FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|b
 
 # ZeRO stages: several where the words leave it open. A shard group smaller than dp is hybrid ZeRO; a smaller group of
 # FSDP is read as all of dp.
-ZERO_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
+ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"^0", (0,)),
     (r"^1|zero-?1", (1,)),
     (r"^2|SHARD_GRAD_OP|zero-?2|optim_grads$", (2,)),
@@ -162,7 +162,7 @@ SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
 # Everything is sharded over all devices: a row that says so and states no degree has no other.
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
-RECOMPUTE: tuple[tuple[str, str], ...] = (
+RECOMPUTE_WORDS: tuple[tuple[str, str], ...] = (
     (r"^none|^(no|off|false|0|disabled)$|^off-?load", "none"),
     (r"^full|^(yes|on|true|1|all|uniform|block|enabled)$", "full"),
 )
@@ -177,7 +177,7 @@ MODULES_AGAIN = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
 # adaptive ones of that paper have the bubble of ZBV or less. V-half and V-min (Qi et al., Pipeline Parallelism with
 # Controllable Memory, 2024) hold fewer micro-batches than ZBV at the cost of a bubble, which is at most that of 1F1B.
 # Breadth-first (Lamy-Poirier, 2022) is GPipe over the chunks of Interleaved1F1B.
-SCHEDULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+SCHEDULE_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"^(1f1b|1f1binterleaved|interleaved(1f1b|pipeline|1f1bpipeline)?|looped1f1b)$", ("1F1B",)),
     (r"^(vpp|virtualpipeline(parallel(ism)?)?|megatron(interleaved)?|pipedream(flush|2bw)?)$", ("1F1B",)),
     (r"^((plain|non)(interleaved)?1f1b|1f1bnoninterleaved|noninterleaved|none|no|na|default)$", ("1F1B",)),
@@ -194,7 +194,7 @@ UNKNOWN_SCHEDULE = ("1F1B", "ZB-H1")
 # One chunk per rank where the row does not say how many.
 ONE_CHUNK = r"^(1f1b|plain.*|non.*|1f1bnon.*|none|no|na|default|pipedream.*|zb(h1|h2|1p|2p)?|zerobubble(h1|h2)?)$"
 # Chunks per rank of an interleaved schedule unless a run says so (torchtitan, parallelisms/pipelining_utils.py).
-CHUNKS: Mapping[Framework, int] = {Framework.TORCHTITAN: 2}
+DEFAULT_CHUNKS: Mapping[Framework, int] = {Framework.TORCHTITAN: 2}
 # with several chunks per rank
 INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "InterleavedZeroBubble"}
 
@@ -244,7 +244,7 @@ USUAL_NIC = 100.0  # where neither row nor catalog names a network: Ethernet of 
 
 # Quoted TFLOP/s, used only where a row has neither seconds nor tokens. A bare `model` is that of NeMo and dgxc tables:
 # full attention (recomputed for the collection); anything else is not read.
-TFLOPS: tuple[tuple[str, Formula], ...] = (
+TFLOPS_FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"8 ?\*? ?N", Formula.HARDWARE_8N),
     (r"hardware.*96 ?BsL|hardware.*96Bls|SC21", Formula.HARDWARE),
     (r"Megatron-Bridge FLOPs", Formula.CAUSAL_ATTENTION),
@@ -273,7 +273,7 @@ LATENT_FRAMEWORKS = frozenset(_MEGATRONS)
 DETERMINISTIC = frozenset((Framework.MEGATRON_TESTS,))
 # Whose recipes of such models keep the optimizer's moments in 16 bits (exp_avg_dtype = bfloat16: DeepSeek-V3 and V4,
 # Moonlight, Kimi), as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3.3).
-MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
+FRAMEWORKS_OF_MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 # Where dimensions are blank. Key-value heads: 8 of grouped queries in Llama 2 from 34B on (arXiv 2307.09288, table 1)
@@ -287,7 +287,7 @@ GATED_SINCE = 2023.1  # LLaMA: SwiGLU; GPTs before have 4 h
 TOKENIZERS: tuple[tuple[float, int], ...] = ((0.0, 50257), (2023.1, 32000), (2024.3, 128256))
 # Experts per token of few and of many experts (Mixtral: 2 of 8; Qwen3 and DeepSeek-V3: 8 of 128 and 256).
 MANY_EXPERTS = 64
-TOP_K: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 4), (8, 4))
+TOP_K_OF_EXPERTS: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 4), (8, 4))
 HEAD_DIMS = (128, 64)  # usual ones beside hidden / heads
 EXPERT_EVERY = (1, 2)  # experts in every layer, or in every second one
 # Published counts are rounded, and some leave out embeddings. The usual kind of decoder is taken if it gives the count

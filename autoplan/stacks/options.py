@@ -66,7 +66,7 @@ _MEGATRON = tuple(
 
 # (since, options), the last that applies. FlashAttention: 2022, in Megatron and PyTorch from 2023 on, FlashAttention-2
 # from the end of 2023; Transformer Engine brings cuDNN's own from 2024 on.
-OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
+DEFAULT_OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     # MPT's loss_fn is "fused_crossentropy", flash-attention's (llmfoundry/models/mpt/modeling_mpt.py)
     Framework.COMPOSER: (
         (0.0, RunOptions(Attention.FLASH1, fused_loss=True)),
@@ -178,11 +178,11 @@ def era_of(source: str, notes: str, device: str) -> float:
     return max(year, find(_RELEASED, device) or year)  # a page that grew with the devices
 
 
-def options_of(
+def default_options(
     framework: Framework, era: float, flags: str, device: str, precision: str, notes: str = ""
 ) -> RunOptions:
     """The options of a framework at a time, and what the flags of a run say of them."""
-    usual = next(options for since, options in reversed(OPTIONS[framework]) if era >= since)
+    usual = next(options for since, options in reversed(DEFAULT_OPTIONS[framework]) if era >= since)
     if framework is Framework.NEMO:
         for since, pattern, changed in _RECIPE_CHANGES:
             if era >= since and re.search(pattern, f"{device} {precision}"):

@@ -46,7 +46,7 @@ from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.sweeps.whatif import (
     Point,
     check_points,
-    check_task,
+    check_sweep,
     check_tokens,
     critical_batch,
     points,
@@ -197,7 +197,7 @@ def _tokens(value: object) -> float:
 
 def _count(name: str, value: object) -> int:
     number = read_count(value, name) if isinstance(value, str) else value
-    check_task(**{"seq_len": 1, "global_batch_size": 1, name: number})
+    check_sweep(**{"seq_len": 1, "global_batch_size": 1, name: number})
     return int(number)  # type: ignore[call-overload,no-any-return]
 
 

@@ -54,7 +54,7 @@ _MOST_POINTS = 10_000  # of one sweep: each takes a search, of a tenth of a seco
 # how values are written: words, lists of numbers, whole numbers; the others are numbers
 TEXTS = ("device", "cluster", "precision", "mode", *(c.name for c in CHOICES if c.written is Written.WORD))
 LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
-WHOLE = (
+WHOLE_NUMBERS = (
     *("nodes", "devices_per_node", "seq_len", "global_batch_size"),
     *(c.name for c in CHOICES if c.written is Written.COUNT),
 )
@@ -163,7 +163,7 @@ def check_points(counts: Mapping[str, int], what: str = "vary") -> None:
     raise PinError(f"{what}: {product} = {total:,} points, and one sweep has at most {_MOST_POINTS:,}{near}")
 
 
-def check_task(seq_len: object, global_batch_size: object) -> None:
+def check_sweep(seq_len: object, global_batch_size: object) -> None:
     """PinError for what is no count, or too large for any task."""
     for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
         _TASK_RANGES[name].check(value, name)
@@ -204,7 +204,7 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     if mode not in tuple(Mode):
         raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
     seq_len, batch = (varied.get(name, getattr(base, name)) for name in ("seq_len", "global_batch_size"))
-    check_task(seq_len, batch)
+    check_sweep(seq_len, batch)
     return replace(
         base,
         cluster=cluster,

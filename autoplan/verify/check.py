@@ -19,7 +19,7 @@ from autoplan.errors import CaptureError, GraphError
 from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
 from autoplan.verify.first import explain
 from autoplan.verify.one_device import compile_one_device, load_stage
-from autoplan.verify.runs import NotComparable, Task, Wrong, copies_of, run_graph, run_module
+from autoplan.verify.runs import NotComparable, VerifyTask, Wrong, copies_of, run_graph, run_module
 from autoplan.verify.sample import draw_batch, longest_window, sizes_to_try
 from autoplan.verify.wide import WIDE
 
@@ -43,7 +43,7 @@ def _wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: x.to(WIDE) if x.is_floating_point() else x for n, x in batch.items()}
 
 
-def compare(task: Task, sizes: Mapping[str, int], moved: bool = True) -> Outcome:
+def compare(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> Outcome:
     """Run both on one batch and compare. `moved`: see `copies_of`.
 
     Raises: CaptureError naming the first value that differs; NotComparable.
@@ -82,7 +82,7 @@ def differing(names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[s
     return out
 
 
-def choose_sizes(task: Task, limit_s: float) -> tuple[dict[str, int] | None, Cost | None]:
+def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | None, Cost | None]:
     """The longest sequences that usually cost little, longer ones where a window needs them; None and the least cost
     where all exceed the limit or the memory."""
     s, t = example_lengths(task.model, task.example)
@@ -103,13 +103,13 @@ def choose_sizes(task: Task, limit_s: float) -> tuple[dict[str, int] | None, Cos
     return (longer[-1] if longer and chosen.get("s", 0) <= window else chosen), least
 
 
-def _window(task: Task) -> int:
+def _window(task: VerifyTask) -> int:
     """The longest sliding window of the graph or, where it may have been lost, of a Hugging Face config."""
     wanted = getattr(getattr(task.model, "config", None), "sliding_window", None)
     return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 
-def verify_whole(task: Task, limit_s: float = LIMIT_S) -> Outcome:
+def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
     """Compare graph and module at sizes that cost at most `limit_s`; an outcome that is not done says why.
 
     Raises: CaptureError for a graph that is not the module.
@@ -124,7 +124,7 @@ def verify_whole(task: Task, limit_s: float = LIMIT_S) -> Outcome:
     return compare_or_say(task, sizes)
 
 
-def compare_or_say(task: Task, sizes: Mapping[str, int]) -> Outcome:
+def compare_or_say(task: VerifyTask, sizes: Mapping[str, int]) -> Outcome:
     """`compare`, or why it cannot be done. Where the module cannot run so, with its values exactly as they are."""
     try:
         return compare(task, sizes)

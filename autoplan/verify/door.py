@@ -7,14 +7,14 @@ import json
 import math
 from pathlib import Path
 
-from autoplan.capture.frontend.cache import cache_folder, code_hash, fingerprint, store
+from autoplan.capture.frontend.cache import cache_folder, capture_key, code_hash, store_capture
 from autoplan.errors import CaptureError, PinError
 from autoplan.verify.check import Outcome, verify_whole
 from autoplan.verify.cost import LIMIT_S
-from autoplan.verify.runs import Task
+from autoplan.verify.runs import VerifyTask
 from autoplan.verify.shallow import verify_shallow
 
-CHOICES = (True, False, "required")
+VERIFY_CHOICES = (True, False, "required")
 # the code that a comparison runs; what captures is in the key of the captured graph
 _CODE = (
     "capture",
@@ -33,13 +33,13 @@ _CODE = (
 
 def check_verify(verify: object) -> bool | str:
     """One of the choices. PinError for anything else."""
-    for choice in CHOICES:
+    for choice in VERIFY_CHOICES:
         if verify is choice or (isinstance(verify, str) and verify == choice):
             return choice
     raise PinError(f"verify={verify!r} does not exist; use True, False or 'required'")
 
 
-def verify_capture(task: Task, verify: bool | str = True, folder: Path | None = None) -> str:
+def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | None = None) -> str:
     """Compare a captured graph with its module, as far as `verify` asks for it, and say what was found.
 
     Args:
@@ -72,13 +72,13 @@ def verify_capture(task: Task, verify: bool | str = True, folder: Path | None = 
         return f"capture not verified: {outcome.text}"
     text = f"capture verified {outcome.text}"
     if path is not None:
-        store(path, json.dumps({"verified": text}))
+        store_capture(path, json.dumps({"verified": text}))
     return text
 
 
-def _remembered(task: Task, folder: Path | None) -> Path | None:
+def _remembered(task: VerifyTask, folder: Path | None) -> Path | None:
     """Where the outcome for this model and graph is kept; None for a model whose code is not known by its version."""
-    model = None if task.loss_fn is not None else fingerprint(task.model, task.example)
+    model = None if task.loss_fn is not None else capture_key(task.model, task.example)
     if model is None:
         return None
     key = [model, task.graph.content_hash, str(task.dtype), code_hash(*_CODE)]

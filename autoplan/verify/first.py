@@ -24,7 +24,7 @@ from autoplan.ir.graph import Call, Node
 from autoplan.program.lower import identifier
 from autoplan.program.statements import Op
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
-from autoplan.verify.runs import ADVICE, Task, Tensors, Wrong, run_graph, run_module
+from autoplan.verify.runs import ADVICE, Tensors, VerifyTask, Wrong, run_graph, run_module
 
 _HIDDEN = 1e29
 _CLOSE = 1e-10  # of fingerprints, relative: both sides are float64
@@ -133,7 +133,7 @@ class _Instrument(ast.NodeTransformer):
         return [node, *ast.parse(seen).body]
 
 
-def _values(task: Task, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> list[_Value]:
+def _values(task: VerifyTask, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> list[_Value]:
     """All values of the graph that are floating, in the order of the program."""
     tree = ast.parse(compiled.text)
     for item in tree.body:
@@ -213,7 +213,7 @@ def _first_gradient(compiled: OneDevice, wrong: Sequence[Wrong]) -> Wrong:
 
 
 def explain(
-    task: Task,
+    task: VerifyTask,
     compiled: OneDevice,
     tensors: Tensors,
     batch: Mapping[str, torch.Tensor],
@@ -234,7 +234,7 @@ def explain(
 
 
 def _where(
-    task: Task, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor], wrong: Sequence[Wrong]
+    task: VerifyTask, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor], wrong: Sequence[Wrong]
 ) -> str:
     made = _Made(task.model)
     with made.following(), made:
@@ -255,7 +255,7 @@ def _where(
     )
 
 
-def _summary(task: Task, losses: tuple[float, float], wrong: Sequence[Wrong]) -> str:
+def _summary(task: VerifyTask, losses: tuple[float, float], wrong: Sequence[Wrong]) -> str:
     got, want = losses
     count = f"{len(wrong)} gradient{'s' if len(wrong) != 1 else ''} differ{'' if len(wrong) != 1 else 's'}"
     return (

@@ -85,7 +85,7 @@ def load_stage(text: str) -> nn.Module:
         return stage
 
 
-def bind(
+def bind_params(
     stage: nn.Module, program: Program, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
 ) -> None:
     """Let the stage compute with these tensors, by their names in the model; nothing is copied."""
@@ -96,7 +96,9 @@ def bind(
         setattr(buffer_owner(stage, b), b.attr, buffers[b.name])
 
 
-def run(stage: nn.Module, graph: ModelGraph, batch: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def run_one_device(
+    stage: nn.Module, graph: ModelGraph, batch: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
     """The loss of one micro-batch that is the whole batch."""
     count: Callable[..., torch.Tensor] = stage.count  # type: ignore[assignment]  # a method of every emitted stage
     number = count(**batch) if graph.loss_count != "none" else torch.ones(())

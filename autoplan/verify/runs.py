@@ -16,7 +16,7 @@ from autoplan.capture.frontend.inputs import LossFn, LossModule
 from autoplan.capture.passes.cast import main_dtype
 from autoplan.errors import AutoplanError, CaptureError
 from autoplan.ir.graph import ModelGraph
-from autoplan.verify.one_device import OneDevice, bind, run
+from autoplan.verify.one_device import OneDevice, bind_params, run_one_device
 from autoplan.verify.wide import WIDE, wide
 
 # Of the size of a tensor whose elements are all equal: how far they are moved apart.
@@ -32,7 +32,7 @@ class NotComparable(Exception):
 
 
 @dataclass(frozen=True)
-class Task:
+class VerifyTask:
     """A graph, and what it is to be compared with.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Step(LossModule):
 
 
 def run_module(
-    task: Task, tensors: Tensors, batch: Mapping[str, torch.Tensor], backward: bool = True
+    task: VerifyTask, tensors: Tensors, batch: Mapping[str, torch.Tensor], backward: bool = True
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the module. NotComparable if it cannot run so."""
     names = tuple(task.example)
@@ -127,13 +127,13 @@ def run_module(
 
 
 def run_graph(
-    task: Task, stage: nn.Module, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]
+    task: VerifyTask, stage: nn.Module, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the program of one device. CaptureError if it cannot run where the module can."""
     try:
-        bind(stage, compiled.program, tensors.parameters, tensors.buffers)
+        bind_params(stage, compiled.program, tensors.parameters, tensors.buffers)
         with wide(task.shown):
-            loss = run(stage, task.graph, batch, WIDE)
+            loss = run_one_device(stage, task.graph, batch, WIDE)
             torch.autograd.backward(loss)
     except AutoplanError:
         raise

@@ -15,7 +15,7 @@ from autoplan.ir.graph import ModelGraph, Node, Value
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_kind, op_record
 
-Sizes = Mapping[str, int]
+SymbolSizes = Mapping[str, int]
 
 _SEED = 0
 _MASKS = ("attention_mask", "decoder_attention_mask")  # of Hugging Face models: 1 for tokens that count
@@ -75,7 +75,7 @@ class _Uses:
             local.update(dict.fromkeys(node.outputs, found))
 
 
-def sizes_to_try(graph: ModelGraph, example: Sizes) -> Iterator[dict[str, int]]:
+def sizes_to_try(graph: ModelGraph, example: SymbolSizes) -> Iterator[dict[str, int]]:
     """Sizes of batch and sequences, the largest first: never those of the example, where the model has a choice.
 
     Args:
@@ -111,7 +111,7 @@ def longest_window(graph: ModelGraph) -> int:
     return max((int(n.attrs["window"]) for n in nodes if n.attrs.get("window") is not None), default=0)
 
 
-def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
+def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: SymbolSizes) -> dict[str, torch.Tensor]:
     """A batch of these sizes: the example cut or repeated, drawn anew where its entries are all equal.
 
     Where there is a mask, some tokens do not count (`_pad`).

@@ -22,7 +22,7 @@ from autoplan.errors import CaptureError
 from autoplan.ir.graph import Block, ModelGraph
 from autoplan.verify.check import Outcome, choose_sizes, compare_or_say
 from autoplan.verify.cost import cost_of_parameters
-from autoplan.verify.runs import Task
+from autoplan.verify.runs import VerifyTask
 
 # names of config entries; others are left as they are
 _DEPTHS = (
@@ -108,7 +108,7 @@ def _signature(block: Block, widths: bool) -> tuple[Any, ...]:
     return tuple((n.op, n.inputs, n.outputs, n.scope, n.source, attributes(n.attrs)) for n in block.nodes)
 
 
-def verify_shallow(task: Task, limit_s: float) -> Outcome:
+def verify_shallow(task: VerifyTask, limit_s: float) -> Outcome:
     """Compare graph and module of a smaller model of the same class; an outcome that is not done says why.
 
     Raises: CaptureError for a graph that is not the module.
@@ -148,7 +148,7 @@ def verify_shallow(task: Task, limit_s: float) -> Outcome:
     return Outcome(False, reason)
 
 
-def _like(task: Task, config: Any) -> nn.Module:
+def _like(task: VerifyTask, config: Any) -> nn.Module:
     """A model of this config with the dtype, mode and frozen parameters of the task's."""
     model: nn.Module = type(task.model)(config)
     model.to(main_dtype(task.model)).train(task.model.training)
@@ -159,7 +159,7 @@ def _like(task: Task, config: Any) -> nn.Module:
     return model
 
 
-def _captured(task: Task, model: nn.Module) -> ModelGraph:
+def _captured(task: VerifyTask, model: nn.Module) -> ModelGraph:
     with computing_in(model, task.dtype):
         graph = capture(model, task.example, task.loss_fn)
     if not graph.calls:

@@ -210,7 +210,7 @@ def devices() -> dict[str, Device]:
     return {name: e.device for name, e in entries().items()}
 
 
-def nearest(text: str, known: list[str]) -> list[str]:
+def nearest_names(text: str, known: list[str]) -> list[str]:
     """The names that contain `text`, else those spelt like it; at most four."""
     plain = text.lower().replace("_", "-")
     inside = [name for name in known if plain in name.lower()]
@@ -221,7 +221,7 @@ def entry(device_id: str) -> Entry:
     """The row of `device_id`. PinError names the nearest ids."""
     known = entries()
     if device_id not in known:
-        near = nearest(device_id, list(known))
+        near = nearest_names(device_id, list(known))
         hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
         raise PinError(f"device {device_id!r} is not in the hardware catalog; {hint}")
     return known[device_id]
@@ -260,7 +260,7 @@ def instance(name: str) -> Instance:
     """The instance of that name. PinError names the nearest ones."""
     known = instances()
     if name not in known:
-        near = nearest(name, list(known))
+        near = nearest_names(name, list(known))
         hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
         raise PinError(f"instance {name!r} is not in the catalog; {hint}")
     return known[name]

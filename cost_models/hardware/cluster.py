@@ -23,7 +23,7 @@ from pathlib import Path
 
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
-from autoplan.cost_models.hardware.cluster_file import nodes_of, read_nodes
+from autoplan.cost_models.hardware.cluster_file import nodes_from_data, read_nodes
 from autoplan.cost_models.hardware.fabric_graph import Traffic
 from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import (
@@ -272,7 +272,7 @@ class Cluster(Nodes):
     @classmethod
     def of_mapping(cls, data: object, where: str = "cluster") -> Cluster:
         """The cluster of a mapping with the keys of a YAML file; errors call it `where`."""
-        return cls.of_nodes(nodes_of(data, where))
+        return cls.of_nodes(nodes_from_data(data, where))
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
@@ -342,7 +342,7 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
                 f"cluster {text!r} does not say how many devices a node has; {name} usually comes as "
                 f"{match.group(1)}x{per_node}x{name}"
             )
-        close = catalog.nearest(name, list(catalog.entries()))
+        close = catalog.nearest_names(name, list(catalog.entries()))
         if name not in catalog.instances() and close and name.lower() in close[0]:
             per_node = catalog.entry(close[0]).devices_per_node
             raise PinError(
@@ -350,7 +350,7 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
                 f"{match.group(1)}x{per_node}x{close[0]}; nearest devices: {', '.join(close)}"
             )
         return Cluster.of_instances(int(match.group(1)), name)
-    near = catalog.nearest(text, list(catalog.entries()))
+    near = catalog.nearest_names(text, list(catalog.entries()))
     example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
     raise PinError(
         f"cluster {text!r} is not known; use 'local', 'local:N', nodes x devices per node x device ({example}), "

@@ -111,10 +111,10 @@ def read_yaml(path: str | Path, where: str) -> Any:
 def read_nodes(path: str | Path) -> Nodes:
     """The nodes of a YAML file. PinError names the file and the key that is wrong."""
     where = f"cluster file {path}"
-    return nodes_of(read_yaml(path, where), where)
+    return nodes_from_data(read_yaml(path, where), where)
 
 
-def nodes_of(data: object, where: str) -> Nodes:
+def nodes_from_data(data: object, where: str) -> Nodes:
     """The nodes of a mapping, as a YAML file holds it."""
     top = as_mapping(data, where, _TOP)
     for key in ("nodes",) if "instance" in top else ("nodes", "devices_per_node", "device"):

@@ -20,7 +20,7 @@ from typing import Any
 
 DATA = "links/nccl.json"
 # ep_dispatch and ep_combine: kernels made for experts, as DeepEP's
-KINDS = (
+NCCL_KINDS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -126,4 +126,4 @@ def read_fabrics(kinds: tuple[str, ...]) -> Mapping[str, Fabric]:
     return MappingProxyType({name: fabric_of(row, kinds) for name, row in rows().items()})
 
 
-FABRICS: Mapping[str, Fabric] = read_fabrics(KINDS)
+FABRICS: Mapping[str, Fabric] = read_fabrics(NCCL_KINDS)

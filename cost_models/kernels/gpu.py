@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoplan.config.parallel import Attention
-from autoplan.cost_models.constants import Constants as GlobalConstants
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.cost_models.quantity import Tag
 
@@ -51,7 +51,7 @@ _SIBLING_ERROR = 0.15
 _INHERITED_ERROR = 0.4
 
 
-class Kind(StrEnum):
+class KernelKind(StrEnum):
     """Classes of precision that share constants."""
 
     HALF = "half"
@@ -59,10 +59,10 @@ class Kind(StrEnum):
     FP4 = "fp4"
 
 
-_ELEMENT_BITS = {Kind.FP8: 8, Kind.FP4: 4}
+_ELEMENT_BITS = {KernelKind.FP8: 8, KernelKind.FP4: 4}
 
 
-def is_aligned(kind: Kind, num_bytes: float, *sizes: float) -> bool:
+def is_aligned(kind: KernelKind, num_bytes: float, *sizes: float) -> bool:
     """True if rows of all these sizes start where matrix units can load them. `num_bytes`: of a 16 or 32-bit element.
 
     Sizes are those of the dims that tensors are contiguous in: features, never the number of tokens.
@@ -71,16 +71,26 @@ def is_aligned(kind: Kind, num_bytes: float, *sizes: float) -> bool:
     return all(size * bits % _ALIGNMENT_BITS == 0 for size in sizes)
 
 
-OPERAND_BYTES: dict[Kind, float] = {Kind.HALF: 2.0, Kind.FP8: 1.0, Kind.FP4: 0.5625}  # FP4: a scale per 16 elements
+OPERAND_BYTES: dict[KernelKind, float] = {
+    KernelKind.HALF: 2.0,
+    KernelKind.FP8: 1.0,
+    KernelKind.FP4: 0.5625,
+}  # FP4: a scale per 16 elements
 
 
-def kind_of(dtype: str) -> Kind:
+def kernel_kind(dtype: str) -> KernelKind:
     """The class of a dtype: 4 and 8-bit floats are their own, everything else counts as 16 bits."""
-    return Kind.FP8 if dtype.startswith("float8") else Kind.FP4 if dtype.startswith("float4") else Kind.HALF
+    return (
+        KernelKind.FP8
+        if dtype.startswith("float8")
+        else KernelKind.FP4
+        if dtype.startswith("float4")
+        else KernelKind.HALF
+    )
 
 
 @dataclass(frozen=True)
-class Constants:
+class KernelConstants:
     """Of one family and class of kernels.
 
     `efficiency`: share of the peak of the largest tile in whole waves with an endless loop. `fill_depth`: elements of
@@ -100,7 +110,7 @@ class Constants:
 class Fit:
     """Constants for one device, their relative error (90 % of held-out rows) and what they rest on."""
 
-    constants: Constants
+    constants: KernelConstants
     error: float
     tag: Tag
 
@@ -116,22 +126,22 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelTimings:
     """What is known of the kernels of one device. `steps`: what whole steps add to bursts of one kernel."""
 
     family: str
     units: int
     tiles: tuple[tuple[int, int], ...]
-    gemm: Mapping[Kind, Fit]
+    gemm: Mapping[KernelKind, Fit]
     attention: Fit
     backward: Fit
     older: Mapping[Attention, float]  # speed of other attention kernels over the device's own
     grouped_error: float
     own_launch: bool  # True: the constants' launch times are those of such a device
     power: float  # of the device over that of its family's usual one
-    steps: GlobalConstants
+    steps: Constants
 
-    def sustained(self, kind: Kind) -> float:
+    def sustained(self, kind: KernelKind) -> float:
         """Share of a burst's speed that long training keeps; all of it where there is power enough."""
         return min(1.0, float(self.steps.sustained(self.family, kind) * self.power**self.steps.power_exponent))
 
@@ -143,7 +153,7 @@ class Kernels:
     def product_s(
         self,
         device: Device,
-        kind: Kind,
+        kind: KernelKind,
         rows: float,
         columns: float,
         depth: float,
@@ -161,7 +171,7 @@ class Kernels:
         that many side by side. Bytes are per element; None: of the kind.
         `aligned`: what `is_aligned` says of the dims that operands are contiguous in.
         """
-        fit = self.gemm.get(kind) or self.gemm[Kind.HALF]
+        fit = self.gemm.get(kind) or self.gemm[KernelKind.HALF]
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
@@ -198,7 +208,7 @@ class Kernels:
         keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * causal
         tiles = heads * math.ceil(queries / QUERIES_PER_TILE) / self.units
         area = QUERIES_PER_TILE * head_dims * (1.0 if phase == "forward" else BACKWARD_FLOPS)
-        share = self.sustained(Kind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)
+        share = self.sustained(KernelKind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)
         rate = device.peak_flops * share / self.units
         compute_s = tiles_s(fit.constants, tiles, area, keys, inverse_head(head_dims / 2.0), rate)
         traffic_s = moved / (device.memory_bytes_per_s * self.memory_share)
@@ -214,7 +224,9 @@ BACKWARD_FLOPS = 2.5
 DIAGONAL = QUERIES_PER_TILE / 2
 
 
-def tiles_s(c: Constants, tiles_per_unit: Any, area: float, depth: Any, inverse_sides: float, unit_rate: Any) -> Any:
+def tiles_s(
+    c: KernelConstants, tiles_per_unit: Any, area: float, depth: Any, inverse_sides: float, unit_rate: Any
+) -> Any:
     """Seconds to work off tiles of `area` (elements) and `depth`; numbers, or arrays of them for a fit."""
     busy = tiles_per_unit + (tiles_per_unit < 1) * (1 - tiles_per_unit)  # at least one unit works for one tile's time
     whole = -(-tiles_per_unit // 1)
@@ -232,14 +244,14 @@ def both_s(compute_s: Any, traffic_s: Any) -> Any:
     return (compute_s**_NORM + traffic_s**_NORM) ** (1 / _NORM)
 
 
-def split_s(c: Constants, split: int, elements: Any, bandwidth: Any) -> Any:
+def split_s(c: KernelConstants, split: int, elements: Any, bandwidth: Any) -> Any:
     """Seconds to add up `split` partial results of `elements` in 32 bits: written and read."""
     return c.split_share * split * elements * 8.0 / bandwidth if split > 1 else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
 def _product_compute_s(
-    c: Constants,
+    c: KernelConstants,
     tiles: tuple[tuple[int, int], ...],
     units: int,
     rows: float,
@@ -286,15 +298,15 @@ def memory_ramp_s() -> float:
 
 def cast_bytes(dtype: str, family: str) -> float:
     """Traffic per element that is cast to `dtype` before a product of training, in bytes; 0 for 16 bits."""
-    if kind_of(dtype) is Kind.HALF:
+    if kernel_kind(dtype) is KernelKind.HALF:
         return 0.0
     known = data("devices")["casts"]
     named = {**known["by_dtype"], **known["by_family"].get(family, {})}
     return float(named.get(dtype, known["bytes_per_element"]))
 
 
-def _constants(row: Mapping[str, Any]) -> Constants:
-    return Constants(**{name: float(row[name]) for name in Constants.__dataclass_fields__})
+def _constants(row: Mapping[str, Any]) -> KernelConstants:
+    return KernelConstants(**{name: float(row[name]) for name in KernelConstants.__dataclass_fields__})
 
 
 def half_peak(device: Device) -> float:
@@ -336,7 +348,7 @@ def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, kn
 
 
 @lru_cache(maxsize=64)
-def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels | None:
+def kernels_of(device: Device, steps: Constants | None = None) -> KernelTimings | None:
     """What is known of the kernels of `device`, or of the nearest one; None for what is no accelerator.
 
     `steps` None: the constants of this version.
@@ -353,7 +365,7 @@ def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels 
     recorded = own_gemm.get("achievable_fraction")
     inherited = listed is not None and bool(listed.get("inherited"))
     known = listed is not None and not inherited
-    scale = _scale(device, float(rows[Kind.HALF]["efficiency"]), recorded, known or inherited)
+    scale = _scale(device, float(rows[KernelKind.HALF]["efficiency"]), recorded, known or inherited)
     spread = float(gemm["sustained"]["spread"])
     core = attention["families"][family]
     forward = _fit(core, own_attention, scale, known, spread)
@@ -368,16 +380,18 @@ def kernels_of(device: Device, steps: GlobalConstants | None = None) -> Kernels 
         error=forward.error + float(again["held_out_p90"]),
         tag=Tag.ASSUMED if family not in again["families"] else forward.tag,
     )
-    return Kernels(
+    return KernelTimings(
         family=family,
         units=int(listed["units"] if listed is not None else shape["units"]),
         tiles=tuple((int(high), int(wide)) for high, wide in shape["tiles"]),
-        gemm=MappingProxyType({Kind(k): _fit(row, own_gemm.get(k), scale, known, spread) for k, row in rows.items()}),
+        gemm=MappingProxyType(
+            {KernelKind(k): _fit(row, own_gemm.get(k), scale, known, spread) for k, row in rows.items()}
+        ),
         attention=forward,
         backward=backward,
         older={Attention(k): float(share) for k, share in attention["older"][family].items()},
         grouped_error=float(gemm["grouped"]["held_out_p90"]),
         own_launch=known,
         power=1.0 if device.power_w is None or not known else device.power_w / float(shape["power_w"]),
-        steps=steps or GlobalConstants.shipped(),
+        steps=steps or Constants.shipped(),
     )

@@ -26,13 +26,13 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Device
 from autoplan.cost_models.kernels.gpu import (
     OPERAND_BYTES,
-    Kernels,
-    Kind,
+    KernelKind,
+    KernelTimings,
     Seconds,
     cast_bytes,
     is_aligned,
+    kernel_kind,
     kernels_of,
-    kind_of,
     memory_ramp_s,
 )
 from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, MeasuredOp, Profile
@@ -170,11 +170,11 @@ def _arithmetic_s(kind: OpKind, flops: float, device: Device) -> float:
     return (flops + half) / (best * device.peak_flops)
 
 
-def _precision(work: OpWork) -> tuple[Kind, float, bool]:
+def _precision(work: OpWork) -> tuple[KernelKind, float, bool]:
     """Of the products of an operation: class, bytes of an operand's element, whether published timings hold it."""
     dtype = work.matmul_dtype or _dtype(work)
-    kind = kind_of(dtype)
-    if kind is not Kind.HALF:
+    kind = kernel_kind(dtype)
+    if kind is not KernelKind.HALF:
         return kind, OPERAND_BYTES[kind], True
     return kind, float(dtype_bytes(_dtype(work))), dtype in ("bfloat16", "float16")
 
@@ -196,7 +196,7 @@ def _sides(rows: float, columns: float, depth: float, phase: str, left: bool, ri
     return [(rows, depth, columns)] * left + [(columns, depth, rows)] * right
 
 
-def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+def _product_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     if len(work.inputs) < 2 or len(work.outputs[0].shape) < 2 or work.flops <= 0:
         return None
     left, right, out = work.inputs[0], work.inputs[1], work.outputs[0]
@@ -228,7 +228,7 @@ def _product_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
 _SCORE_PASSES = {"forward": 4.5, "backward": 5.5}
 
 
-def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     """Batched products of whole rows of scores (a causal mask saves nothing), and the passes over the scores."""
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
@@ -239,12 +239,12 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Atte
     parts = [
         known.product_s(
             device,
-            Kind.HALF,
+            KernelKind.HALF,
             *sizes,
             groups=heads,
             operand_bytes=width,
             output_bytes=width,
-            aligned=is_aligned(Kind.HALF, width, query.shape[-1], value.shape[-1], keys),
+            aligned=is_aligned(KernelKind.HALF, width, query.shape[-1], value.shape[-1], keys),
         )
         for rows, columns, depth in forward
         for sizes in _sides(rows, columns, depth, phase, query.requires_grad, key.requires_grad)
@@ -270,7 +270,7 @@ def _within_documents(work: OpWork, options: RunOptions | None) -> OpWork:
     return work if keys <= document_len else replace(work, flops=work.flops * document_len / keys)
 
 
-def _attention_s(work: OpWork, phase: str, device: Device, known: Kernels, kernel: Attention) -> Seconds | None:
+def _attention_s(work: OpWork, phase: str, device: Device, known: KernelTimings, kernel: Attention) -> Seconds | None:
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
     query, _, value = work.inputs[:3]
@@ -299,18 +299,18 @@ _STREAMS = 4
 _ROW_PASSES = 4.0
 
 
-def _experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+def _experts_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     """Two grouped products and an activation between them, in kernels of their own."""
     return _grouped_s(work, phase, device, known, fused=False)
 
 
-def _fused_experts_s(work: OpWork, phase: str, device: Device, known: Kernels, _: Attention) -> Seconds | None:
+def _fused_experts_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     """The same in kernels that apply and cast the activation before they write it (cuDNN's in Transformer Engine)."""
     steps = known.steps.with_({"grouped_share": known.steps.fused_grouped_share})
     return _grouped_s(work, phase, device, replace(known, steps=steps), fused=True)
 
 
-def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fused: bool) -> Seconds | None:
+def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *, fused: bool) -> Seconds | None:
     """Rows spread evenly over the experts of the fullest rank, put in order before and after."""
     if len(work.inputs) < 5 or work.flops <= 0:
         return None
@@ -353,7 +353,7 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: Kernels, *, fuse
 
 
 _Sizes = tuple[float, float, float]  # rows, columns, depth
-_Model = Callable[[OpWork, str, Device, Kernels, Attention], Seconds | None]
+_Model = Callable[[OpWork, str, Device, KernelTimings, Attention], Seconds | None]
 _KERNELS: dict[OpKind, _Model] = {
     OpKind.PRODUCT: _product_s,
     OpKind.ATTENTION: _attention_s,

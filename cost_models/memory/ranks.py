@@ -46,7 +46,7 @@ import numpy as np
 
 from autoplan.config.offload import PARAMETERS
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
-from autoplan.config.recompute import FULL, NONE, SELECTIVE, kind_of
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import Ladder
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -430,7 +430,7 @@ class MemoryModel:
         most = 0.0
         for k in mine:
             again = pinned or self.ladder.choices(chunks[k], recompute[k])
-            most = max(most, sum(self.offloaded[u] for u in chunks[k] if kind_of(again.get(u, NONE)).on_host))
+            most = max(most, sum(self.offloaded[u] for u in chunks[k] if recompute_kind(again.get(u, NONE)).on_host))
         out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
         if most:
             out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)

@@ -17,7 +17,7 @@ from autoplan.config.recompute import FULL, NONE
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecomputeChoice:
     """Of one unit: what it keeps and what it takes longer than `none`."""
 
     name: str
@@ -44,7 +44,7 @@ class Ladder:
         self.rungs = tuple(rungs)
 
     @classmethod
-    def of(cls, options: Sequence[Sequence[Choice]], kinds: Sequence[object]) -> Ladder:
+    def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> Ladder:
         """That of a model.
 
         Args:
@@ -58,7 +58,7 @@ class Ladder:
         found: list[tuple[float, int, int, Rung]] = []
         for kind, u in first.items():
             mine = [v for v in range(len(kinds)) if kinds[v] == kind and options[v]]
-            before = Choice(NONE, 0.0, 0.0)
+            before = RecomputeChoice(NONE, 0.0, 0.0)
             for k, choice in enumerate(front(options[u])):
                 found.append((_slope(before, choice), u, k, cls._rung(options, mine, before.name, choice.name)))
                 before = choice
@@ -69,17 +69,17 @@ class Ladder:
     def full_only(cls, layers: Sequence[bool], freed: Sequence[float], again_s: Sequence[float]) -> Ladder:
         """Layers in full or not at all."""
         options = [
-            [Choice(FULL, size, seconds)] if layer else []
+            [RecomputeChoice(FULL, size, seconds)] if layer else []
             for layer, size, seconds in zip(layers, freed, again_s, strict=True)
         ]
         return cls([cls._rung(options, [u for u, layer in enumerate(layers) if layer], NONE, FULL)])
 
     @staticmethod
-    def _rung(options: Sequence[Sequence[Choice]], mine: Sequence[int], before: str, after: str) -> Rung:
+    def _rung(options: Sequence[Sequence[RecomputeChoice]], mine: Sequence[int], before: str, after: str) -> Rung:
         choices: list[str | None] = [None] * len(options)
         freed, again = [0.0] * len(options), [0.0] * len(options)
         for u in mine:
-            by_name = {NONE: Choice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
+            by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
             choices[u] = after
             freed[u] = by_name[after].freed_bytes - by_name[before].freed_bytes
             again[u] = max(0.0, by_name[after].again_s - by_name[before].again_s)
@@ -102,9 +102,9 @@ class Ladder:
         return sum(rung.choices[u] is not None for rung in self.rungs for u in units)
 
 
-def front(options: Sequence[Choice]) -> list[Choice]:
+def front(options: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
     """The convex front from `none` on: each next choice frees more, at no less per byte than the one before."""
-    at, out = Choice(NONE, 0.0, 0.0), list[Choice]()
+    at, out = RecomputeChoice(NONE, 0.0, 0.0), list[RecomputeChoice]()
     while True:
         more = [c for c in options if c.freed_bytes > at.freed_bytes]
         if not more:
@@ -114,10 +114,10 @@ def front(options: Sequence[Choice]) -> list[Choice]:
         out.append(at)
 
 
-def _slope(before: Choice, after: Choice) -> float:
+def _slope(before: RecomputeChoice, after: RecomputeChoice) -> float:
     return (after.again_s - before.again_s) / (after.freed_bytes - before.freed_bytes)
 
 
-def as_mapping(choices: Mapping[int, str], calls: Sequence[Sequence[str]]) -> dict[str, str]:
+def recompute_mapping(choices: Mapping[int, str], calls: Sequence[Sequence[str]]) -> dict[str, str]:
     """By name of the call. `calls`: of every unit, those that are layers."""
     return {name: how for u, how in sorted(choices.items()) for name in calls[u]}

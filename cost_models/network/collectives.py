@@ -41,14 +41,14 @@ from typing import Protocol as Interface
 
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.fabric_graph import Traffic, spans
-from autoplan.cost_models.hardware.nccl import FABRICS, KINDS, Fabric, Path, Protocol
+from autoplan.cost_models.hardware.nccl import FABRICS, NCCL_KINDS, Fabric, Path, Protocol
 from autoplan.cost_models.hardware.parts import Group, Level, Link
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.errors import LayoutError
 
 # share of the full (gathered or reduced) tensor that each device sends over its link, times n/(n-1).
 # Ring algorithms: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
-_VOLUME: dict[str, float] = {**dict.fromkeys(KINDS, 1.0), "all_reduce": 2.0}
+_VOLUME: dict[str, float] = {**dict.fromkeys(NCCL_KINDS, 1.0), "all_reduce": 2.0}
 # of kernels made for experts (DeepEP): each token goes once to each node and once to each device that it is for
 EXPERT_KINDS = ("ep_dispatch", "ep_combine")
 TOP_K = 8  # experts per token in all measurements of them

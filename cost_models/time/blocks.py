@@ -13,9 +13,9 @@ from autoplan.config.recompute import (
     OFFLOAD,
     REGIONS,
     SELECTIVE,
-    groups_of,
-    kind_of,
     kinds_in,
+    recompute_kind,
+    region_groups,
 )
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
@@ -194,7 +194,7 @@ class BlockCost:
 
     def repeated(self, how: str) -> Quantity:
         """What a choice of recompute adds to a backward."""
-        return _ADDED[kind_of(how).name](self, how)
+        return _ADDED[recompute_kind(how).name](self, how)
 
 
 # Seconds that a kind of recompute adds to the backward of a block.
@@ -203,7 +203,7 @@ _ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
     SELECTIVE: lambda b, how: b.selective,
     FULL: lambda b, how: b.again_s,
     OFFLOAD: lambda b, how: b.offload,
-    REGIONS: lambda b, how: total([b.groups[g] for g in groups_of(how) if g in b.groups]),
+    REGIONS: lambda b, how: total([b.groups[g] for g in region_groups(how) if g in b.groups]),
     MODULES_KIND: lambda b, how: b.modules,
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
 from autoplan.cost_models.quantity import Quantity, total
-from autoplan.cost_models.time.simulation import Event
+from autoplan.cost_models.time.simulation import TimelineEvent
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Estimate:
     mfu: float
     mfu_causal: float
     memory_capacity_bytes: float
-    events: tuple[Event, ...] = field(default=(), repr=False)
+    events: tuple[TimelineEvent, ...] = field(default=(), repr=False)
     host_capacity_bytes: float = math.inf  # of a device's share of its host
 
     @property

@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
-from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, groups_of, kind_of
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind, region_groups
 from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.memory.ranks import BUCKET_BYTES, MemoryModel
-from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
+from autoplan.cost_models.memory.recompute_frontier import Ladder, RecomputeChoice
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
@@ -313,7 +313,7 @@ class Pricer:
         `saved` of the memory model), nor is `full` (all steps of the ladder).
         """
         pinned, w = self.config.recompute, self.workload
-        if isinstance(pinned, tuple) or (isinstance(pinned, str) and kind_of(pinned).of_all):
+        if isinstance(pinned, tuple) or (isinstance(pinned, str) and recompute_kind(pinned).of_all):
             return {}
         out = {}
         for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
@@ -322,7 +322,7 @@ class Pricer:
             how = next((name for name in found if name != NONE), NONE)
             known = self.choices_of(u)
             if how not in known:  # groups that the layer has
-                how = "+".join(g for g in groups_of(how) if g in known)
+                how = "+".join(g for g in region_groups(how) if g in known)
             if how:
                 out[u] = how
         return out
@@ -347,9 +347,9 @@ class Pricer:
         }
         options = [
             [
-                Choice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
+                RecomputeChoice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
                 for how in self.choices_of(u)
-                if looked_at[kind_of(how).searched]
+                if looked_at[recompute_kind(how).searched]
             ]
             for u in range(self.num_units)
         ]
@@ -452,7 +452,9 @@ class Pricer:
                 StageEstimate(
                     index=rank,
                     num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
-                    num_recomputed=sum(kind_of(how).computes_again for _, how in self._again(mine, ranges, recompute)),
+                    num_recomputed=sum(
+                        recompute_kind(how).computes_again for _, how in self._again(mine, ranges, recompute)
+                    ),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
                     in_flight=held[rank].in_flight,
@@ -524,7 +526,7 @@ class Pricer:
         """What a rank computes again in a step, and what it copies to the host and back instead."""
         out = {}
         for name, on_host in (("recompute", False), ("offload", True)):
-            chosen = [(u, how) for u, how in again if kind_of(how).on_host is on_host]
+            chosen = [(u, how) for u, how in again if recompute_kind(how).on_host is on_host]
             out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * self.runs
         if self.config.recompute == SELECTIVE:
             out["recompute"] += total([b.selective for b in blocks]) * self.runs

@@ -31,7 +31,7 @@ class ChunkTimes:
     split_extra_s: float = 0.0
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One action in time; transfers are not part of it."""
 
     rank: int
@@ -49,7 +49,7 @@ class Timeline:
     end_s: float
     rank_end_s: tuple[float, ...]
     busy_s: tuple[float, ...]
-    events: tuple[Event, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()
 
     @property
     def bubble_s(self) -> tuple[float, ...]:
@@ -97,14 +97,16 @@ def simulate(
         clock[rank] = end = start + durations[slot]
         ends.append(end)
     busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
-    recorded: list[Event] = []
+    recorded: list[TimelineEvent] = []
     if events:
         for (rank, _, _, slot), (_, _, _, paid), action, end in zip(
             program.steps, steps, program.what, ends, strict=True
         ):
             if transfer is Transfer.SENDER:
                 end -= durations[paid] - compute[slot]
-            recorded.append(Event(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end))
+            recorded.append(
+                TimelineEvent(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end)
+            )
     return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.kernels import gpu as kernels
-from autoplan.cost_models.kernels.gpu import Kind
+from autoplan.cost_models.kernels.gpu import KernelKind
 from autoplan.errors import PinError
 from experiments.kernels.kernel_accuracy_fit import (
     ATTENTION,
@@ -124,7 +124,7 @@ class Study:
 
     def __init__(self, timings: Sequence[Timing]) -> None:
         self.timings = timings
-        self.gemm: dict[tuple[str, Kind], Fitted] = {}
+        self.gemm: dict[tuple[str, KernelKind], Fitted] = {}
         self.attention: dict[str, Fitted] = {}
         self.held: dict[int, float] = {}  # id of a timing -> log error without its source
         self.families = list(kernels.data("devices")["families"])
@@ -134,11 +134,11 @@ class Study:
         self.grouped_factor, self.grouped_p90 = self._grouped()
         self.sustained = self._sustained()
 
-    def _bounds(self, kind: Kind) -> dict[str, tuple[float, float, float]]:
-        return GEMM if kind is Kind.HALF else {**GEMM, **CASTS}
+    def _bounds(self, kind: KernelKind) -> dict[str, tuple[float, float, float]]:
+        return GEMM if kind is KernelKind.HALF else {**GEMM, **CASTS}
 
     def _gemm(self) -> None:
-        for kind in Kind:  # 16 bits first: the launch of its kernels is that of all
+        for kind in KernelKind:  # 16 bits first: the launch of its kernels is that of all
             for family in self.families:
                 rows = [t for t in of_family(self.timings, "gemm", family) if t.kind is kind]
                 if len(rows) >= LEAST_ROWS:
@@ -148,16 +148,16 @@ class Study:
             logs = held_out(rows_, self._fit_gemm(family, kind), lambda f=family, k=kind: self._nearest(f, k))  # type: ignore[misc]
             self._keep(rows_, logs)
 
-    def _fit_gemm(self, family: str, kind: Kind) -> Callable[[Rows], Fitted]:
-        held = None if kind is Kind.HALF else {"launch_s": self.gemm[family, Kind.HALF].values["launch_s"]}
+    def _fit_gemm(self, family: str, kind: KernelKind) -> Callable[[Rows], Fitted]:
+        held = None if kind is KernelKind.HALF else {"launch_s": self.gemm[family, KernelKind.HALF].values["launch_s"]}
         return lambda rows: fit(rows, self._bounds(kind), held)
 
-    def _nearest(self, family: str, kind: Kind) -> Fitted | None:
+    def _nearest(self, family: str, kind: KernelKind) -> Fitted | None:
         """What an unknown device of this peak would inherit: constants of the nearest family, scaled."""
         near = nearest_family(family, [f for f, k in self.gemm if k is kind])
         if near is None:
             return None
-        found, half = self.gemm[near, kind], self.gemm[near, Kind.HALF]
+        found, half = self.gemm[near, kind], self.gemm[near, KernelKind.HALF]
         ours = {t.device for t in of_family(self.timings, "gemm", family)}
         scale = {d: catalog.device(d).achievable.mid / half.values["efficiency"] for d in ours}
         return replace(found, factors=scale)
@@ -172,7 +172,7 @@ class Study:
         if not len(rows.timings):
             return {name: bound[0] for name, bound in BACKWARD.items()}, 0.3
         bounds = {**{f"again_{k}": v for k, v in BACKWARD.items()}, **ATTENTION}
-        launch = self.gemm[family, Kind.HALF].values["launch_s"]
+        launch = self.gemm[family, KernelKind.HALF].values["launch_s"]
         del bounds["launch_s"]
 
         def split(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
@@ -199,7 +199,7 @@ class Study:
             if len(timings) < LEAST_ROWS:
                 continue
             rows = Attention(timings).with_again(self.again)
-            launch = {"launch_s": self.gemm[family, Kind.HALF].values["launch_s"]}
+            launch = {"launch_s": self.gemm[family, KernelKind.HALF].values["launch_s"]}
 
             def again(rows: Rows, launch: dict[str, float] = launch) -> Fitted:
                 """The runtimes' kernel is taken for the training kernel where no row of one is there."""
@@ -322,7 +322,7 @@ def _listing(found: Mapping[str, float]) -> str:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def stored(device: str, kind: Kind, op: str) -> Fitted | None:
+def stored(device: str, kind: KernelKind, op: str) -> Fitted | None:
     """The constants that the planner uses for a device, from profiles/kernels; None where it has none of the kind."""
     known = kernels.kernels_of(catalog.device(device))
     if known is None:
@@ -344,7 +344,7 @@ def stored(device: str, kind: Kind, op: str) -> Fitted | None:
 
 def compare(timings: Sequence[Timing], held: Mapping[int, float]) -> Iterator[Line]:
     """Errors by operation, device, precision and source."""
-    groups: dict[tuple[str, str, Kind, str], list[Timing]] = {}
+    groups: dict[tuple[str, str, KernelKind, str], list[Timing]] = {}
     for t in timings:
         if t.op != "sustained":
             groups.setdefault((t.op, t.device, t.kind, t.source), []).append(t)

@@ -20,8 +20,8 @@ from autoplan.cost_models.kernels.gpu import (
     OPERAND_BYTES,
     QUERIES_PER_TILE,
     SPLITS,
-    Constants,
-    Kind,
+    KernelConstants,
+    KernelKind,
     both_s,
     data,
     family_of,
@@ -72,10 +72,10 @@ class Fitted:
         return self.factors.get(device, 1.0)
 
 
-def constants(values: Mapping[str, float]) -> Constants:
+def constants(values: Mapping[str, float]) -> KernelConstants:
     """The kernel's part of `values`."""
     filled = {"split_share": 1.0, **values}
-    return Constants(**{name: filled[name] for name in Constants.__dataclass_fields__})
+    return KernelConstants(**{name: filled[name] for name in KernelConstants.__dataclass_fields__})
 
 
 def units_of(device: str) -> int:
@@ -89,7 +89,7 @@ def bandwidth_of(device: str) -> float:
     return float(catalog.device(device).memory_bytes_per_s * data("devices")["memory"]["share"])
 
 
-DTYPE = {Kind.HALF: "bfloat16", Kind.FP8: "float8", Kind.FP4: "float4"}
+DTYPE = {KernelKind.HALF: "bfloat16", KernelKind.FP8: "float8", KernelKind.FP4: "float4"}
 
 
 class Rows:
@@ -142,7 +142,7 @@ class Products(Rows):
         cast_s = fitted.values.get("source_cast", 0.0) * m * k * (2 + self.width) / self.bandwidth
         return total + self.casts * (cast_s + fitted.values.get("source_launch_s", 0.0))
 
-    def _one(self, c: Constants, tiles: Any, rate: Any, m: Any, n: Any, k: Any) -> Any:
+    def _one(self, c: KernelConstants, tiles: Any, rate: Any, m: Any, n: Any, k: Any) -> Any:
         best = np.full(len(m), np.inf)
         least = least_inverse(tiles)
         for high, wide in tiles:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.cost_models.hardware import catalog
-from autoplan.cost_models.kernels.gpu import Kind
+from autoplan.cost_models.kernels.gpu import KernelKind
 from autoplan.errors import PinError
 
 # name in the data -> id of the catalog
@@ -39,12 +39,12 @@ DEVICES: dict[str, str] = {
     "AMD MI325X": "mi325x-256gb",
     "AMD MI355X": "mi355x-288gb",
 }
-KINDS: dict[str, tuple[Kind, str]] = {
-    "bf16": (Kind.HALF, "bfloat16"),
-    "fp16/bf16": (Kind.HALF, "bfloat16"),
-    "fp8": (Kind.FP8, "float8"),
-    "mxfp8": (Kind.FP8, "float8"),
-    "nvfp4": (Kind.FP4, "float4"),
+KINDS: dict[str, tuple[KernelKind, str]] = {
+    "bf16": (KernelKind.HALF, "bfloat16"),
+    "fp16/bf16": (KernelKind.HALF, "bfloat16"),
+    "fp8": (KernelKind.FP8, "float8"),
+    "mxfp8": (KernelKind.FP8, "float8"),
+    "nvfp4": (KernelKind.FP4, "float4"),
 }
 SOURCES: tuple[tuple[str, str], ...] = (  # pattern -> name; of aiconfigurator every device's table is a source
     (r"aiconfigurator systems/data/(\w+)/", r"aiconfigurator \1"),
@@ -69,7 +69,7 @@ class Timing:
 
     op: str
     device: str
-    kind: Kind
+    kind: KernelKind
     source: str
     seconds: float
     flops: float
@@ -130,7 +130,7 @@ def timing_of(row: Mapping[str, str]) -> Timing | str:
     if row["op"] == "gemm":
         m, n, k = (float(row[x]) for x in "mnk")
         flops = 2 * m * n * k
-        casts = inference and kind is not Kind.HALF
+        casts = inference and kind is not KernelKind.HALF
         return Timing("gemm", device, kind, source, flops / rate, flops, ((m, n, k),), casts=casts)
     if row["op"].startswith("grouped_gemm"):
         return _grouped(row, device, kind, source, rate, both)
@@ -138,7 +138,7 @@ def timing_of(row: Mapping[str, str]) -> Timing | str:
 
 
 def _attention(
-    row: Mapping[str, str], device: str, kind: Kind, source: str, rate: float, both: bool, inference: bool
+    row: Mapping[str, str], device: str, kind: KernelKind, source: str, rate: float, both: bool, inference: bool
 ) -> Timing:
     batch, seq, heads, kv, dim = (float(row[x]) for x in ("batch", "seq", "heads", "kv_heads", "head_dim"))
     causal = float(row["causal"] or 0) > 0
@@ -162,7 +162,9 @@ def _attention(
     )
 
 
-def _grouped(row: Mapping[str, str], device: str, kind: Kind, source: str, rate: float, both: bool) -> Timing | str:
+def _grouped(
+    row: Mapping[str, str], device: str, kind: KernelKind, source: str, rate: float, both: bool
+) -> Timing | str:
     """DeepGEMM gives rows per group, torchao those of all; nnscaler the tokens of the whole layer and its time."""
     count = re.search(r"\((\d+) (?:groups|experts)\)", row["op"])
     if count is None:

@@ -13,7 +13,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
 from autoplan.plan import searched_plan
-from autoplan.profiler.ops import Task
+from autoplan.profiler.ops import MeasureTask
 from autoplan.profiler.run import measure
 from autoplan.profiler.tasks import model_tasks
 from autoplan.program.op_costs import OpCosts
@@ -43,9 +43,9 @@ def graph_of(size: Size) -> ModelGraph:
     return capture(make_llama(size), token_batch(size))
 
 
-def _tasks(graph: ModelGraph, size: Size, trials: Sequence[Trial]) -> list[Task]:
+def _tasks(graph: ModelGraph, size: Size, trials: Sequence[Trial]) -> list[MeasureTask]:
     """Every operation that some plan may run."""
-    found: dict[str, Task] = {}
+    found: dict[str, MeasureTask] = {}
     for tp, share in sorted({(t.tp, size.batch // t.dp // t.num_micro_batches) for t in trials}):
         axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
         works = OpCosts(graph, axes, {"b": share, "s": size.seq}, precision=precision_of("native"))

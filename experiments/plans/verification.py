@@ -29,7 +29,7 @@ from autoplan.errors import CaptureError
 from autoplan.verify import check
 from autoplan.verify.check import LIMIT_S, choose_sizes, verify_whole
 from autoplan.verify.one_device import compile_one_device, load_stage
-from autoplan.verify.runs import Task, copies_of, run_graph, run_module
+from autoplan.verify.runs import VerifyTask, copies_of, run_graph, run_module
 from autoplan.verify.sample import draw_batch
 from autoplan.verify.shallow import verify_shallow
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
@@ -85,7 +85,7 @@ class Row:
     outcome: str
 
 
-def _error(task: Task) -> tuple[str, float]:
+def _error(task: VerifyTask) -> tuple[str, float]:
     """Sizes that were run, and the largest relative difference of a gradient."""
     sizes, _ = choose_sizes(task, LIMIT_S)
     if sizes is None:
@@ -109,7 +109,7 @@ def _measure(family: str, rounds: int) -> Row:
     captures, verifies, said = [], [], ""
     for _ in range(rounds):
         begin = time.process_time()
-        task = Task(model, capture(model, example), example)
+        task = VerifyTask(model, capture(model, example), example)
         middle = time.process_time()
         try:
             outcome = verify_shallow(task, LIMIT_S) if deep else verify_whole(task)

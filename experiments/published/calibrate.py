@@ -31,14 +31,14 @@ from autoplan.calibration.fit import (
     Floats,
     HeldOut,
     Interval,
-    Price,
+    MeasuredStep,
     Question,
-    Step,
+    StepPrice,
     fit,
-    held_out,
+    held_out_errors,
     interval,
 )
-from autoplan.calibration.steps import Planned
+from autoplan.calibration.steps import PlannedStep
 from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
 from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
 from autoplan.cost_models.kernels.gpu import family_of
@@ -55,11 +55,11 @@ BEYOND = 2.0
 
 
 @lru_cache(maxsize=4096)
-def planned(task: Task) -> Planned | None:
+def planned(task: Task) -> PlannedStep | None:
     """With its layout, found once; None where the planner refuses it."""
     setting = task.settings[0]
     try:
-        return Planned.of(request_of(task, setting), setting.config)
+        return PlannedStep.of(request_of(task, setting), setting.config)
     except AutoplanError:
         return None  # validate_published.py says why
 
@@ -126,7 +126,7 @@ def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
     return out
 
 
-def unseen_errors(steps: Sequence[Step], held: HeldOut, constants: Constants, price: Price) -> Floats:
+def unseen_errors(steps: Sequence[MeasuredStep], held: HeldOut, constants: Constants, price: StepPrice) -> Floats:
     """log(predicted / measured) of every step by constants fitted without its campaign.
 
     A campaign of which no step had a part in the fit is priced with `constants`, those of all.
@@ -149,7 +149,7 @@ def mean_errors(groups: Sequence[str], logs: Floats) -> dict[str, float]:
     return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
-def classes_of(cases: Sequence[Case], fitted: Constants, price: Price) -> list[str]:
+def classes_of(cases: Sequence[Case], fitted: Constants, price: StepPrice) -> list[str]:
     """Of every step with its family of devices, as `Pricer.estimate` finds it: what a step is shorter by where the host
     costs nothing is what it waits for it."""
     free = fitted.with_({name: 0.0 for name in fitted.values if re.fullmatch(r"host_.*_s", name)})
@@ -161,7 +161,9 @@ def classes_of(cases: Sequence[Case], fitted: Constants, price: Price) -> list[s
     ]
 
 
-def stated_interval(of_step: Sequence[str], steps: Sequence[Step], errors: Floats, name: str) -> Interval | None:
+def stated_interval(
+    of_step: Sequence[str], steps: Sequence[MeasuredStep], errors: Floats, name: str
+) -> Interval | None:
     """Of steps of a class, over all families where it names none; None for too few campaigns of them: two, of a family
     as many as a constant needs."""
     mine = [i for i, found in enumerate(of_step) if name in (found, found.partition(OF_FAMILY)[0])]
@@ -217,7 +219,7 @@ def main(
             timed = [case for case in cases if not math.isnan(case.measured_s)]  # others ran out of memory
             cases = [case for case in timed if number[case.task] in workers.home]
             indices = [number[case.task] for case in cases]
-            steps = [Step(c.row["id"], c.row["campaign"], c.measured_s) for c in cases]
+            steps = [MeasuredStep(c.row["id"], c.row["campaign"], c.measured_s) for c in cases]
 
             def price(questions: Sequence[Question]) -> list[list[float]]:
                 return workers.price(indices, questions)
@@ -231,7 +233,7 @@ def main(
                 [x for x, ok in zip(values, near, strict=True) if ok] for values in (cases, indices, steps)
             )
             fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
-            held = held_out(fitted, steps, price)
+            held = held_out_errors(fitted, steps, price)
             of_step = classes_of(cases, fitted.constants, price)
             # what the constants are worth: every step with them, those that had no part in the fit included
             indices = everywhere

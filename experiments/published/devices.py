@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries, entry, nearest
+from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries, entry, nearest_names
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.stacks import defaults as tables
@@ -132,7 +132,7 @@ def device_of(text: str, memory_gb: float | None) -> DeviceMatch:
     name, form, in_name = _read(text)
     known = [v for v in variants() if v.name == name]
     if not known:
-        near = nearest(text, list(entries()))
+        near = nearest_names(text, list(entries()))
         hint = f"nearest: {', '.join(near)}" if near else f"it has {', '.join(entries())}"
         raise Unpriced(f"no device {text} in the catalog; {hint}")
     memory = in_name if memory_gb is None else memory_gb

@@ -28,7 +28,7 @@ from autoplan.errors import AutoplanError
 from autoplan.schedules.schedule import num_copies
 from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import Formula, Framework, Memory, find
-from autoplan.stacks.options import EXPERTS_WHOLE_SINCE, era_of, options_of
+from autoplan.stacks.options import EXPERTS_WHOLE_SINCE, default_options, era_of
 from experiments.published.devices import cluster_of as cluster_of
 from experiments.published.devices import clusters_of
 from experiments.published.shapes import Adapters as Adapters
@@ -171,7 +171,7 @@ def interpret(row: Row, shapes: Shapes) -> Case:
 
 def own_precision(row: Row, shapes: Shapes | None = None) -> str:
     """The name of a row's precision where its columns say it, blank where not: of rows that are not priced."""
-    name = find(tables.PRECISIONS, row["precision"])
+    name = find(tables.PRECISION_WORDS, row["precision"])
     if name is None:
         return ""
     latent = False
@@ -185,10 +185,12 @@ def own_precision(row: Row, shapes: Shapes | None = None) -> str:
 def _full_name(precision: str, latent: bool, framework: Framework) -> str:
     """With what the framework keeps in 16 bits."""
     name = "fp8" if precision == INT8 else precision
-    narrow = framework in tables.GRADIENTS_16 or (name == "fp16" and framework in tables.GRADIENTS_16_IN_FP16)
+    narrow = framework in tables.FRAMEWORKS_OF_GRADIENTS_16 or (
+        name == "fp16" and framework in tables.GRADIENTS_16_IN_FP16
+    )
     if not narrow or name == "fp32":
         return name
-    return name + GRADIENTS_16 + (MOMENTS_16 if latent and framework in tables.MOMENTS_16 else "")
+    return name + GRADIENTS_16 + (MOMENTS_16 if latent and framework in tables.FRAMEWORKS_OF_MOMENTS_16 else "")
 
 
 def _with_int8(cluster: Cluster) -> Cluster:
@@ -276,7 +278,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if ep > 1 and not shape.num_experts:
         notes.append(f"ep={ep} is left: the model has no experts")
         ep = 1
-    zero = find(tables.ZERO_STAGES, row["zero_stage"]) if row["zero_stage"] else None
+    zero = find(tables.ZERO_STAGE_WORDS, row["zero_stage"]) if row["zero_stage"] else None
     if zero is None:
         zero = defaults.zero_stages
         if row["zero_stage"]:
@@ -336,7 +338,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     ]
     readings += [replace(usual, on_host=v) for v in on_host.choices[1:]]
     said = f"{row['flags']} {row['schedule']} {row['model']}"
-    options = options_of(framework, era, said, row["gpu"], row["precision"], row["notes"])
+    options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"])
     options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
     if shape.kind.latent and framework in tables.DETERMINISTIC:
         options = replace(options, attention=Attention.UNFUSED)
@@ -435,7 +437,7 @@ def _measured_s(row: Row, shape: Shape, seq_len: int, batch: int) -> float:
     devices, tokens = row.num_devices, batch * seq_len
     if (rate := row.measured("tokens_per_s_per_gpu")) is not None:
         return tokens / (rate * devices)
-    tflops, formula = row.measured("tflops_per_gpu"), find(tables.TFLOPS, row["tflops_kind"])
+    tflops, formula = row.measured("tflops_per_gpu"), find(tables.TFLOPS_FORMULAS, row["tflops_kind"])
     if tflops is None and (row.out_of_memory or row["peak_mem_gb"]):
         return math.nan
     if tflops is None or formula is None:

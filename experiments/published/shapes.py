@@ -234,7 +234,7 @@ def _candidates(row: Row) -> tuple[list[_Candidate], tuple[str, ...]]:
     experts = row.count("moe_experts") or 0
     era = era_of(row["source"], row["notes"], row["gpu"])
     many = experts >= tables.MANY_EXPERTS
-    topks = [row.needed("moe_topk")] if row["moe_topk"] else list(tables.TOP_K[many]) if experts else [0]
+    topks = [row.needed("moe_topk")] if row["moe_topk"] else list(tables.TOP_K_OF_EXPERTS[many]) if experts else [0]
     moe_ffn, shared = (row.noted("moe_ffn"), row.noted("shared_ffn")) if experts else (0, 0)
     first_dense = row.noted("first_dense_layers") if experts else 0
     all_heads = [row.needed("heads")] if row["heads"] else [hidden // d for d in tables.HEAD_DIMS if hidden % d == 0]

@@ -37,7 +37,7 @@ def schedule_of(row: Row, pp: int) -> Words[str]:
     plain = _bare(row["schedule"])
     if pp == 1 or not plain:
         return Words(("1F1B",))
-    found = find(tables.SCHEDULES, plain)
+    found = find(tables.SCHEDULE_WORDS, plain)
     if found is not None:
         return Words(found, len(found) > 1)
     note = f"schedule={row['schedule']} is not known: priced as {' or '.join(tables.UNKNOWN_SCHEDULE)}"
@@ -62,7 +62,7 @@ def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
         return (stated or 1,)
     if re.search(tables.ONE_CHUNK, _bare(row["schedule"])):
         return (1,)
-    usual = tables.CHUNKS.get(row.framework)
+    usual = tables.DEFAULT_CHUNKS.get(row.framework)
     if usual is not None:
         return tuple(dict.fromkeys((min(usual, max(1, layers // pp)), 1)))
     even = (v for v in range((layers + 2) // pp, 1, -1) if any((layers + ends) % (pp * v) == 0 for ends in (0, 1, 2)))
@@ -100,7 +100,7 @@ def precision_of_words(row: Row, device: Device) -> Words[str]:
     text, usual = row["precision"], usual_precision(device)
     if not text:
         return Words((usual,), True)
-    name = find(tables.PRECISIONS, text)
+    name = find(tables.PRECISION_WORDS, text)
     if name is None:
         return Words((usual,), True, f"precision={text} is not known: priced as {usual}")
     if name == INT8:
@@ -108,7 +108,7 @@ def precision_of_words(row: Row, device: Device) -> Words[str]:
         if not fast:
             return Words((usual,), True, f"precision={text} is priced as {usual}: the device has no products in 8 bits")
         # of two that a row leaves open, the one that all devices have
-        both = (usual, INT8) if find(tables.PRECISIONS[-3:], text) else (INT8, usual)
+        both = (usual, INT8) if find(tables.PRECISION_WORDS[-3:], text) else (INT8, usual)
         return Words(both, True)
     blocks = name == "fp8" and find(tables.FORMATS, text) == tables.BLOCKS
     if blocks and "float4" in device.peak_flops_by_dtype:  # devices that multiply by scales per block
@@ -132,7 +132,7 @@ def recompute_of(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
         return (HALF, "selective", "full")
     if (named := re.search(tables.MODULES_AGAIN, text)) is not None:
         return (modules_choice(name.strip() for name in named[1].split(",")),)
-    found = find(tables.RECOMPUTE, text)
+    found = find(tables.RECOMPUTE_WORDS, text)
     return (found,) if found else ("selective", "none", "full")  # of other parts of a layer: it lies between
 
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner, Result
 
 from autoplan.calibration.fit import (
     Fitted,
+    MeasuredStep,
     Question,
-    Step,
     fit,
     group_errors,
-    held_out,
+    held_out_errors,
     interval,
     macro,
     objective,
@@ -56,7 +56,7 @@ def step_model(compute: float, calls: float, traffic: float) -> Model:
     )
 
 
-def synthetic(groups: int, seed: int = 0, noise: float = 0.0) -> tuple[list[Step], list[Model]]:
+def synthetic(groups: int, seed: int = 0, noise: float = 0.0) -> tuple[list[MeasuredStep], list[Model]]:
     """Six steps of every group, as the model has them at TRUE."""
     random = np.random.default_rng(seed)
     steps, models = [], []
@@ -64,11 +64,13 @@ def synthetic(groups: int, seed: int = 0, noise: float = 0.0) -> tuple[list[Step
         for k in range(6):
             model = step_model(random.uniform(0.2, 1), random.uniform(100, 800), random.uniform(0.1, 2))
             models.append(model)
-            steps.append(Step(f"{g}-{k}", f"campaign{g}", model(TRUE) * math.exp(noise * random.standard_normal())))
+            steps.append(
+                MeasuredStep(f"{g}-{k}", f"campaign{g}", model(TRUE) * math.exp(noise * random.standard_normal()))
+            )
     return steps, models
 
 
-def fitted_to(steps: Sequence[Step], models: Sequence[Model], **settings: object) -> Fitted:
+def fitted_to(steps: Sequence[MeasuredStep], models: Sequence[Model], **settings: object) -> Fitted:
     return fit(steps, priced_by(models), START, **{"rounds": 8, "looseness": 4.0, **settings})  # type: ignore[arg-type]
 
 
@@ -100,15 +102,15 @@ def test_the_errors_of_the_constants_cover_the_truth_when_steps_scatter() -> Non
 
 def test_one_wild_step_does_not_decide() -> None:
     steps, models = synthetic(8)
-    wild = [Step(s.name, s.group, s.measured_s * (30 if i == 7 else 1)) for i, s in enumerate(steps)]
+    wild = [MeasuredStep(s.name, s.group, s.measured_s * (30 if i == 7 else 1)) for i, s in enumerate(steps)]
     found = fitted_to(wild, models)
     assert found.constants.sustained_hopper == pytest.approx(TRUE.sustained_hopper, rel=0.05)
 
 
 def test_a_group_counts_once_however_many_steps_it_has() -> None:
     model = step_model(1.0, 0.0, 0.0)
-    slow = [Step(f"s{i}", "large", model(START) * 1.06) for i in range(50)]
-    few = [Step(f"f{i}", f"small{i}", model(START)) for i in range(4)]
+    slow = [MeasuredStep(f"s{i}", "large", model(START) * 1.06) for i in range(50)]
+    few = [MeasuredStep(f"f{i}", f"small{i}", model(START)) for i in range(4)]
     found = fitted_to([*slow, *few], [model] * 54)
     assert found.constants.sustained_hopper == pytest.approx(START.sustained_hopper, rel=0.015)
 
@@ -117,7 +119,7 @@ def test_a_constant_of_two_campaigns_is_not_fitted() -> None:
     steps, models = synthetic(3)
     plain = step_model(1.0, 0.0, 0.0)
     models = [m if s.group != "campaign2" else plain for s, m in zip(steps, models, strict=True)]
-    steps = [s if s.group != "campaign2" else Step(s.name, s.group, plain(TRUE)) for s in steps]
+    steps = [s if s.group != "campaign2" else MeasuredStep(s.name, s.group, plain(TRUE)) for s in steps]
     found = fitted_to(steps, models)
     assert found.rows["sustained_hopper"].fitted
     for name in ("host_fused_s", "overlap"):
@@ -129,7 +131,7 @@ def test_a_constant_of_two_campaigns_is_not_fitted() -> None:
 
 def test_the_prior_holds_what_steps_do_not_determine() -> None:
     weak = [step_model(1.0, 0.0, 0.05 * (1 + i)) for i in range(4)]  # overlap is 1 to 4 % of a step
-    steps = [Step(str(i), str(i), m(TRUE)) for i, m in enumerate(weak)]
+    steps = [MeasuredStep(str(i), str(i), m(TRUE)) for i, m in enumerate(weak)]
     found = fit(steps, priced_by(weak), START, looseness=0.2)
     row = found.rows["overlap"]
     assert row.fitted and not row.determined and row.value == pytest.approx(START.overlap, rel=0.02)
@@ -140,7 +142,7 @@ def test_the_prior_holds_what_steps_do_not_determine() -> None:
 
 def test_bounds_hold_and_are_reported() -> None:
     models = [step_model(1.0, 0.0, 0.0)] * 4
-    steps = [Step(str(i), str(i), 0.3) for i in range(4)]  # faster than any share could explain
+    steps = [MeasuredStep(str(i), str(i), 0.3) for i in range(4)]  # faster than any share could explain
     row = fitted_to(steps, models).rows["sustained_hopper"]
     assert row.value == pytest.approx(range_of("sustained_hopper", 0.96).high) and row.at_bound
 
@@ -162,15 +164,15 @@ def test_every_shipped_constant_has_a_range_that_it_may_take() -> None:
     ],
 )
 def test_a_fit_says_what_is_wrong(given: list[float], names: list[str], says: str) -> None:
-    steps = [Step(str(i), "g", 1.0) for i in range(len(given))]
+    steps = [MeasuredStep(str(i), "g", 1.0) for i in range(len(given))]
     with pytest.raises(AutoplanError, match=re.escape(says)):
         fit(steps, priced_by([lambda _, v=v: v for v in given]), START, names=names)
 
 
 def test_limits_of_a_fit_are_checked() -> None:
-    one, price = [Step("a", "g", 1.0)], priced_by([lambda _: 1.0])
+    one, price = [MeasuredStep("a", "g", 1.0)], priced_by([lambda _: 1.0])
     with pytest.raises(AutoplanError, match="step b: measured_s=0"):
-        Step("b", "g", 0.0)
+        MeasuredStep("b", "g", 0.0)
     with pytest.raises(AutoplanError, match="least_groups=0"):
         fit(one, price, START, least_groups=0)
     with pytest.raises(AutoplanError, match="looseness=-1"):
@@ -178,7 +180,7 @@ def test_limits_of_a_fit_are_checked() -> None:
     with pytest.raises(ProfileError, match="'overlap' is 0"):
         fit(one, price, START.with_({"overlap": 0.0}), names=["overlap"])
     with pytest.raises(AutoplanError, match="only g"):
-        held_out(fit(one, price, START), one, price)
+        held_out_errors(fit(one, price, START), one, price)
 
 
 # -- held out ----------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def test_limits_of_a_fit_are_checked() -> None:
 def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
     steps, models = synthetic(5, seed=1)
     # one campaign's machines are slower than the others'
-    steps = [Step(s.name, s.group, s.measured_s * (1.2 if s.group == "campaign4" else 1.0)) for s in steps]
+    steps = [MeasuredStep(s.name, s.group, s.measured_s * (1.2 if s.group == "campaign4" else 1.0)) for s in steps]
     found = fitted_to(steps, models)
     asked: list[Question] = []
 
@@ -195,7 +197,7 @@ def test_held_out_errors_are_those_of_a_fit_without_the_group() -> None:
         asked.extend(questions)
         return priced_by(models)(questions)
 
-    held = held_out(found, steps, price)
+    held = held_out_errors(found, steps, price)
     assert len(asked) <= 5 * 4  # at most so many prices of all steps
     for g in range(5):
         rest = [i for i, s in enumerate(steps) if s.group != f"campaign{g}"]
@@ -215,9 +217,9 @@ def test_a_fit_without_a_group_does_not_go_where_the_rest_gets_worse() -> None:
     """The host is 3 % of most steps, which are 25 % slower than said: in the linear model it has to be 400 times
     slower, which makes them 13 times slower in truth. Only the group that is left out said so."""
     models: list[Model] = [lambda c: 0.5 + 1e4 * c.host_fused_s] + [lambda c: 1 + 600 * c.host_fused_s] * 3
-    steps = [Step(f"{i}", f"{i}", models[i](START) * (1.25 if i else 1.0)) for i in range(4)]
+    steps = [MeasuredStep(f"{i}", f"{i}", models[i](START) * (1.25 if i else 1.0)) for i in range(4)]
     found = fitted_to(steps, models, names=["host_fused_s"], looseness=10.0, rounds=1)
-    constants = held_out(found, steps, priced_by(models)).constants["0"]
+    constants = held_out_errors(found, steps, priced_by(models)).constants["0"]
     assert 1 < models[1](constants) / models[1](START) < 1.25**2  # nearer to what was measured
 
 
@@ -225,7 +227,7 @@ def test_a_constant_that_lacks_groups_without_one_goes_back() -> None:
     steps, models = synthetic(3)
     found = fitted_to(steps, models)
     assert found.rows["overlap"].fitted
-    held = held_out(found, steps, priced_by(models))  # two campaigns are left: nothing may be fitted
+    held = held_out_errors(found, steps, priced_by(models))  # two campaigns are left: nothing may be fitted
     for constants in held.constants.values():
         assert constants.values == pytest.approx(START.values)
     assert held.errors == pytest.approx(found.before)
@@ -233,7 +235,7 @@ def test_a_constant_that_lacks_groups_without_one_goes_back() -> None:
 
 def test_an_interval_covers_what_it_aims_at() -> None:
     random = np.random.default_rng(5)
-    steps = [Step(f"{i}", f"g{i % 20}", 1.0) for i in range(2000)]
+    steps = [MeasuredStep(f"{i}", f"g{i % 20}", 1.0) for i in range(2000)]
     errors = 0.1 + 0.2 * random.standard_normal(2000)
     found = interval(steps, errors, 0.8)
     assert found.covered == pytest.approx(0.8, abs=0.03)
@@ -250,16 +252,19 @@ def test_an_interval_covers_what_it_aims_at() -> None:
 def test_a_group_of_few_steps_is_no_tail_of_an_interval() -> None:
     """One step far off among 5 campaigns of 60 counts as a 20th of one, not as a sixth of all."""
     random = np.random.default_rng(7)
-    steps = [Step(f"{i}", f"g{i % 5}", 1.0) for i in range(300)] + [Step("far", "alone", 1.0)]
+    steps = [MeasuredStep(f"{i}", f"g{i % 5}", 1.0) for i in range(300)] + [MeasuredStep("far", "alone", 1.0)]
     errors = np.concatenate([0.05 * random.standard_normal(300), [-1.0]])
     found = interval(steps, errors, 0.9)
     assert found.high == pytest.approx(math.exp(1.645 * 0.05), rel=0.03)
-    many = [*steps[:300], *(Step(f"far {i}", "alone", 1.0) for i in range(60))]  # as large as the others it counts
+    many = [
+        *steps[:300],
+        *(MeasuredStep(f"far {i}", "alone", 1.0) for i in range(60)),
+    ]  # as large as the others it counts
     assert interval(many, np.concatenate([errors[:300], -np.ones(60)]), 0.9).high == pytest.approx(math.e, rel=0.01)
 
 
 def test_errors_count_every_group_once() -> None:
-    steps = [Step("a", "x", 1.0), Step("b", "x", 1.0), Step("c", "y", 1.0)]
+    steps = [MeasuredStep("a", "x", 1.0), MeasuredStep("b", "x", 1.0), MeasuredStep("c", "y", 1.0)]
     logs = np.array([0.1, -0.3, 0.4])
     assert group_errors(steps, logs) == pytest.approx({"x": 0.2, "y": 0.4}) and macro(steps, logs) == pytest.approx(0.3)
     one, zero = np.ones(1), np.zeros(1)
@@ -272,7 +277,7 @@ def test_errors_count_every_group_once() -> None:
 def test_the_file_holds_values_and_where_they_come_from(tmp_path: Path) -> None:
     steps, models = synthetic(8)
     found = fitted_to(steps, models)
-    held = held_out(found, steps, priced_by(models))
+    held = held_out_errors(found, steps, priced_by(models))
     data = stored(steps, found, held, [interval(steps, held.errors, 0.9)], {"date": "2026-01-02"})
     path = tmp_path / "constants.json"
     path.write_text(json.dumps(data))

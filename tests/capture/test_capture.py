@@ -14,7 +14,7 @@ from torch import nn
 
 from autoplan.capture.export import _capture, capture
 from autoplan.capture.frontend import cache
-from autoplan.capture.frontend.cache import cached, fingerprint
+from autoplan.capture.frontend.cache import cached, capture_key
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.ir.symbols import Expr
@@ -309,24 +309,24 @@ def test_cache(tmp_path: Path) -> None:
 
 def test_fingerprint_sees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = models.token_batch(2, 16)
-    base = fingerprint(models.make_llama(), batch)
-    assert base == fingerprint(models.make_llama(seed=5), batch)  # values do not matter
+    base = capture_key(models.make_llama(), batch)
+    assert base == capture_key(models.make_llama(seed=5), batch)  # values do not matter
     changes: list[dict[str, Any]] = [
         {"num_hidden_layers": 3},
         {"rms_norm_eps": 1e-4},
         {"tie_word_embeddings": True},
         {"hidden_act": "gelu"},
     ]
-    assert len({base, *(fingerprint(models.make_llama(**c), batch) for c in changes)}) == len(changes) + 1
-    assert fingerprint(models.make_llama().eval(), batch) != base
+    assert len({base, *(capture_key(models.make_llama(**c), batch) for c in changes)}) == len(changes) + 1
+    assert capture_key(models.make_llama().eval(), batch) != base
     frozen = models.make_llama()
     next(frozen.parameters()).requires_grad_(False)
-    assert fingerprint(frozen, batch) != base
-    assert fingerprint(models.make_llama(), {"input_ids": batch["input_ids"]}) != base
+    assert capture_key(frozen, batch) != base
+    assert capture_key(models.make_llama(), {"input_ids": batch["input_ids"]}) != base
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_own_code", lambda: "another checkout of the same version")
-        assert fingerprint(models.make_llama(), batch) != base
-    assert fingerprint(models.make_gpt(), gpt_batch()) is None  # the user's own code: captured every time
+        assert capture_key(models.make_llama(), batch) != base
+    assert capture_key(models.make_gpt(), gpt_batch()) is None  # the user's own code: captured every time
 
 
 class Bounded(nn.Module):

@@ -44,7 +44,7 @@ def test_shipped_graphs_are_whole_and_have_the_published_size(name: str) -> None
     stored = catalog.read_file(file_of(name), name)
     graph = ModelGraph.from_json(stored["graph"])  # checks the graph
     assert graph.name == name and graph.content_hash == stored["content_hash"]
-    config, about = CONFIGS[name], catalog.describe(name)
+    config, about = CONFIGS[name], catalog.describe_model(name)
     assert about.source == stored["source"] == config["source"]
     assert about.num_params == pytest.approx(config["published_params"], rel=5e-3)
     active = config.get("published_active_params")
@@ -57,7 +57,7 @@ def test_shipped_graphs_are_whole_and_have_the_published_size(name: str) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_descriptions_are_those_of_the_config(name: str) -> None:
-    config, about = CONFIGS[name]["config"], catalog.describe(name)
+    config, about = CONFIGS[name]["config"], catalog.describe_model(name)
 
     def field(*names: str) -> Any:
         return next((config[n] for n in names if n in config), 0)
@@ -136,7 +136,7 @@ def test_layouts_are_found(name: str, degree: int) -> None:
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_has_a_layout(name: str, degree: int) -> None:
-    about, graph = catalog.describe(name), catalog.load_model(name)
+    about, graph = catalog.describe_model(name), catalog.load_model(name)
     if about.num_heads % degree:
         pytest.skip(f"{about.num_heads} heads")
     major = degree if about.num_kv_heads % degree == 0 else about.num_kv_heads % degree or 1
@@ -153,7 +153,7 @@ def test_unknown_names() -> None:
     with pytest.raises(AutoplanError, match=r"unknown model 'lama-3\.1-8b'; did you mean llama-3\.1-8b"):
         catalog.load_model("lama-3.1-8b")
     with pytest.raises(AutoplanError, match=r"config\.json, or package\.module:factory"):
-        catalog.describe("xyz")
+        catalog.describe_model("xyz")
     with pytest.raises(AutoplanError, match="no config named 'xyz'"):
         catalog.captured("xyz")
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan import devices
 from autoplan.capture.export import capture
-from autoplan.capture.frontend.host import examples_on_host, on_host
-from autoplan.devices import Place, Sight, kind_of, pick, read, settle
+from autoplan.capture.frontend.host import examples_on_host, module_on_host
+from autoplan.devices import DevicePlace, Sight, device_kind, pick, read, settle
 from autoplan.errors import DeviceError
 
 FOUR = Sight(num_gpus=4)
@@ -97,11 +97,11 @@ def test_refused(requested: Any, kind: str, sight: Sight, message: str) -> None:
     ],
 )
 def test_kind_of_a_local_cluster(requested: str | None, sight: Sight, want: str) -> None:
-    assert kind_of(read(requested), sight) == want
+    assert device_kind(read(requested), sight) == want
 
 
-def gpu(index: int, gpu: str, host: str = "a", backend: str = "nccl") -> Place:
-    return Place(f"cuda:{index}", gpu, host, backend)
+def gpu(index: int, gpu: str, host: str = "a", backend: str = "nccl") -> DevicePlace:
+    return DevicePlace(f"cuda:{index}", gpu, host, backend)
 
 
 def test_ranks_with_a_gpu_each_go_together() -> None:
@@ -117,17 +117,17 @@ def test_ranks_that_share_a_gpu_need_gloo() -> None:
 
 
 def test_cpu_ranks_share_their_host() -> None:
-    places = [Place("cpu", "", host, "gloo") for host in "aabb"]
+    places = [DevicePlace("cpu", "", host, "gloo") for host in "aabb"]
     assert settle(places, 3) == devices.Placement(torch.device("cpu"), on_host=2, on_device=2)
 
 
 def test_what_one_rank_lacks_every_rank_is_told() -> None:
-    places = [gpu(0, "u0"), Place("cuda", "", "a", "nccl", "no GPU here")]
+    places = [gpu(0, "u0"), DevicePlace("cuda", "", "a", "nccl", "no GPU here")]
     for rank in range(2):
         with pytest.raises(DeviceError, match="rank 1: no GPU here"):
             settle(places, rank)
     with pytest.raises(DeviceError, match=r"rank 1 on cpu, rank 0 on cuda; pass device='cpu'"):
-        settle([gpu(0, "u0"), Place("cpu", "", "b", "gloo")], 0)
+        settle([gpu(0, "u0"), DevicePlace("cpu", "", "b", "gloo")], 0)
 
 
 def on_cuda(model: nn.Module) -> nn.Module:
@@ -159,7 +159,7 @@ def test_a_model_on_a_gpu_is_captured_with_examples_on_the_host() -> None:
 
 def test_tied_parameters_stay_one_on_the_host() -> None:
     model = on_cuda(models.make_llama(num_hidden_layers=1, tie_word_embeddings=True))
-    with on_host(model):
+    with module_on_host(model):
         found = {p.device.type for p in (*model.parameters(), *model.buffers())}
         assert found == {"cpu"}
         assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")

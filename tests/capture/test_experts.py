@@ -12,7 +12,7 @@ from rule_harness import cut, join, namespace
 from torch import nn
 
 from autoplan.capture.export import capture
-from autoplan.capture.frontend.experts import experts
+from autoplan.capture.frontend.experts import experts_forward
 from autoplan.catalog import active_params
 from autoplan.codegen.emit import Context, op_text
 from autoplan.errors import CaptureError
@@ -25,7 +25,7 @@ from autoplan.ops.saved import kept as saved_names
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import flops, rule_for, saved_rule
 from autoplan.program.statements import Op
-from autoplan.runtime.experts import experts as runtime_experts
+from autoplan.runtime.experts import experts_forward as runtime_experts
 
 
 def run_experts(
@@ -272,7 +272,7 @@ def test_experts_of_the_wrong_shape_are_refused_by_name(change: Any, why: str) -
 # -- experts of the user's own -----------------------------------------------------------------------------------------
 
 
-@experts(gate_up="w_in", down="w_out", activation="silu")
+@experts_forward(gate_up="w_in", down="w_out", activation="silu")
 class MyExperts(nn.Module):
     def __init__(self, num_experts: int = 4, dim: int = 8, size: int = 12) -> None:
         super().__init__()

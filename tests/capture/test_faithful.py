@@ -24,7 +24,7 @@ from autoplan.capture.ops import OPS, Arguments, lower
 from autoplan.capture.passes.cast import computing_in
 from autoplan.errors import CaptureError, PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.arguments import Args, Lowered
+from autoplan.ops.arguments import Args, IrOp
 from autoplan.runtime import model as runtime_model
 from autoplan.runtime.failure import RankFailure
 from autoplan.runtime.model import ParallelModel
@@ -120,8 +120,8 @@ def test_arguments_that_no_rule_knows(op: Callable[[Model, torch.Tensor], torch.
 def test_what_a_rule_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is at its default, or shows in the result."""
 
-    def rule(a: Args) -> Lowered:
-        return Lowered("tanh", (a["self"],), {})
+    def rule(a: Args) -> IrOp:
+        return IrOp("tanh", (a["self"],), {})
 
     monkeypatch.setitem(OPS, "aten.made_up.default", rule)
     for more, refused in (({}, False), ({"size": 3}, False), ({"alpha": 1}, False), ({"alpha": 2}, True)):
@@ -131,7 +131,7 @@ def test_what_a_rule_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -
             with pytest.raises(CaptureError, match="made_up with alpha=2 is not supported"):
                 lower("aten.made_up.default", a, {"alpha": 1})
         else:
-            assert lower("aten.made_up.default", a, {"alpha": 1}) == Lowered("tanh", ("x",), {})
+            assert lower("aten.made_up.default", a, {"alpha": 1}) == IrOp("tanh", ("x",), {})
 
 
 # -- sizes that the forward asks for ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope
 from autoplan.program.pins import read_pins
-from autoplan.search.nearest import check_config
+from autoplan.search.nearest import check_with_nearest
 
 
 def test_some_tokens_are_beyond_the_capacity_and_the_program_knows() -> None:
@@ -82,7 +82,7 @@ def test_a_running_sum_over_a_cut_sequence_is_refused() -> None:
     assert batch_obstacle(graph) is None
     assert str(context_obstacle(graph)).startswith("cumsum at models.py:")
     with pytest.raises(PinError, match=r"cp=2: cumsum at models.py:\d+ .* nearest legal: cp=1"):
-        check_config(read_pins({"cp": 2}, 2), Facts(2, ModelFacts(graph)), Scope.EXECUTED)
+        check_with_nearest(read_pins({"cp": 2}, 2), Facts(2, ModelFacts(graph)), Scope.EXECUTED)
 
 
 def test_a_running_sum_over_the_whole_batch_is_refused() -> None:
@@ -90,4 +90,4 @@ def test_a_running_sum_over_the_whole_batch_is_refused() -> None:
     batch = {k: v for k, v in zip(("ids", "labels"), models.token_batch(2, SEQ).values(), strict=True)}
     graph = capture(models.make_switch(flat=True), batch, models.gpt_loss)
     with pytest.raises(PinError, match=r"cumsum at models.py:\d+ cannot be computed sample by sample"):
-        check_config(read_pins({"dp": 2}, 2), Facts(2, ModelFacts(graph)), Scope.EXECUTED)
+        check_with_nearest(read_pins({"dp": 2}, 2), Facts(2, ModelFacts(graph)), Scope.EXECUTED)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend import huggingface
-from autoplan.capture.frontend.cache import fingerprint
+from autoplan.capture.frontend.cache import capture_key
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
@@ -234,9 +234,9 @@ def test_what_the_attention_function_does_not_know_is_refused() -> None:
 
 def test_the_attention_of_a_config_is_part_of_what_a_stored_graph_is_known_by() -> None:
     model = megatron_bert()
-    found = fingerprint(model, given())
+    found = capture_key(model, given())
     model.config._attn_implementation = "sdpa"
-    assert found is not None and fingerprint(model, given()) not in (found, None)
+    assert found is not None and capture_key(model, given()) not in (found, None)
 
 
 def test_capturing_leaves_transformers_as_it_was() -> None:

@@ -22,8 +22,8 @@ from autoplan.cost_models.quantity import ZERO
 from autoplan.plan import make_plan
 from autoplan.program.pins import read_pins
 from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.problem import evaluate as evaluate_cost
-from autoplan.runtime.spec import SPEC_VERSION, LedgerEntry, ProgramSpec, evaluate
+from autoplan.program.problem import evaluate_terms as evaluate_cost
+from autoplan.runtime.spec import SPEC_VERSION, LedgerEntry, ProgramSpec, evaluate_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -83,7 +83,7 @@ def expected(entries: tuple[LedgerEntry, ...], case: Case, per: str) -> Counter[
     out: Counter[tuple[str, str, int, str]] = Counter()
     for e in entries:
         if e.per == per and e.kind != "send_recv":
-            out[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += (
+            out[e.kind, e.axis, evaluate_terms(e.bytes, env), e.phase] += (
                 case.num_micro_batches if per == "micro_batch" else 1
             )
     return out
@@ -129,7 +129,7 @@ def test_the_ledger_is_what_was_priced(case: Case, monkeypatch: pytest.MonkeyPat
     for e in spec.ledger:
         if e.kind != "send_recv":
             group = Group(spec.axis_size(e.axis), strides[e.axis])
-            seconds = costs.collective_s(e.kind, evaluate(e.bytes, env), group).mid
+            seconds = costs.collective_s(e.kind, evaluate_terms(e.bytes, env), group).mid
             total += seconds / (config.num_micro_batches if e.per == "step" else 1)
     assert total > 0
     assert evaluate_cost(problem, chosen) == pytest.approx(total, rel=1e-9)

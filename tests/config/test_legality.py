@@ -185,7 +185,7 @@ def compare_many(seed: int, count: int, names: tuple[str, ...] = CATALOG, sugges
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals without suggestions, which take most of the time."""
-    monkeypatch.setattr("autoplan.search.nearest.nearest", lambda *_: [])
+    monkeypatch.setattr("autoplan.search.nearest.nearest_legal", lambda *_: [])
 
 
 def test_all_doors_take_and_refuse_the_same(plain: None) -> None:

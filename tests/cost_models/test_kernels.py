@@ -13,7 +13,7 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.cost_models.kernels import gpu as kernels
-from autoplan.cost_models.kernels.gpu import Kernels, Kind, cast_bytes, kernels_of
+from autoplan.cost_models.kernels.gpu import KernelKind, KernelTimings, cast_bytes, kernels_of
 from autoplan.cost_models.kernels.operations import op_s, roofline_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork, TensorWork
@@ -32,14 +32,19 @@ BURST |= {"attention_share": 1.0, "power_exponent": 0.0, "memory_share": kernels
 SIZES = (1, 100, 1024, 5000, 16384)
 
 
-def known(device: Device) -> Kernels:
+def known(device: Device) -> KernelTimings:
     found = kernels_of(device)
     assert found is not None
     return found
 
 
-def kinds(device: Device) -> list[tuple[Kind, str]]:
-    names = {"bfloat16": Kind.HALF, "float16": Kind.HALF, "float8": Kind.FP8, "float4": Kind.FP4}
+def kinds(device: Device) -> list[tuple[KernelKind, str]]:
+    names = {
+        "bfloat16": KernelKind.HALF,
+        "float16": KernelKind.HALF,
+        "float8": KernelKind.FP8,
+        "float4": KernelKind.FP4,
+    }
     return [(kind, dtype) for dtype, kind in names.items() if dtype in device.peak_flops_by_dtype]
 
 
@@ -93,10 +98,10 @@ def test_a_product_is_never_above_the_peak_nor_the_bandwidth_and_pays_a_launch(n
 def test_time_grows_with_every_size_and_efficiency_with_all_of_them(name: str) -> None:
     device = catalog.device(name)
     for m, n, k in itertools.product((1, 64, 200, 1024, 3000, 8192), repeat=3):
-        here = known(device).product_s(device, Kind.HALF, m, n, k).busy_s
+        here = known(device).product_s(device, KernelKind.HALF, m, n, k).busy_s
         for more in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (m + 1, n, k), (m, n + 1, k), (m, n, k + 1)):
-            assert known(device).product_s(device, Kind.HALF, *more).busy_s >= here * (1 - 1e-12)
-        assert known(device).product_s(device, Kind.HALF, 2 * m, 2 * n, 2 * k).busy_s <= 8 * here * (1 + 1e-12)
+            assert known(device).product_s(device, KernelKind.HALF, *more).busy_s >= here * (1 - 1e-12)
+        assert known(device).product_s(device, KernelKind.HALF, 2 * m, 2 * n, 2 * k).busy_s <= 8 * here * (1 + 1e-12)
 
 
 def test_rows_of_odd_sizes_are_slow() -> None:
@@ -109,9 +114,9 @@ def test_rows_of_odd_sizes_are_slow() -> None:
         assert some <= whole
     # experts: rows per expert are a share of the tokens
     assert seconds(experts(16384 - 24, 64), phase="backward") <= seconds(experts(16384, 64), phase="backward")
-    assert kernels.is_aligned(Kind.FP4, 0.5625, 1408) and not kernels.is_aligned(Kind.FP4, 0.5625, 1400)
-    assert kernels.is_aligned(Kind.FP8, 1.0, 1408) and not kernels.is_aligned(Kind.FP8, 1.0, 1400)
-    assert not kernels.is_aligned(Kind.HALF, 2.0, 50257) and kernels.is_aligned(Kind.HALF, 4.0, 4)
+    assert kernels.is_aligned(KernelKind.FP4, 0.5625, 1408) and not kernels.is_aligned(KernelKind.FP4, 0.5625, 1400)
+    assert kernels.is_aligned(KernelKind.FP8, 1.0, 1408) and not kernels.is_aligned(KernelKind.FP8, 1.0, 1400)
+    assert not kernels.is_aligned(KernelKind.HALF, 2.0, 50257) and kernels.is_aligned(KernelKind.HALF, 4.0, 4)
 
 
 def test_quantisation_a_row_beyond_a_whole_wave_costs_more_than_a_row_within() -> None:
@@ -119,7 +124,7 @@ def test_quantisation_a_row_beyond_a_whole_wave_costs_more_than_a_row_within() -
     rows, columns = 256 * 2, 128 * 66
 
     def at(m: int) -> float:
-        return known(H100).product_s(H100, Kind.HALF, m, columns, 16384).busy_s
+        return known(H100).product_s(H100, KernelKind.HALF, m, columns, 16384).busy_s
 
     assert at(rows + 1) > at(rows) * 1.02
     assert at(rows) == pytest.approx(at(rows - 5), rel=1e-3)
@@ -134,7 +139,7 @@ def test_a_backward_is_two_products_of_other_shapes_and_casts_once() -> None:
     assert seconds(thin, phase="backward") < 2.5 * seconds(thin)
     peak8 = replace(H100, peak_flops=H100.flops("float8"))
     narrow = replace(linear(8192, 8192, 8192), attrs=(("matmul_dtype", "float8"),))
-    alone = known(peak8).product_s(peak8, Kind.FP8, 8192, 8192, 8192).busy_s
+    alone = known(peak8).product_s(peak8, KernelKind.FP8, 8192, 8192, 8192).busy_s
     cast_s = 4.0 * 8192**2 / (known(H100).memory_share * H100.memory_bytes_per_s)
     assert seconds(narrow, peak8) == pytest.approx(alone + cast_s, rel=0.01)
     assert seconds(narrow, peak8) < seconds(linear(8192, 8192, 8192))
@@ -169,7 +174,7 @@ def test_one_expert_of_a_rank_is_a_plain_product_and_others_take_turns_on_four_s
     assert known is not None
 
     def busy(groups: int, rows: float, **more: Any) -> float:
-        return known.product_s(H100, Kind.HALF, rows, 4096, 4096, groups=groups, **more).busy_s
+        return known.product_s(H100, KernelKind.HALF, rows, 4096, 4096, groups=groups, **more).busy_s
 
     assert busy(1, 8192, grouped=True, streams=4) == busy(1, 8192)
     share = Constants.shipped().grouped_share
@@ -249,13 +254,13 @@ def test_what_nobody_timed_reaches_the_share_of_the_nearest_family() -> None:
     assert (known(a100).units, known(v100).units, known(v100).own_launch) == (108, 80, False)
     shares = []
     for device in (a100, v100):
-        found = known(device).product_s(device, Kind.HALF, 16384, 16384, 8192)
+        found = known(device).product_s(device, KernelKind.HALF, 16384, 16384, 8192)
         shares.append(2.0 * 16384 * 16384 * 8192 / found.busy_s / device.peak_flops)
     assert shares[1] == pytest.approx(shares[0], rel=0.05)
-    assert known(v100).gemm[Kind.HALF].tag is Tag.ASSUMED
-    assert known(v100).gemm[Kind.HALF].error > known(a100).gemm[Kind.HALF].error
+    assert known(v100).gemm[KernelKind.HALF].tag is Tag.ASSUMED
+    assert known(v100).gemm[KernelKind.HALF].error > known(a100).gemm[KernelKind.HALF].error
     said = replace(v100, achievable_fraction=0.4)  # by a user
-    assert known(said).gemm[Kind.HALF].constants.efficiency == pytest.approx(0.4, rel=0.01)
+    assert known(said).gemm[KernelKind.HALF].constants.efficiency == pytest.approx(0.4, rel=0.01)
 
 
 def test_families() -> None:
@@ -288,7 +293,7 @@ def test_the_data_are_complete() -> None:
         assert {"n", "mape", "p90", "held_out_p90", "error", "error_is"} <= set(row)
         assert 0 < row["efficiency"] <= 1 and 0 <= row["wave_share"] <= 1 and row["error"] > 0
     assert 0.8 < gemm["sustained"]["factor"] <= 1 and 0 < gemm["grouped"]["factor"] <= 1
-    plain, grouped = (stored("h100-sxm5-80gb", Kind.HALF, op) for op in ("gemm", "grouped"))  # what is compared
+    plain, grouped = (stored("h100-sxm5-80gb", KernelKind.HALF, op) for op in ("gemm", "grouped"))  # what is compared
     assert plain is not None and grouped is not None
     ratio = grouped.factors["h100-sxm5-80gb"] / plain.factors["h100-sxm5-80gb"]
     assert ratio == pytest.approx(gemm["grouped"]["factor"])
@@ -338,17 +343,32 @@ def test_the_fit_and_the_planner_have_one_model() -> None:
     """Arrays here, numbers there: the same seconds but for the share that lasts (of aligned sizes, as all timings)."""
     device = known(H100)
     burst = replace(device, steps=device.steps.with_(BURST))
-    fit = device.gemm[Kind.HALF].constants
+    fit = device.gemm[KernelKind.HALF].constants
     values = {name: getattr(fit, name) for name in fit.__dataclass_fields__}
     shapes = [(256, 1024, 8192), (1, 8, 8), (5000, 3000, 7000), (16384, 16384, 1024)]
-    rows = Products([Timing("gemm", H100.name, Kind.HALF, "s", 1.0, 1.0, ((m, n, k),)) for m, n, k in shapes])
+    rows = Products([Timing("gemm", H100.name, KernelKind.HALF, "s", 1.0, 1.0, ((m, n, k),)) for m, n, k in shapes])
     for got, (m, n, k) in zip(rows.model(Fitted(values)), shapes, strict=True):
-        want = burst.product_s(H100, Kind.HALF, m, n, k)
+        want = burst.product_s(H100, KernelKind.HALF, m, n, k)
         assert got == pytest.approx(want.busy_s + want.launch_s)
     core = {name: getattr(device.attention.constants, name) for name in fit.__dataclass_fields__}
     work = attention(2048)
     both = [
-        Timing("attention", H100.name, Kind.HALF, "s", 1.0, work.flops, (), 1, 32, 2048, 128, work.moved_bytes, True, b)
+        Timing(
+            "attention",
+            H100.name,
+            KernelKind.HALF,
+            "s",
+            1.0,
+            work.flops,
+            (),
+            1,
+            32,
+            2048,
+            128,
+            work.moved_bytes,
+            True,
+            b,
+        )
         for b in (False, True)
     ]
     got = Attention(both).with_again(kernels.data("attention")["backward"]).model(Fitted(core))
@@ -368,10 +388,10 @@ def made_up_timings() -> list[Timing]:
     out = []
     for name, source, factor in (("h100-sxm5-80gb", "a", 1.0), ("h200-sxm-141gb", "b", 0.8)):
         shapes = itertools.product((256, 1024, 4096), (1024, 3000, 8192), (1024, 3000, 8192))
-        rows = [Timing("gemm", name, Kind.HALF, source, 1.0, 1.0, (shape,)) for shape in shapes]
+        rows = [Timing("gemm", name, KernelKind.HALF, source, 1.0, 1.0, (shape,)) for shape in shapes]
         times = Products(rows).model(Fitted(values, {name: factor}))
         out += [replace(t, seconds=float(s)) for t, s in zip(rows, times, strict=True)]
-    one = Timing("attention", "h100-sxm5-80gb", Kind.HALF, "c", 1.0, 1.0, (), 1, 32, 1024, 128, 1e7)
+    one = Timing("attention", "h100-sxm5-80gb", KernelKind.HALF, "c", 1.0, 1.0, (), 1, 32, 1024, 128, 1e7)
     lengths = itertools.product(range(512, 8192, 512), "cd")
     core = [replace(one, queries=float(q), flops=4.0 * 32 * q * q * 128, source=s) for q, s in lengths]
     times = Attention(core).model(Fitted({**values, "fill_depth": 100.0}))
@@ -381,7 +401,7 @@ def made_up_timings() -> list[Timing]:
 def test_a_fit_finds_the_constants_it_was_made_with() -> None:
     timings = made_up_timings()
     study = Study(timings)
-    fitted = study.gemm["hopper", Kind.HALF]
+    fitted = study.gemm["hopper", KernelKind.HALF]
     assert fitted.factor("h200-sxm-141gb") / fitted.factor("h100-sxm5-80gb") == pytest.approx(0.8, rel=0.05)
     rows = Products([t for t in timings if t.op == "gemm"])
     assert float(np.mean(np.abs(rows.logs(fitted)))) < 0.03

@@ -20,7 +20,7 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError, ProfileError
 from autoplan.profiler import command
 from autoplan.profiler.clocks import CLOCK_QUERY, PROCESS_QUERY, load_warning, parse_clocks, read_states, warnings
-from autoplan.profiler.nodes import Nodes, agree, num_nodes, under_torchrun
+from autoplan.profiler.nodes import MeasuredNodes, agree_on_nodes, num_nodes, under_torchrun
 from autoplan.profiler.ops import DeviceTimer
 from autoplan.profiler.proposal import catalog_id, cluster_data, write_cluster
 from autoplan.profiler.show import summary
@@ -178,17 +178,20 @@ def test_clocks_of_a_machine() -> None:
 
 
 def test_ranks_agree_on_nodes() -> None:
-    assert agree([("a", "0"), ("a", "0"), ("b", "1"), ("b", "1")]) == Nodes(("a", "b"), 2)
-    assert agree([("a", "0"), ("a", "1")]).names == ("a (node rank 0)", "a (node rank 1)")  # two agents of one host
-    assert agree([("a", "")] * 3) == Nodes(("a",), 3)
+    assert agree_on_nodes([("a", "0"), ("a", "0"), ("b", "1"), ("b", "1")]) == MeasuredNodes(("a", "b"), 2)
+    assert agree_on_nodes([("a", "0"), ("a", "1")]).names == (
+        "a (node rank 0)",
+        "a (node rank 1)",
+    )  # two agents of one host
+    assert agree_on_nodes([("a", "")] * 3) == MeasuredNodes(("a",), 3)
     with pytest.raises(ProfileError, match=r"node b has 1 ranks, a has 2; .*--nproc-per-node 1"):
-        agree([("a", "0"), ("a", "0"), ("b", "1")])
+        agree_on_nodes([("a", "0"), ("a", "0"), ("b", "1")])
     with pytest.raises(ProfileError, match="rank 1 is on node b, between ranks of a"):
-        agree([("a", "0"), ("b", "1"), ("a", "0"), ("b", "1")])
+        agree_on_nodes([("a", "0"), ("b", "1"), ("a", "0"), ("b", "1")])
 
 
 def test_failures_name_the_node() -> None:
-    nodes = Nodes(("a", "b"), 2)
+    nodes = MeasuredNodes(("a", "b"), 2)
     assert str(nodes.explain(RankFailure(3, "killed"))) == "rank 3 failed: on node b: killed"
     assert "node b: ranks 2, 3 killed" in str(nodes.explain(RankFailure(None, "ranks 2, 3 killed, or hangs: ...")))
     unknown = RankFailure(None, "a collective broke on every rank")

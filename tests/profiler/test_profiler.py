@@ -20,7 +20,7 @@ from models import gpt_loss, make_gpt, make_llama, token_batch
 
 from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import COLLECTIVES, OVERHEADS, MeasuredOp, Profile
+from autoplan.cost_models.profile import MEASURED_COLLECTIVES, OVERHEADS, MeasuredOp, Profile
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
@@ -37,8 +37,8 @@ from autoplan.profiler.lattice import (
     view_task,
 )
 from autoplan.profiler.links import layouts
-from autoplan.profiler.ops import Clock, Task, cache_bytes, compiled, make_input, measure_op
-from autoplan.profiler.run import cached_profile, machine_key, measure, measure_in_job, resolve, store
+from autoplan.profiler.ops import Clock, MeasureTask, cache_bytes, compiled, make_input, measure_op
+from autoplan.profiler.run import cached_profile, machine_key, measure, measure_in_job, resolve, store_profile
 from autoplan.profiler.show import summary
 from autoplan.profiler.tasks import model_tasks
 from autoplan.program.op_costs import OpCosts
@@ -72,7 +72,7 @@ def llama() -> ModelGraph:
     return capture(make_llama(num_hidden_layers=1), token_batch(2, 16))
 
 
-def run(task: Task) -> list[torch.Tensor]:
+def run(task: MeasureTask) -> list[torch.Tensor]:
     inputs = [make_input(t, task, i, CPU) for i, t in enumerate(task.work.inputs)]
     result = compiled(task, CPU)(*inputs)
     return list(result) if isinstance(result, (tuple, list)) else [result]
@@ -187,8 +187,8 @@ def test_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path))
     key = machine_key(2, "cpu", 1)
     assert key.startswith("cpu-") and key.endswith("-w2-t1-m2") and cached_profile(key) is None
-    path = store(Profile(key, "cpu", 2, 1, overheads={"step_s": 1e-3}), key)
-    store(Profile(key, "cpu", 2, 1, overheads={"clip_s": 1e-4}), key)
+    path = store_profile(Profile(key, "cpu", 2, 1, overheads={"step_s": 1e-3}), key)
+    store_profile(Profile(key, "cpu", 2, 1, overheads={"clip_s": 1e-4}), key)
     kept = cached_profile(key)
     assert kept is not None and kept.overheads == {"step_s": 1e-3, "clip_s": 1e-4}
     assert Profile.load(key).name == key
@@ -241,8 +241,10 @@ def test_ranks_measure_together() -> None:
     profile = Profile.from_json(texts[0])
     assert profile.world_size == 2 and profile.num_threads == 1
     assert linear_task(32, 64, 32, "float32").work.key in profile.by_key
-    missing = {kind for kind in COLLECTIVES if any(f"no time for {kind} over 2" in note for note in profile.notes)}
-    assert profile.links and {r.kind for r in profile.links} | missing == set(COLLECTIVES)
+    missing = {
+        kind for kind in MEASURED_COLLECTIVES if any(f"no time for {kind} over 2" in note for note in profile.notes)
+    }
+    assert profile.links and {r.kind for r in profile.links} | missing == set(MEASURED_COLLECTIVES)
     assert all(name in OVERHEADS for name in profile.overheads)
     assert any("no time for" in note for note in profile.notes)  # a few seconds are not enough, and it says so
     summary(profile)
@@ -258,9 +260,9 @@ def test_operations_of_one_size_are_not_measured_one_after_the_other(
         assert min(sum(n // 100 == k for n in part) for k in range(4)) >= 20
     assert sorted(spread(numbers)) == numbers
     tasks = [adamw_task(100 + size, "float32") for size in range(12)]
-    measured: list[Task] = []
+    measured: list[MeasureTask] = []
 
-    def measure_one(task: Task, *_: object) -> MeasuredOp:
+    def measure_one(task: MeasureTask, *_: object) -> MeasuredOp:
         measured.append(task)
         return measure_op(task, *_)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ import pytest
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
-from autoplan.config.recompute import GROUPS, MODULES, groups_of, modules_choice, modules_of
+from autoplan.config.recompute import GROUPS, MODULES, modules_choice, modules_of, region_groups
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
@@ -155,7 +155,7 @@ def test_names() -> None:
     assert modules_choice(m for m in ("mlp", "core_attn")) == "modules:core_attn,mlp"
     for other in (*GROUPS, "none", "full", "attention+mlp", None, (1, 2), {"layer": "full"}):
         assert modules_of(other) == ()
-    assert groups_of(modules_choice(MODULES)) == ()  # `mlp` the module is not `mlp` the region
+    assert region_groups(modules_choice(MODULES)) == ()  # `mlp` the module is not `mlp` the region
 
 
 @pytest.mark.parametrize(

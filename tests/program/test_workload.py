@@ -16,7 +16,7 @@ from autoplan.ir.layout import I, R
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims
-from autoplan.program.problem import Choice, IntraSettings, Option, Selection, build_problem
+from autoplan.program.problem import IntraSettings, LayoutChoice, Option, Selection, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.intra import solve
 from autoplan.search.planner import PlanRequest, estimate_config
@@ -25,13 +25,13 @@ SEQ_LEN = 4096
 NO_OPTIONS = RunOptions()
 
 
-def keep_all(choice: Choice, option: Option) -> bool:
+def keep_all(choice: LayoutChoice, option: Option) -> bool:
     return True
 
 
 @lru_cache(maxsize=8)
 def solved(
-    model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[Choice, Option], bool] = keep_all
+    model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[LayoutChoice, Option], bool] = keep_all
 ) -> tuple[ModelGraph, Selection, OpCosts]:
     graph = load_model(model)
     axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
@@ -107,7 +107,7 @@ def test_what_is_left_of_other_conversions_around_experts() -> None:
     turned = {(v, "all_to_all", p): local for v in ("reshape_4", "reshape_5") for p in ("forward", "backward")}
     assert {k: v for k, v in found.items() if k[0].startswith("reshape")} == turned
 
-    def whole(choice: Choice, option: Option) -> bool:
+    def whole(choice: LayoutChoice, option: Option) -> bool:
         stream = ("hidden", "to_2", "add_2", "to_4", "add_3")
         return all(t in (R, I) for (_, v), layout in option.provides for t in layout if v in stream)
 

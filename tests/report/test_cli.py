@@ -31,7 +31,7 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.catalog import entries
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError, PinError
-from autoplan.report.arguments import read_pins, read_vary
+from autoplan.report.arguments import read_pin_words, read_vary
 from autoplan.report.commands import estimate_command
 from autoplan.search.planner import PlanRequest, estimate_config, search_plan
 from autoplan.sweeps.label import plan_label
@@ -357,7 +357,7 @@ def test_what_is_varied() -> None:
     }
     clusters = read_vary(["cluster=local:2@memory_gb=8,price=1,local:4"])["cluster"]
     assert clusters == ["local:2@memory_gb=8,price=1", "local:4"]
-    assert read_pins(["stages=1,2,tp=2", "state_slack=1.5"]) == {"stages": (1, 2), "tp": 2, "state_slack": 1.5}
+    assert read_pin_words(["stages=1,2,tp=2", "state_slack=1.5"]) == {"stages": (1, 2), "tp": 2, "state_slack": 1.5}
 
 
 def test_numbers() -> None:

@@ -58,7 +58,7 @@ def test_what_a_plan_prints_next_prices_it(name: str, capsys: pytest.CaptureFixt
     (line,) = re.findall(r"Next: (autoplan estimate .*)", shown)
     words = shlex.split(line)[1:]
     again = priced(*words)
-    whole = data.estimate(best.estimate)
+    whole = data.estimate_data(best.estimate)
     assert {**again["estimate"], "run": None} == plain(whole)
     assert again["estimate"]["run"]["tokens"] == 3e11 and again["plan"]["stages"] == list(best.config.stages or ())
     if name != "zero replicas" and name != "context":
@@ -121,7 +121,7 @@ def test_a_configuration_comes_back_from_its_command(name: str) -> None:
     cluster = ONE if request.cluster.num_nodes == 1 else TWO
     words = commands.estimate_command(request.graph.name, cluster, request, planned.config)
     again = priced(*words[1:])
-    assert again["estimate"] == plain(data.estimate(planned.estimate))
+    assert again["estimate"] == plain(data.estimate_data(planned.estimate))
     same = {"recompute": None, "context_method": None}  # by name and by block they are written differently
     assert again["plan"] | same == plain(config_data(planned.config) | same)
 
@@ -181,7 +181,7 @@ def test_mfu_is_given_with_attention_in_full_and_causal() -> None:
         shown = text.mfu_text(e)
         assert f"MFU {100 * e.mfu:.0f} % (attention counted in full" in shown
         assert f"{100 * e.mfu_causal:.0f} % (causal: half of it" in shown
-        assert data.estimate(e)["mfu_causal"] == e.mfu_causal
+        assert data.estimate_data(e)["mfu_causal"] == e.mfu_causal
     assert text.mfu_text(replace(e, mfu_causal=e.mfu)) == f"MFU {100 * e.mfu:.0f} %"  # negative: nothing is masked
     out = run("estimate", "llama-3.2-1b", "-c", ONE, "--seq", "2k", "--gbs", "8").stdout
     assert "(attention counted in full" in out and "(causal: half of it" in out

@@ -28,7 +28,7 @@ from harness import JobError, Pool, free_port, pool
 from autoplan.runtime import activity, failure
 from autoplan.runtime.agree import agreed
 from autoplan.runtime.failure import RankFailure, guard, is_broken_collective, timeout_of
-from autoplan.runtime.news import Kind, Knowledge, News
+from autoplan.runtime.news import Knowledge, News, NewsKind
 from autoplan.runtime.optim import guard_step
 from autoplan.runtime.peers import Address, Listener, Silence, ask
 from autoplan.runtime.ranks import Ranks
@@ -210,12 +210,12 @@ def test_a_process_that_is_gone_is_told_from_one_that_is_silent():
 
 def test_which_news_explain_a_broken_collective():
     known = Knowledge()
-    known.add(News((3,), Kind.EXITED, "ended"))
+    known.add(News((3,), NewsKind.EXITED, "ended"))
     assert known.first(exits=False) is None and known.first(exits=True).ranks == (3,)
-    known.add(News((2,), Kind.SILENT, "quiet"))
-    known.add(News((1,), Kind.GONE, "gone"))
-    known.add(News((0,), Kind.RAISED, "raised"))
-    assert known.first(exits=True) == News((1,), Kind.GONE, "gone")  # of the strongest evidence the first
+    known.add(News((2,), NewsKind.SILENT, "quiet"))
+    known.add(News((1,), NewsKind.GONE, "gone"))
+    known.add(News((0,), NewsKind.RAISED, "raised"))
+    assert known.first(exits=True) == News((1,), NewsKind.GONE, "gone")  # of the strongest evidence the first
     other = Knowledge()
     other.learn(json.loads(json.dumps(known.to_plain())))
     assert other.first(exits=True) == known.first(exits=True)
@@ -401,7 +401,7 @@ def test_a_rank_that_waits_for_its_device_is_freed_and_told_why(monkeypatch, two
         if raises:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-    timer = threading.Timer(0.3, two_ranks.known.add, [News((1,), Kind.RAISED, "KeyError: 'x' [in step 3]")])
+    timer = threading.Timer(0.3, two_ranks.known.add, [News((1,), NewsKind.RAISED, "KeyError: 'x' [in step 3]")])
     timer.start()
     with pytest.raises(RankFailure, match=r"^rank 1 failed: KeyError: 'x' \[in step 3\]") as caught, guard():
         synchronize()
@@ -414,7 +414,7 @@ def test_what_the_device_returned_between_calls_is_not_gone_on_with(monkeypatch,
     """The abort frees the script in `loss.item()`, outside of any call; the next one raises before it does anything."""
     ended = threading.Event()
     monkeypatch.setattr(dist.distributed_c10d, "_world", World({Communicator([], "0", ended): "cuda:nccl"}))
-    two_ranks.known.add(News((1,), Kind.GONE, "its process is gone"))
+    two_ranks.known.add(News((1,), NewsKind.GONE, "its process is gone"))
     assert ended.wait(20)
     with pytest.raises(RankFailure, match="rank 1 failed: its process is gone"), guard(call="optimizer step"):
         pytest.fail("the parameters would be changed by what the device returned")
@@ -423,7 +423,7 @@ def test_what_the_device_returned_between_calls_is_not_gone_on_with(monkeypatch,
 def test_without_nccl_the_watch_aborts_nothing(monkeypatch, two_ranks):
     calls = []
     monkeypatch.setattr(dist.distributed_c10d, "_world", World({Communicator(calls, "0"): "cpu:gloo,cuda:gloo"}))
-    two_ranks.known.add(News((1,), Kind.RAISED, "boom"))
+    two_ranks.known.add(News((1,), NewsKind.RAISED, "boom"))
     time.sleep(0.5)
     with guard():
         pass

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.runtime.program import Block, copy_beside_computing
-from autoplan.runtime.recompute import Offload, Offloads
+from autoplan.runtime.recompute import OffloadedActivations, Offloads
 from autoplan.runtime.side_stream import SideStream, Waiting
 
 CPU = torch.device("cpu")
@@ -271,7 +271,7 @@ def test_what_nobody_uses_is_waited_for() -> None:
         assert side._coming
         del outs
         torch.autograd.grad(layer(x, w).sum(), w)
-        with Offload([w], side):
+        with OffloadedActivations([w], side):
             out = layer(x, w)
         torch.autograd.grad(out.sum(), w)
         assert not side._coming
@@ -282,7 +282,7 @@ def test_a_kept_graph_is_copied_again() -> None:
     with Races() as races:
         side, w = races.side(), weights()[0]
         x = torch.full((SIZE, SIZE), 0.1, dtype=torch.float64)
-        with Offload([w], side) as moved:
+        with OffloadedActivations([w], side) as moved:
             out = layer(x, w).sum()
         (want,) = torch.autograd.grad(out, w, retain_graph=True)
         before = len(races.log)

@@ -74,7 +74,7 @@ def peak_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
 
 
 Peak = Callable[[Callable[[], torch.Tensor]], tuple[int, Any]]
-MOST = whole.BUCKET_BYTES + MIB
+MOST = whole.HOST_BUCKET_BYTES + MIB
 
 
 def test_a_gathered_tensor_takes_a_bucket_of_the_device(peak_of: Peak) -> None:
@@ -106,7 +106,7 @@ def test_a_shard_on_the_device_is_gathered_on_the_host(peak_of: Peak) -> None:
 def test_a_broadcast_takes_a_bucket_of_the_device(peak_of: Peak) -> None:
     def work() -> torch.Tensor:
         value = torch.empty(512 * MIB)
-        whole.broadcast(value, 0, GPU)
+        whole.broadcast_whole(value, 0, GPU)
         return value
 
     peak, out = peak_of(work)
@@ -132,7 +132,7 @@ def test_parts_are_those_of_fully_shard(size: int, parts: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("bucket_bytes", [whole.BUCKET_BYTES, 64])
+@pytest.mark.parametrize("bucket_bytes", [whole.HOST_BUCKET_BYTES, 64])
 def test_right_on_every_rank(bucket_bytes: int) -> None:
     """Even and uneven shards, gathered at once or in pieces, and cut again; values brought from one rank."""
     for found in pool(4).run(whole_jobs.there_and_back, bucket_bytes):

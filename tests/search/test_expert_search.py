@@ -16,7 +16,7 @@ import pytest
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
-from autoplan.config.offload import SEARCHED
+from autoplan.config.offload import SEARCHED_OFFLOADS
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
 from autoplan.errors import PinError
@@ -227,7 +227,7 @@ def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
         r = replace(free, cluster=free.cluster.with_(memory_gb=share * peak * (1 + 1e-9) / 1e9))
         kinds = [
             (replace(c, offload=tuple(n for n in kind if n != "activations")), "activations" in kind)
-            for c, kind in itertools.product(configs, [(), *SEARCHED])
+            for c, kind in itertools.product(configs, [(), *SEARCHED_OFFLOADS])
             if "parameters" not in kind or (c.zero_stage and c.dp * c.cp > 1)
         ]
         expected = min(enumeration.best_of(r, config, activations) for config, activations in kinds)

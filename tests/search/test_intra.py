@@ -28,15 +28,15 @@ from autoplan.errors import InfeasibleError, LayoutError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis, AxisType, I, Layout, P, R, shard
 from autoplan.program.problem import (
-    Choice,
     IntraProblem,
     IntraSettings,
+    LayoutChoice,
     Option,
     Selection,
     ValueKey,
     build_problem,
     copy_work,
-    evaluate,
+    evaluate_selection,
 )
 from autoplan.search.intra import IntraSolution, StoppedError, brute_force, solve
 from autoplan.units import GB, GIB, MICRO, TERA
@@ -53,7 +53,7 @@ LAYOUTS: list[Layout] = [(R,), (I,), (P,), (shard(0),)]
 def random_problem(rng: random.Random) -> IntraProblem:
     """A few choices, each providing a value and using some earlier ones; whole numbers, so that costs are exact."""
     prices: dict[tuple[ValueKey, Layout, Layout], float | None] = {}
-    choices: list[Choice] = []
+    choices: list[LayoutChoice] = []
     keys: list[ValueKey] = []
     for i in range(rng.randint(2, 5)):
         key = ("block", f"v{i}")
@@ -66,7 +66,7 @@ def random_problem(rng: random.Random) -> IntraProblem:
             cost, state = float(rng.randint(0, 20)), float(rng.choice((0, 0, 5, 10)))
             options.append(Option(f"o{k}", requires, ((key, rng.choice(LAYOUTS)),), cost, state))
         weight = float(rng.choice((1, 1, 3)))
-        choices.append(Choice(f"c{i}", tuple(options), weight, follows=rng.random() < 0.5))
+        choices.append(LayoutChoice(f"c{i}", tuple(options), weight, follows=rng.random() < 0.5))
         keys.append(key)
         for a in LAYOUTS:
             for b in LAYOUTS:
@@ -88,7 +88,7 @@ def test_the_ilp_is_brute_force_on_random_problems(seed: int) -> None:
         return
     exact = solve(problem, merge_chains=False)
     assert exact.cost_s == pytest.approx(least, rel=1e-12)
-    assert exact.cost_s == evaluate(problem, exact.selection)
+    assert exact.cost_s == evaluate_selection(problem, exact.selection)
     assert exact.status == "optimal" and set(exact.selection) == {c.name for c in problem.choices}
     assert exact.bound_s <= least and exact.gap < 1e-3
     merged = solve(problem, merge_chains=True)
@@ -197,10 +197,10 @@ def test_restrictions_are_named() -> None:
 def test_a_value_is_converted_once_for_all_that_share_it() -> None:
     key = ("b", "x")
 
-    def uses(name: str, layout: Layout) -> Choice:
-        return Choice(name, (Option("only", ((key, layout),), ((("b", name), layout),), 0.0),))
+    def uses(name: str, layout: Layout) -> LayoutChoice:
+        return LayoutChoice(name, (Option("only", ((key, layout),), ((("b", name), layout),), 0.0),))
 
-    source = Choice("source", (Option("only", (), ((key, (P,)),), 1.0),))
+    source = LayoutChoice("source", (Option("only", (), ((key, (P,)),), 1.0),))
     choices = (source, uses("q", (R,)), uses("k", (R,)), uses("v", (R,)), uses("w", (I,)))
     weights = {("b", n): 2.0 for n in ("x", "q", "k", "v", "w")}
     problem = IntraProblem(choices, weights, lambda k, a, b: 10.0)
@@ -281,7 +281,7 @@ def test_the_state_budget_is_kept() -> None:
         assert state_of(problem, found.selection) <= problem.state_budget_bytes * (1 + 1e-9) < whole
         assert found.cost_s >= loose.cost_s
     over = {**loose.selection}
-    assert evaluate(replace(free, state_budget_bytes=whole * 0.9), over) == float("inf")
+    assert evaluate_selection(replace(free, state_budget_bytes=whole * 0.9), over) == float("inf")
 
 
 def test_infeasible_problems_say_what_stands_in_the_way() -> None:
@@ -293,7 +293,9 @@ def test_infeasible_problems_say_what_stands_in_the_way() -> None:
     with pytest.raises(InfeasibleError, match=r"the largest part is 'store layer/down\.weight' with 12,288"):
         solve(replace(problem, state_budget_bytes=100.0))
 
-    def only(choice: Choice, option: Option) -> bool:  # stored in shards of its rows, used whole: never gathered here
+    def only(
+        choice: LayoutChoice, option: Option
+    ) -> bool:  # stored in shards of its rows, used whole: never gathered here
         wanted = {"store layer/up.weight": "S(out)", "layer/up": "I"}
         return wanted.get(choice.name, option.name) == option.name
 
@@ -305,9 +307,11 @@ def test_a_conflict_of_two_choices_is_found() -> None:
     """Each option has a partner, but no selection has all of them: neither pruning nor a budget explains it."""
     a, b = ("b", "x"), ("b", "y")
     choices = (
-        Choice("source", (Option("R", (), ((a, (R,)), (b, (R,))), 1.0), Option("I", (), ((a, (I,)), (b, (I,))), 1.0))),
-        Choice("left", (Option("only", ((a, (R,)),), (), 0.0),)),
-        Choice("right", (Option("only", ((b, (I,)),), (), 0.0),)),
+        LayoutChoice(
+            "source", (Option("R", (), ((a, (R,)), (b, (R,))), 1.0), Option("I", (), ((a, (I,)), (b, (I,))), 1.0))
+        ),
+        LayoutChoice("left", (Option("only", ((a, (R,)),), (), 0.0),)),
+        LayoutChoice("right", (Option("only", ((b, (I,)),), (), 0.0),)),
     )
     problem = IntraProblem(choices, {a: 1.0, b: 1.0}, lambda k, s, t: None)
     with pytest.raises(InfeasibleError, match=r"(left cannot get b/x as R|right cannot get b/y as I)"):
@@ -366,7 +370,7 @@ def megatron(problem: IntraProblem, sequence_parallel: bool) -> IntraProblem:
     def between(layout: Layout) -> bool:
         return all((t.is_shard and t.dim == 1) if sequence_parallel else t is I for t in layout)
 
-    def allowed(choice: Choice, option: Option) -> bool:
+    def allowed(choice: LayoutChoice, option: Option) -> bool:
         block, _, name = choice.name.partition("/")
         if choice.name == "boundary layer/hidden":
             return between(option.provides[0][1])

@@ -23,7 +23,7 @@ from autoplan.ir.symbols import Expr
 from autoplan.verify import check, door, shallow
 from autoplan.verify.check import Outcome, verify_whole
 from autoplan.verify.door import check_verify, verify_capture
-from autoplan.verify.runs import Task
+from autoplan.verify.runs import VerifyTask
 from autoplan.verify.sample import draw_batch, sizes_to_try
 from autoplan.verify.shallow import verify_shallow
 from autoplan.verify.wide import wide
@@ -31,15 +31,15 @@ from autoplan.verify.wide import wide
 SEQ = 16
 
 
-def task_of(family: str, dropout: float = 0.0, precision: str = "native") -> Task:
+def task_of(family: str, dropout: float = 0.0, precision: str = "native") -> VerifyTask:
     model, batch = parity.make_model(family, dropout), parity.names_of(family, models.token_batch(2, SEQ))
     loss = None if parity.is_hf(family) else parity.LOSSES.get(family, models.gpt_loss)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    return Task(model, parity.graph_of(family, dropout, precision), batch, loss, dtype)
+    return VerifyTask(model, parity.graph_of(family, dropout, precision), batch, loss, dtype)
 
 
-def captured(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any) -> Task:
-    return Task(model, capture(model, batch, loss), batch, loss)
+def captured(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any) -> VerifyTask:
+    return VerifyTask(model, capture(model, batch, loss), batch, loss)
 
 
 def with_block(graph: ModelGraph, name: str, change: Callable[[Block], Block]) -> ModelGraph:
@@ -176,7 +176,7 @@ def square_loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return out.square().mean()
 
 
-def plain_task() -> Task:
+def plain_task() -> VerifyTask:
     return captured(Plain(), {"x": torch.zeros(2, SEQ, 8)}, square_loss)
 
 
@@ -381,7 +381,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 def test_what_was_verified_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, ran = task_of("llama"), []
 
-    def counted(task: Task, limit_s: float) -> Outcome:
+    def counted(task: VerifyTask, limit_s: float) -> Outcome:
         ran.append(1)
         return verify_whole(task, limit_s)
 
@@ -455,6 +455,6 @@ def test_precision_of_the_capture() -> None:
     given = {"ids": batch["input_ids"], "labels": batch["labels"]}
     with computing_in(model, torch.float16):
         graph = capture(model, given, models.gpt_loss)
-    assert verify_whole(Task(model, graph, given, models.gpt_loss, torch.float16)).done
+    assert verify_whole(VerifyTask(model, graph, given, models.gpt_loss, torch.float16)).done
     half = models.make_llama().bfloat16()
     assert verify_whole(captured(half, batch, None)).done

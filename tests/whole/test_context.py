@@ -28,7 +28,7 @@ from autoplan.ops.batch import context_obstacle
 from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, kept
 from autoplan.program.megatron_kernels import Kernels, rule_of
 from autoplan.runtime.ring import Part, attend, attend_backward, parts_of
-from autoplan.runtime.spec import evaluate
+from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
 
@@ -311,7 +311,7 @@ def test_ledger_over_processes(method: str) -> None:
     want: Counter[tuple[str, str, int, str]] = Counter()
     for e in spec.ledger:
         if e.axis in ("cp", "cpr", "cpu"):
-            num_bytes = 2 * evaluate(e.bytes, {"b": size, "s": SEQ // case.cp})  # captured in float32
+            num_bytes = 2 * evaluate_terms(e.bytes, {"b": size, "s": SEQ // case.cp})  # captured in float32
             want[e.kind, e.axis, num_bytes, e.phase] += case.num_micro_batches
     kinds = Counter(kind for kind, *_ in want.elements())
     assert kinds == METHODS[method]

@@ -46,7 +46,7 @@ from autoplan.program.activations import activations
 from autoplan.program.lower import BlockLowering
 from autoplan.program.pins import layer_calls, pipeline_units, read_pins
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.spec import ProgramSpec, evaluate
+from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import PlanRequest, search_plan
 
@@ -172,7 +172,7 @@ def test_lengths_that_do_not_fit_are_named() -> None:
 
 def crossing(spec: ProgramSpec, **sizes: int) -> list[list[tuple[int, ...]]]:
     """Shapes of what leaves each stage."""
-    return [[tuple(evaluate(s, sizes) for s in c.shape) for c in stage.carried_out] for stage in spec.stages]
+    return [[tuple(evaluate_terms(s, sizes) for s in c.shape) for c in stage.carried_out] for stage in spec.stages]
 
 
 def test_the_output_of_the_encoder_goes_to_every_decoder_layer() -> None:

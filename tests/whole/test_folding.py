@@ -36,7 +36,7 @@ from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch import travelled_bytes
 from autoplan.program.token_dispatch_layouts import with_own_tokens
 from autoplan.runtime.experts import experts
-from autoplan.runtime.spec import evaluate
+from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
 
@@ -164,7 +164,7 @@ def test_what_is_priced_is_what_the_program_does(cp: int, tp: int, ep: int, etp:
                      for n, b in zip(names, blocks, strict=True) if n == call)  # fmt: skip
         assumed = Counter((w.kind, w.phase, w.num_bytes) for w in priced.blocks[block].comms if w.per == "micro_batch")
         runs = Counter(
-            (e.kind, e.phase, float(evaluate(e.bytes, env)))
+            (e.kind, e.phase, float(evaluate_terms(e.bytes, env)))
             for e in program.spec.ledger
             if e.call == call and e.per == "micro_batch" and not e.what.endswith(" counts")
         )

@@ -19,7 +19,7 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import executed, rewritten
 from autoplan.program.pins import read_pins
 from autoplan.program.workload import workload
-from autoplan.runtime.spec import LedgerEntry, evaluate
+from autoplan.runtime.spec import LedgerEntry, evaluate_terms
 
 Sent = Counter[tuple[str, str, int]]  # kind, phase, bytes
 
@@ -72,7 +72,9 @@ def sent_by(case: Case, graph: ModelGraph, work: Workload) -> Sent:
 def listed(case: Case, entries: tuple[LedgerEntry, ...]) -> Sent:
     """What the ledger lists of it."""
     return Counter(
-        (e.kind, e.phase, evaluate(e.bytes, env_of(case))) for e in entries if e.per == "micro_batch" and e.axis != "pp"
+        (e.kind, e.phase, evaluate_terms(e.bytes, env_of(case)))
+        for e in entries
+        if e.per == "micro_batch" and e.axis != "pp"
     )
 
 
@@ -100,7 +102,7 @@ def test_the_ledger_is_what_processes_perform(case: Case) -> None:
         if e.per == "micro_batch" and e.what.split()[-1] in ROWS and e.kind == "all_to_all":
             rows[e.kind, e.axis, e.phase] += case.num_micro_batches
         elif e.per == "micro_batch":
-            want[e.kind, e.axis, e.phase, evaluate(e.bytes, env_of(case))] += case.num_micro_batches
+            want[e.kind, e.axis, e.phase, evaluate_terms(e.bytes, env_of(case))] += case.num_micro_batches
     assert want or rows
     assert {(k, a, p, n): seen[k, a, n, p] for k, a, p, n in want} == want
     axes = {axis for _, axis, *_ in (*want, *rows)}

@@ -19,7 +19,7 @@ from parity import (
 )
 
 from autoplan.runtime.batch import settled_bytes
-from autoplan.runtime.spec import evaluate
+from autoplan.runtime.spec import evaluate_terms
 
 pytestmark = [
     pytest.mark.processes,
@@ -116,9 +116,9 @@ def test_ledger_over_processes(case: Case) -> None:
     deferred = 0
     for e in spec.ledger:
         if e.per == "micro_batch":
-            want[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += case.num_micro_batches
+            want[e.kind, e.axis, evaluate_terms(e.bytes, env), e.phase] += case.num_micro_batches
         else:
-            deferred += evaluate(e.bytes, env)
+            deferred += evaluate_terms(e.bytes, env)
     seen = Counter(r for r in got.ledger if r[1] == "tp")
     seen.subtract([("all_reduce", "tp", settled_bytes(1), "forward")])  # of all ranks: do the batches fit?
     assert min(seen.values()) >= 0
@@ -182,7 +182,7 @@ def test_ledger_of_travelling_tokens(case: Case) -> None:
     sent_first = {("counts", "forward"), ("dispatch", "forward"), ("combine", "backward")}
     for e in entries:
         if (e.what.split()[-1], e.phase) in sent_first:
-            exact[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += case.num_micro_batches
+            exact[e.kind, e.axis, evaluate_terms(e.bytes, env), e.phase] += case.num_micro_batches
     assert not exact - Counter(rows)
     assert not any(e.per == "step" and "experts" in e.what and "gate_up" in e.what for e in spec.ledger)
 

@@ -19,7 +19,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.precision import LossScaler, MixedPrecision
-from autoplan.runtime.spec import ProgramSpec, evaluate
+from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.search.layouts import LayoutCache, PlanRequest
 
 pytestmark = [
@@ -146,9 +146,9 @@ def test_ledger_of_mixed_precision(precision: str) -> None:
     deferred = 0
     for e in compiled(case).spec.ledger:
         if e.per == "micro_batch":
-            want[e.kind, e.axis, evaluate(e.bytes, env), e.phase] += case.num_micro_batches
+            want[e.kind, e.axis, evaluate_terms(e.bytes, env), e.phase] += case.num_micro_batches
         else:
-            deferred += evaluate(e.bytes, env)
+            deferred += evaluate_terms(e.bytes, env)
     seen = Counter(r for r in got.ledger if r[1] == "tp")
     seen.subtract([("all_reduce", "tp", settled_bytes(1), "forward")])  # of all ranks: do the batches fit?
     assert min(seen.values()) >= 0

@@ -37,14 +37,14 @@ from autoplan.codegen.check import check_program
 from autoplan.config.parallel import precision_of
 from autoplan.config.recompute import read_recompute
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.memory.recompute_frontier import Choice, Ladder
+from autoplan.cost_models.memory.recompute_frontier import Ladder, RecomputeChoice
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import PinError
 from autoplan.program.activation_bytes import Activations, peak_bytes_of
 from autoplan.runtime import recompute
 from autoplan.runtime.convert import CollectiveRecord
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.spec import evaluate
+from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import estimate_config, search_plan
 from experiments.plans.live_memory import LiveBytes, measure_step
@@ -149,7 +149,7 @@ def test_what_waits_on_the_host_is_what_is_predicted(monkeypatch: pytest.MonkeyP
     moved, freed = [], Freed()
     make = recompute._Moved.__init__
 
-    def counted(self: recompute._Moved, x: torch.Tensor, offload: recompute.Offload) -> None:
+    def counted(self: recompute._Moved, x: torch.Tensor, offload: recompute.OffloadedActivations) -> None:
         make(self, x, offload)
         moved.append(self.waiting.host.numel())
         freed.see(x)
@@ -207,9 +207,9 @@ def test_the_ladder_is_the_cheapest_but_for_one_step(
     points: list[tuple[float, float]], layers: int, share: float
 ) -> None:
     """Against every choice of every layer: never more than the last step dearer, and every step down frees more."""
-    options = [Choice(f"c{k}", freed, seconds) for k, (freed, seconds) in enumerate(points)]
+    options = [RecomputeChoice(f"c{k}", freed, seconds) for k, (freed, seconds) in enumerate(points)]
     ladder = Ladder.of([options] * layers, ["layer"] * layers)
-    by_name = {"none": Choice("none", 0.0, 0.0)} | {c.name: c for c in options}
+    by_name = {"none": RecomputeChoice("none", 0.0, 0.0)} | {c.name: c for c in options}
     short = share * layers * max(c.freed_bytes for c in options)
 
     def sums(names: Iterable[str]) -> tuple[float, float]:
@@ -300,7 +300,9 @@ def test_keys_and_values_of_other_ranks_are_gathered_again() -> None:
     got = trained(case, "float32", 1, "sgd")
     gathers = [e for e in compiled(case).spec.ledger if e.axis == "cp" and e.phase == "forward"]
     env = {"b": 12 // case.num_micro_batches, "s": SEQ // 2}
-    want = Counter((e.kind, e.axis, evaluate(e.bytes, env)) for e in gathers for _ in range(case.num_micro_batches))
+    want = Counter(
+        (e.kind, e.axis, evaluate_terms(e.bytes, env)) for e in gathers for _ in range(case.num_micro_batches)
+    )
     for phase in ("forward", "recompute"):
         assert Counter(r[:3] for r in got.ledger if r[0] == "all_gather" and r[3] == phase) == want, phase
 

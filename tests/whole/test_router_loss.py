@@ -35,7 +35,7 @@ from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.plan import make_plan
 from autoplan.program.pins import pipeline_units, read_pins
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.spec import evaluate
+from autoplan.runtime.spec import evaluate_terms
 
 FAMILIES = ("mixtral-aux", "qwen3-moe-aux", "mixtral-padded-aux")
 
@@ -200,7 +200,7 @@ def test_the_ledger_has_one_sum_of_as_many_numbers_as_experts(case: Case) -> Non
     """Of every micro-batch, and no gradient of it: only counts are sent."""
     got, spec = trained(case, "float32", 1, "sgd"), compiled(case).spec
     (entry,) = [e for e in spec.ledger if e.call == "head" and e.kind == "all_reduce" and e.per == "micro_batch"]
-    assert evaluate(entry.bytes, {"b": 1, "s": SEQ}) == 4 * 4 and entry.phase == "forward"
+    assert evaluate_terms(entry.bytes, {"b": 1, "s": SEQ}) == 4 * 4 and entry.phase == "forward"
     seen: Counter[Any] = Counter(r for r in got.ledger if r[0] == "all_reduce" and r[2] == 16)
     assert seen == {("all_reduce", entry.axis, 16, "forward"): case.num_micro_batches}
 

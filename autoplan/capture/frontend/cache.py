@@ -21,7 +21,7 @@ from torch import nn
 
 from autoplan.errors import GraphError
 from autoplan.files import write_whole
-from autoplan.ir.graph import SCHEMA_VERSION, ModelGraph
+from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
 
 _PACKAGES = ("torch", "transformers")
 _NOT_IN_DICT = ("_attn_implementation", "_experts_implementation")  # of a config of transformers: it leaves them out
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no content that can be hashed")
 
 
-def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], how: str = "") -> str | None:
+def capture_key(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], how: str = "") -> str | None:
     """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's
     own). `how`: what its making depends on beside them."""
     internal = set(nn.Module().__dict__)
@@ -96,7 +96,7 @@ def fingerprint(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], ho
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
     versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
-    key = [SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs), how]
+    key = [GRAPH_SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs), how]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
@@ -107,11 +107,11 @@ def cached(
     folder: Path | None = None,
     how: str = "",
 ) -> ModelGraph:
-    """The stored graph of this model and these inputs, else `make()`, stored. `how`: as of `fingerprint`.
+    """The stored graph of this model and these inputs, else `make()`, stored. `how`: as of `capture_key`.
 
     A damaged file is made anew, never used.
     """
-    key = fingerprint(model, example_inputs, how)
+    key = capture_key(model, example_inputs, how)
     if key is None:
         return make()
     path = (folder or cache_folder()) / f"{key}.json"
@@ -124,11 +124,11 @@ def cached(
         except (GraphError, KeyError, ValueError):
             path.unlink(missing_ok=True)
     graph = make()
-    store(path, json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()}))
+    store_capture(path, json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()}))
     return graph
 
 
-def store(path: Path, text: str) -> None:
+def store_capture(path: Path, text: str) -> None:
     """Write a file of the cache; readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)

@@ -39,7 +39,7 @@ class ExpertsSpec:
     gated: bool
 
 
-def experts(
+def experts_forward(
     *, gate_up: str = "gate_up_proj", down: str = "down_proj", activation: str = "silu", gated: bool = True
 ) -> Callable[[_Module], _Module]:
     """Class decorator: capture this module as one op instead of tracing its forward.

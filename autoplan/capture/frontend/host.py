@@ -19,7 +19,7 @@ def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 @contextmanager
-def on_host(model: nn.Module) -> Iterator[None]:
+def module_on_host(model: nn.Module) -> Iterator[None]:
     """Inside, parameters that are on an accelerator are stand-ins on the host without values (fake tensors), buffers
     there are copies on the host: a graph says nothing of devices, and examples are given on the host.
 

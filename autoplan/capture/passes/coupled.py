@@ -19,7 +19,7 @@ from autoplan.ir.graph import LOSS_SHARE, Node
 from autoplan.ops.record import Linear, OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record
 
-SYMBOLS = ("b", "s")  # what is cut over data- and context-parallel ranks
+SUMMED_SYMBOLS = ("b", "s")  # what is cut over data- and context-parallel ranks
 Kinds = tuple[str, ...]  # for each of SYMBOLS: "S" has the dim, "P" pending sum over it, "R" neither
 
 
@@ -108,7 +108,7 @@ class _Term:
 
     def _places(self, value: str) -> Kinds:
         symbols = {s for size in self.trace.values[value].shape for s in size.symbols}
-        return tuple("S" if s in symbols else "R" for s in SYMBOLS)
+        return tuple("S" if s in symbols else "R" for s in SUMMED_SYMBOLS)
 
     def _kinds(self, value: str) -> Kinds:
         return self.kinds.setdefault(value, self._places(value))
@@ -121,7 +121,7 @@ class _Term:
         out = []
         for k, place in enumerate(self._places(node.outputs[0])):
             mine = {kinds[k] for kinds in inputs}
-            whole = SYMBOLS[k] == "s" and node.outputs[0] in self.free
+            whole = SUMMED_SYMBOLS[k] == "s" and node.outputs[0] in self.free
             if "P" in mine:
                 out.append("P")
             elif "S" in mine and place == "R" and not whole:
@@ -158,7 +158,7 @@ class _Term:
             if k in stays or "P" not in kinds:
                 continue
             if name not in self.summed:
-                over = tuple(s for s, kind in zip(SYMBOLS, kinds, strict=True) if kind == "P")
+                over = tuple(s for s, kind in zip(SUMMED_SYMBOLS, kinds, strict=True) if kind == "P")
                 total = f"{name}.whole"
                 self.trace.values[total] = replace(self.trace.values[name], name=total)
                 made = Node(total, "batch_sum", (name,), (total,), {"over": over}, "", node.source)
@@ -183,7 +183,7 @@ class _Term:
         source, place = self.trace.nodes[index].source, self.trace.order.index(("node", index)) + 1
         users = [i for i, n in enumerate(self.trace.nodes) if term in n.tensor_inputs]
         steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
-        over = tuple(s for s, kind in zip(SYMBOLS, kinds, strict=True) if kind == "R")
+        over = tuple(s for s, kind in zip(SUMMED_SYMBOLS, kinds, strict=True) if kind == "R")
         if over:
             steps.append(("batch_part", f"{term}.part", (), {"over": over}))
         last = term

@@ -16,7 +16,7 @@ from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.graph import Node
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has, op_record
-from autoplan.ops.views import WHOLE
+from autoplan.ops.views import WHOLE_VIEW
 
 
 def simplify(trace: Trace) -> None:
@@ -49,7 +49,7 @@ def _zeros(maker: Mapping[str, Node], value: str) -> bool:
 
 def _flattens(node: Node) -> bool:
     """True for a view that has every element of its input once."""
-    return op_record(node.op).saved is WHOLE
+    return op_record(node.op).saved is WHOLE_VIEW
 
 
 def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:

@@ -50,7 +50,7 @@ def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:
     return None
 
 
-def check(config: ParallelConfig, facts: Facts, scope: Scope) -> None:
+def check_legal(config: ParallelConfig, facts: Facts, scope: Scope) -> None:
     """Raise PinError, without a suggestion (see `autoplan.search.nearest`), for a configuration that breaks a rule."""
     found = broken(config, facts, scope)
     if found is not None:

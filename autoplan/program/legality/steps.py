@@ -9,7 +9,7 @@ from autoplan.config.choice import choices_of
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
 from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
-from autoplan.config.recompute import KINDS, Kind, check_choice, groups_of, kinds_in, modules_of
+from autoplan.config.recompute import RECOMPUTE_KINDS, RecomputeKind, check_choice, kinds_in, modules_of, region_groups
 from autoplan.program.facts import Facts
 from autoplan.program.legality.rule import Rule, Scope
 from autoplan.schedules.schedule import SCHEDULES, obstacle
@@ -25,7 +25,7 @@ def _shards(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _host_link(c: ParallelConfig, f: Facts) -> str | None:
-    if f.host_link or not (c.offload or any(KINDS[name].on_host for name in kinds_in(c.recompute))):
+    if f.host_link or not (c.offload or any(RECOMPUTE_KINDS[name].on_host for name in kinds_in(c.recompute))):
         return None
     return f"the catalog has no speed of the host link of {f.device_name}, so offloading has no price"
 
@@ -88,8 +88,8 @@ def _recompute_stages(c: ParallelConfig, f: Facts) -> str | None:
     return None
 
 
-def _kinds(c: ParallelConfig) -> list[Kind]:
-    return [KINDS[name] for name in sorted(kinds_in(c.recompute))]
+def _kinds(c: ParallelConfig) -> list[RecomputeKind]:
+    return [RECOMPUTE_KINDS[name] for name in sorted(kinds_in(c.recompute))]
 
 
 def _recompute_mode(c: ParallelConfig, f: Facts) -> str | None:
@@ -110,7 +110,7 @@ def _compiled(c: ParallelConfig, f: Facts) -> str | None:
     if f.mode is not Mode.COMPILED:
         return None
     for how in c.recompute.values() if isinstance(c.recompute, Mapping) else [c.recompute]:
-        if isinstance(how, str) and groups_of(how):
+        if isinstance(how, str) and region_groups(how):
             return (
                 f"recompute={c.recompute!r} with compiled blocks: torch.compile decides what a block keeps of its "
                 "inside"
