@@ -74,8 +74,9 @@ class Costs:
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
     def zero_host_s(self, what: str, num_tensors: int, num_bytes: float) -> Quantity:
-        """Return the host seconds of one gather or reduction (`what`) of a block, with its collective; see
-        `zero_copy_s`.
+        """Return the host seconds of one gather or reduction (`what`) of a block, collective included.
+
+        See `zero_copy_s` for the device seconds around it.
         """
         fixed, per_tensor, per_byte = (self.host_fixed_s(f"zero_{what}_{n}") for n in ("s", "tensor_s", "byte_s"))
         return fixed + per_tensor * num_tensors + per_byte * num_bytes

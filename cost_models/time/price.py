@@ -183,8 +183,7 @@ class Pricer:
     # -- sends ------------------------------------------------------------------------------------------------------
 
     def _hop_groups_of(self) -> list[Group]:
-        """Return for each r a pair of ranks with the links from pipeline rank r to r + 1 (or from the last to the
-        first).
+        """Return for each r a pair of ranks with the links from pipeline rank r to r + 1 (from the last to the first).
 
         Two ranks in one unit of a level (a node) may be neighbours in it or not, whatever the stride.
         """

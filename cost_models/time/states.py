@@ -119,9 +119,7 @@ class StatePricer:
         )
 
     def _zero(self, block: BlockWork) -> tuple[Quantity, Quantity, bool]:
-        """Return the seconds of gathering parameters and of reduce-scattering gradients; and whether ZeRO shards the
-        block.
-        """
+        """Return the seconds of gathers and of reduce-scatters of a block, and whether ZeRO shards it."""
         gather, reduce = [], []
         for name, ranks, mine in self.sharded(block):
             size = self.gathered_bytes(mine)
