@@ -29,7 +29,7 @@ def exchanged(shape: Shape, method: ContextMethod) -> Shape:
 
 
 def context_parallelism(
-    degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, handwritten: bool = False
+    degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, megatron: bool = False
 ) -> Pass:
     """The pass that lists what attention over cut sequences sends, and over which axes it works.
 
@@ -42,7 +42,7 @@ def context_parallelism(
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         method = methods.get(lowered.block.name)
-        if method is None or (handwritten and method.ulysses == 1):
+        if method is None or (megatron and method.ulysses == 1):
             return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, fused))
         return lowered.map_ops(OpKind.ATTENTION, lambda op: _by_method(lowered, op, method))
 
