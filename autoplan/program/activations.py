@@ -183,7 +183,7 @@ class _Walk:
         first = len(self.storages)
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
-        if self.kernels.handwritten:
+        if self.kernels.megatron:
             self.gather_again()
         if self.kernels.fused:
             self.fuse()
@@ -320,8 +320,8 @@ class _Walk:
             step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
 
     def _accumulates(self, op: Op) -> bool:
-        """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
-        return self.kernels.handwritten and bool(op_record(op.node.op).weights)
+        """True if the operation adds the gradients of its weights to where they are summed."""
+        return self.kernels.megatron and bool(op_record(op.node.op).weights)
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
         known = op_record(op.node.op)
@@ -346,7 +346,7 @@ class _Walk:
             inside = (s * h * d, d, h * d, 1)
             strides = (
                 inside
-                if self.device_type == "cpu" or self.kernels.handwritten
+                if self.device_type == "cpu" or self.kernels.megatron
                 else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
             )
             if strides != inside:

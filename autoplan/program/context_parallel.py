@@ -29,7 +29,7 @@ def exchanged(shape: Shape, method: ContextMethod) -> Shape:
 
 
 def context_parallelism(
-    degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, handwritten: bool = False
+    degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, megatron: bool = False
 ) -> Pass:
     """Return the pass that lists the collectives of attention over sequences cut by context parallelism.
 
@@ -42,7 +42,7 @@ def context_parallelism(
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         method = methods.get(lowered.block.name)
-        if method is None or (handwritten and method.ulysses == 1):
+        if method is None or (megatron and method.ulysses == 1):
             return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, fused))
         return lowered.map_ops(OpKind.ATTENTION, lambda op: _by_method(lowered, op, method))
 

@@ -61,19 +61,19 @@ class Kernels:
         return self.mode is not Mode.EAGER
 
     @property
-    def handwritten(self) -> bool:
-        """True for the kernels of Megatron and Transformer Engine."""
+    def megatron(self) -> bool:
+        """True for Megatron's and Transformer Engine's."""
         return self.mode is Mode.FUSED
 
     @property
     def narrow_logits(self) -> bool:
-        """True if the upcast logits of a loss are not stored: its kernel reads the logits as they are."""
-        return self.handwritten or self.fused_loss
+        """True if what a loss upcasts is not stored: its kernel reads the logits as they are."""
+        return self.megatron or self.fused_loss
 
     @property
     def float8_inputs(self) -> bool:
-        """True if products keep 8-bit inputs. PyTorch's compiled float8 training keeps the inputs unconverted."""
-        return self.handwritten and self.float8
+        """True if products keep 8-bit inputs; those that PyTorch's float8 training compiles keep them as they were."""
+        return self.megatron and self.float8
 
 
 def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
@@ -87,7 +87,7 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return saved_by(kernels.method, _gathered, kernels.fused)
     if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.fused:
         return _gathered(kernels.context)
-    if not kernels.handwritten:
+    if not kernels.megatron:
         return None
     if what is OpKind.ATTENTION:  # its kernels support windows; our plain form slices them
         return PLAIN_ATTENTION if f.attrs.get("window") is not None else None

@@ -53,9 +53,7 @@ def passes(stack: Stack) -> tuple[Pass, ...]:
     out: list[Pass] = [vocabulary_losses, batch_sums(stack.mesh)]
     if stack.context > 1:
         kernels = stack.kernels
-        out.append(
-            context_parallelism(stack.context, stack.methods, fused=kernels.fused, handwritten=kernels.handwritten)
-        )
+        out.append(context_parallelism(stack.context, stack.methods, fused=kernels.fused, megatron=kernels.megatron))
     if stack.experts is not None:
         out.append(token_dispatch(stack.experts))
     if stack.kernels.fused_loss:

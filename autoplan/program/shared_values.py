@@ -33,7 +33,7 @@ def shared_values(
     made: dict[str, tuple[int, float]] = {}
     last: dict[str, int] = {}
     kept: dict[str, list[int]] = {}
-    kept_again: dict[str, list[int]] = {}
+    kept_recomputed: dict[str, list[int]] = {}
     for u, unit in enumerate(units):
         for name in unit:
             call = calls[name]
@@ -46,10 +46,10 @@ def shared_values(
                 kept.setdefault(value, []).append(u)
             inputs = {v for v in call.inputs if graph.values[v].requires_grad}
             for value in inputs if name in again else _keeps(call, activation_bytes[call.block]):
-                kept_again.setdefault(value, []).append(u)
+                kept_recomputed.setdefault(value, []).append(u)
     out = []
     for value, (first, size) in made.items():
-        plain, recomputed = (tuple(which.get(value, ())) for which in (kept, kept_again))
+        plain, recomputed = (tuple(which.get(value, ())) for which in (kept, kept_recomputed))
         end = last.get(value, first)
         if end - first > 1 or max(len(plain), len(recomputed), len({*plain, *recomputed})) > 1:
             out.append(SharedValue(first, end, size, plain, recomputed))

@@ -220,8 +220,8 @@ def _ranks(op_costs: OpCosts) -> int:
     return math.prod(axis.size for axis in op_costs.axes)
 
 
-def on_own_tokens(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
-    """Return a router operation on whole values as one of `ways` ranks computes it for its own tokens.
+def on_token_share(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
+    """An operation of the router on whole values, as one of `ways` ranks computes it for its own tokens.
 
     Sizes are divided instead of computed anew: a value counts as split if its first dims are the tokens.
     """

@@ -34,8 +34,8 @@ def inner_place(block: Block, name: str) -> tuple[int, int]:
     return (1, int(bool(node.attrs["gated"]))) if name == node.tensor_inputs[3] else (2, 0)
 
 
-def with_own_tokens(problem: IntraProblem, graph: ModelGraph, state_slack: float | None) -> IntraProblem:
-    """Return the problem with only the expert strategies that split the tokens over all of tensor parallelism.
+def with_token_dispatch(problem: IntraProblem, graph: ModelGraph, state_slack: float | None) -> IntraProblem:
+    """The problem with only those strategies of experts that split the tokens over all of tensor parallelism.
 
     Args:
         state_slack: factor of the problem's state budget over the least possible state. The budget shrinks by the part

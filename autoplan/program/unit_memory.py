@@ -22,19 +22,16 @@ class UnitMemory:
     """Bytes of one unit and micro-batch on one rank.
 
     Attributes:
-        saved: kept without recompute.
-        selective: kept if the attention core is recomputed.
-        kept: kept if all of its layers are recomputed.
-        choices: kept under every other recompute choice that all of its layers know.
-        transient: the most beyond the bytes that it and the units before it keep, without recompute.
-        transient_again: the same with full recompute.
+        saved, selective, kept: without recompute, with the attention core recomputed, with all of its layers.
+        choices: the same under every other choice that all of its layers know.
+        transient, recompute_transient: the most beyond what it and those before it keep, without and with recompute.
     """
 
     saved: float
     selective: float
     kept: float
     transient: float
-    transient_again: float
+    recompute_transient: float
     choices: Mapping[str, float]
 
     def without_shared(self, unit: int, shared: Sequence[SharedValue]) -> UnitMemory:
@@ -42,7 +39,7 @@ class UnitMemory:
         if not shared:
             return self
         saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
-        again = sum(v.num_bytes * v.kept_again.count(unit) for v in shared)
+        again = sum(v.num_bytes * v.kept_recomputed.count(unit) for v in shared)
         return replace(
             self,
             saved=self.saved - saved,
@@ -81,7 +78,7 @@ def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], 
         selective=saved - sum(of[c.block].saved_bytes - of[c.block].selective_bytes for c in calls),
         kept=kept,
         transient=float(peak_bytes_of(calls, of)) - saved,
-        transient_again=float(peak_bytes_of(calls, of, recomputed)) - kept,
+        recompute_transient=float(peak_bytes_of(calls, of, recomputed)) - kept,
         choices={n: saved - sum(a.saved_bytes - a.choice_bytes[n] for a in mine) for n in common},
     )
 
@@ -103,7 +100,7 @@ def with_dispatch(
     out = {}
     for name, low in lowered.items():
         out[name] = activation_bytes[name]
-        if not op_costs.kernels.handwritten:  # hand-written kernels make no separate weight gradients
+        if not op_costs.kernels.megatron:  # those make no gradients of weights (`program.megatron_kernels`)
             out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
         if experts.executed:
             nodes = [node for node in low.block.nodes if op_kind(node.op) is OpKind.EXPERTS]

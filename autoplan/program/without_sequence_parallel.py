@@ -15,11 +15,9 @@ from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKe
 _RESTRICTION = "no sequence parallelism: values between blocks are whole on every tensor-parallel rank"
 
 
-def with_whole_tokens(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
-    """Return the problem without options that split an activation over a factor of the values between blocks.
-
-    These factors are batch, sequence and hidden size.
-    """
+def without_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
+    """The problem without options that split an activation over a factor of what blocks hand over: batch, sequence or
+    hidden size."""
     crossing = {
         factor
         for block in graph.blocks.values()

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from autoplan.config.recompute import MODULES, modules_choice
 from autoplan.cost_models.work import (
-    Again,
     BlockWork,
     CommWork,
     Gathered,
     OpWork,
     ParamWork,
+    Recomputed,
     TensorWork,
     Workload,
 )
@@ -34,7 +34,7 @@ from autoplan.program.pins import layer_calls, pipeline_units
 from autoplan.program.problem import Selection, copy_work
 from autoplan.program.shared_values import shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
-from autoplan.program.token_dispatch import local_products, on_own_tokens
+from autoplan.program.token_dispatch import local_products, on_token_share
 from autoplan.program.token_dispatch_layouts import expert_weights
 from autoplan.program.unit_memory import unit_memories, with_dispatch
 
@@ -111,7 +111,7 @@ def workload(
         unit_selective=tuple(m.selective for m in memory),
         unit_kept=tuple(m.kept for m in memory),
         unit_transient=tuple(m.transient for m in memory),
-        unit_transient_again=tuple(m.transient_again for m in memory),
+        unit_recompute_transient=tuple(m.recompute_transient for m in memory),
         tied=_tied(graph, unit_calls, lowered, op_costs),
         free_saved=float(saved_bytes_of(free_calls, activation_bytes)),
         tokens=float(op_costs.env["b"] * op_costs.env["s"] * op_costs.context),
@@ -249,7 +249,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
     modules = None
     if op_costs.kernels.modules:
         both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
-        modules = _again(activation_bytes, ops, position, both)
+        modules = _recomputed(activation_bytes, ops, position, both)
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
@@ -274,7 +274,7 @@ def _op_work(block: Block, op: Op, op_costs: OpCosts) -> OpWork:
     if op.logits_dtype is not None:
         work = _of_narrow_logits(work, op_costs.remapped.get(op.logits_dtype, op.logits_dtype))
     if op.token_ranks > 1:
-        work = on_own_tokens(work, op.token_ranks, op_costs)
+        work = on_token_share(work, op.token_ranks, op_costs)
     if op.experts is not None:
         work = local_products(work, block, op.node, op_costs, op.experts)
     return work
@@ -306,13 +306,13 @@ def _sends(statement: Statement | BlockParam, op_costs: OpCosts, of_layout: bool
     return out
 
 
-def _again(
+def _recomputed(
     activation_bytes: Activations,
     ops: Sequence[OpWork],
     position: Mapping[int, int],
     sent: Sequence[Sequence[CommWork]],
-) -> Again:
-    """Return the work of the recomputed modules.
+) -> Recomputed:
+    """What the modules that are computed again do.
 
     Args:
         sent: collectives by statement.
@@ -320,7 +320,7 @@ def _again(
     found = [m for mine in activation_bytes.modules.values() for m in mine]
     whole = sorted({k for m in found if m.name != "moe_act" for k in m.statements})
     beside = [ops[position[k]] for m in found if m.name == "moe_act" for k in m.statements if k not in whole]
-    return Again(
+    return Recomputed(
         frozenset(position[k] for k in whole if k in position),
         tuple(_expert_activation(op) for op in beside),
         tuple(c for k in whole for c in sent[k] if c.phase == "forward"),

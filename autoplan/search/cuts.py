@@ -87,10 +87,10 @@ class Cutter:
         layers = pricer.workload.layers
         self.layer_count = np.concatenate([[0], np.cumsum(layers)])
         # per rung of the ladder, prefix sums over units of steps, of bytes freed and of seconds
-        rungs = pricer.ladder.rungs if recompute is None else ()
+        rungs = pricer.frontier.rungs if recompute is None else ()
         self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
         self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
-        self.costs = [_prefix(np.array(r.again_s)) for r in rungs]
+        self.costs = [_prefix(np.array(r.recompute_s)) for r in rungs]
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
         self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
@@ -110,7 +110,7 @@ class Cutter:
         self._built, pricer = True, self.pricer
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
-        least = np.minimum(memory.transient, memory.transient_again)  # of the last unit: before it, others are gone
+        least = np.minimum(memory.transient, memory.recompute_transient)  # of the last unit: before it, others are gone
         self._transient = np.concatenate([[0.0], least])[self._j]
         self._forward = _prefix(np.array(pricer.forward))
         n = self.num_units
@@ -255,12 +255,14 @@ class Cutter:
         """Prefix of what a pinned mapping frees."""
         m, p = self.pricer.memory, self.pricer
         return _prefix(
-            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_again.get(u, NONE)) for u in range(self.num_units)])
+            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_recompute.get(u, NONE)) for u in range(self.num_units)])
         )
 
     def _repeated(self) -> Array:
         p = self.pricer
-        again = [p.repeated_s(u, p.pinned_again[u]) if u in p.pinned_again else 0.0 for u in range(self.num_units)]
+        again = [
+            p.repeated_s(u, p.pinned_recompute[u]) if u in p.pinned_recompute else 0.0 for u in range(self.num_units)
+        ]
         return _prefix(np.array(again))
 
     def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
@@ -460,11 +462,11 @@ class Cutter:
         ranges = [range(0, 0)] * self.pp
         tried = [0] * self.pp
         ranges[stage], tried[stage] = units, count
-        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_again)
+        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_recompute)
 
     def _counts(self, units: range, layers: int) -> list[int]:
         if self.fixed is None:
-            return list(range(self.pricer.ladder.height(units) + 1))
+            return list(range(self.pricer.frontier.height(units) + 1))
         if self.fixed == FULL:
             return [layers]
         return [0]

@@ -201,7 +201,7 @@ class ChunkCutter:
     def _choices(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
         """Steps down the ladder of recompute of each chunk of a rank, fewest first."""
         ranges = ranges_of(self.chunks)
-        most = [self.pricer.ladder.height(ranges[k]) for k in mine]  # without a search, its layers
+        most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # without a search, its layers
         if self.fixed is None:
             turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
             taken = [(0,) * len(most)]
@@ -210,7 +210,7 @@ class ChunkCutter:
             return taken
         if self.fixed == FULL:
             return [tuple(most)]
-        return [tuple(sum(u in self.pricer.pinned_again for u in ranges[k]) for k in mine)]
+        return [tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine)]
 
     def _needed(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> float:
         return total_bytes(self._memory(rank, mine, counts).terms)
@@ -219,7 +219,7 @@ class ChunkCutter:
         tried = [0] * len(self.chunks)
         for k, count in zip(mine, counts, strict=True):
             tried[k] = count
-        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_again)
+        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_recompute)
 
     def shortage(self) -> Shortage:
         """How far it is from fitting, with everything computed again that may be."""

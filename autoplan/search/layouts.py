@@ -45,8 +45,8 @@ from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims, folds
 from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.token_dispatch_layouts import with_own_tokens
-from autoplan.program.without_sequence_parallel import with_whole_tokens
+from autoplan.program.token_dispatch_layouts import with_token_dispatch
+from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 from autoplan.search.cuts import Cutter
@@ -237,11 +237,11 @@ class LayoutCache:
         )
         problem = build_problem(r.graph, settings)
         if not r.options.sequence_parallel:
-            problem = with_whole_tokens(problem, r.graph)
+            problem = without_sequence_parallelism(problem, r.graph)
         built = time.perf_counter()
         try:
             if own:
-                problem = with_own_tokens(problem, r.graph, slack)
+                problem = with_token_dispatch(problem, r.graph, slack)
             solution = solve(problem, limit_s)
         finally:
             solved = time.perf_counter()
