@@ -320,7 +320,7 @@ class _Walk:
             step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
 
     def _accumulates(self, op: Op) -> bool:
-        """True if the operation adds the gradients of its weights to where they are summed."""
+        """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
         return self.kernels.megatron and bool(op_record(op.node.op).weights)
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:

@@ -62,17 +62,17 @@ class Kernels:
 
     @property
     def megatron(self) -> bool:
-        """True for Megatron's and Transformer Engine's."""
+        """True for the kernels of Megatron and Transformer Engine."""
         return self.mode is Mode.FUSED
 
     @property
     def narrow_logits(self) -> bool:
-        """True if what a loss upcasts is not stored: its kernel reads the logits as they are."""
+        """True if the upcast logits of a loss are not stored: its kernel reads the logits as they are."""
         return self.megatron or self.fused_loss
 
     @property
     def float8_inputs(self) -> bool:
-        """True if products keep 8-bit inputs; those that PyTorch's float8 training compiles keep them as they were."""
+        """True if products keep 8-bit inputs. PyTorch's compiled float8 training keeps the inputs unconverted."""
         return self.megatron and self.float8
 
 

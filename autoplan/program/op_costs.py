@@ -81,8 +81,8 @@ class OpCosts:
         self.sizes = graph.factor_sizes(env)
         self.groups = axis_groups(self.axes)
         self.remapped = _dtype_map(graph, precision)
-        # only products of layers take 8 or 4 bits: the head keeps the dtype of activations (Transformer Engine's
-        # recipes in Megatron-LM; torchtitan's float8 leaves out "output"). In a model without layers all products take them
+        # only products of layers take 8 or 4 bits: the head keeps the dtype of activations (recipes of Transformer
+        # Engine in Megatron-LM; torchtitan's float8 leaves out "output"). Without layers all products take them
         layers = set(layer_calls(graph))
         self._narrow = {c.block for c in graph.calls if c.name in layers or not layers}
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}

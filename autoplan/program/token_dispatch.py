@@ -221,7 +221,7 @@ def _ranks(op_costs: OpCosts) -> int:
 
 
 def on_token_share(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
-    """An operation of the router on whole values, as one of `ways` ranks computes it for its own tokens.
+    """Return a router operation on whole values as one of `ways` ranks computes it for its share of the tokens.
 
     Sizes are divided instead of computed anew: a value counts as split if its first dims are the tokens.
     """

@@ -35,7 +35,7 @@ def inner_place(block: Block, name: str) -> tuple[int, int]:
 
 
 def with_token_dispatch(problem: IntraProblem, graph: ModelGraph, state_slack: float | None) -> IntraProblem:
-    """The problem with only those strategies of experts that split the tokens over all of tensor parallelism.
+    """Return the problem with only the expert strategies that split the tokens over all of tensor parallelism.
 
     Args:
         state_slack: factor of the problem's state budget over the least possible state. The budget shrinks by the part

@@ -22,9 +22,12 @@ class UnitMemory:
     """Bytes of one unit and micro-batch on one rank.
 
     Attributes:
-        saved, selective, kept: without recompute, with the attention core recomputed, with all of its layers.
-        choices: the same under every other choice that all of its layers know.
-        transient, recompute_transient: the most beyond what it and those before it keep, without and with recompute.
+        saved: kept without recompute.
+        selective: kept if the attention core is recomputed.
+        kept: kept if all of its layers are recomputed.
+        choices: kept under every other recompute choice that all of its layers know.
+        transient: the most beyond the bytes that it and the units before it keep, without recompute.
+        recompute_transient: the same with full recompute.
     """
 
     saved: float
@@ -100,7 +103,7 @@ def with_dispatch(
     out = {}
     for name, low in lowered.items():
         out[name] = activation_bytes[name]
-        if not op_costs.kernels.megatron:  # those make no gradients of weights (`program.megatron_kernels`)
+        if not op_costs.kernels.megatron:  # Megatron's kernels make no separate weight gradients
             out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
         if experts.executed:
             nodes = [node for node in low.block.nodes if op_kind(node.op) is OpKind.EXPERTS]

@@ -16,8 +16,10 @@ _RESTRICTION = "no sequence parallelism: values between blocks are whole on ever
 
 
 def without_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
-    """The problem without options that split an activation over a factor of what blocks hand over: batch, sequence or
-    hidden size."""
+    """Return the problem without options that split an activation over a factor of the values between blocks.
+
+    These factors are batch, sequence and hidden size.
+    """
     crossing = {
         factor
         for block in graph.blocks.values()

@@ -312,7 +312,7 @@ def _recomputed(
     position: Mapping[int, int],
     sent: Sequence[Sequence[CommWork]],
 ) -> Recomputed:
-    """What the modules that are computed again do.
+    """Return the work of the recomputed modules.
 
     Args:
         sent: collectives by statement.
