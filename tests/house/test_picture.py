@@ -1,18 +1,33 @@
-"""ARCHITECTURE.md shows the rooms as the imports have them."""
+"""ARCHITECTURE.md shows the rooms as the imports have them, and files that exist; the README the pins as declared."""
 
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
+
+from autoplan.config.choice import choices_of
+from autoplan.config.parallel import ParallelConfig
 
 _FILE = Path(__file__).with_name("picture.py")
 
 
-def test_the_picture_is_what_the_imports_are() -> None:
-    spec = importlib.util.spec_from_file_location("picture", _FILE)
+def _loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    picture = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(picture)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_is_what_the_imports_are() -> None:
+    picture = _loaded(_FILE)
     assert picture.written() == picture.picture(), "python tests/house/picture.py --write"
+
+
+def test_the_table_of_pins_is_what_their_records_say() -> None:
+    pins = _loaded(_FILE.with_name("pins.py"))
+    assert pins.written() == pins.table(), "python tests/house/pins.py --write"
+    assert all(record.about or record.help for record in choices_of(ParallelConfig))
 
 
 _PATH = re.compile(r"`((?:[\w.]+/)*[\w]*(?:\.(?:py|md|json)|/))`")
