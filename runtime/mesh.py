@@ -99,7 +99,7 @@ class AxisMesh:
         return tuple(a for a in self.atoms(axes) if self._sizes[a] > 1)
 
     def _own_ranks(self, atoms: Sequence[str]) -> list[int]:
-        """Return the ranks that differ from this one only along the sub-axes `atoms`, the last of which varies fastest."""
+        """Return the ranks that differ from this one only along the sub-axes `atoms`; the last one varies fastest."""
         own, found = dist.get_rank(), [0]
         for atom, size in self._sizes.items():
             own_step = own // self._steps[atom] % size * self._steps[atom]

@@ -146,7 +146,7 @@ class ParallelModel:
         return scaler
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        """Return an optimizer over the local parts of all trained parameters, including all copies of tied parameters."""
+        """Return an optimizer over the local parts of all trained parameters and all copies of tied parameters."""
         trained = [(s, p) for s, p in self._places() if p.requires_grad]
         given: list[nn.Parameter] = []
 
@@ -160,7 +160,7 @@ class ParallelModel:
         return optimizer
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
-        """Apply ZeRO to every stage; return its syncs and the 16-bit copies of the parameters that it does not gather."""
+        """Apply ZeRO to every stage; return its syncs and the 16-bit copies of parameters that it does not gather."""
         precision, copies, syncs = self.precision, None, {}
         if self._replicas.plain:
             copies = self._make_copies()

@@ -252,7 +252,7 @@ class Offloads:
         self._last: weakref.ref[OffloadedActivations] | None = None
 
     def open(self, resident: Iterable[torch.Tensor], follows: bool) -> OffloadedActivations:
-        """Open a context for one forward of a block; `follows`: True if the previous block of the stage offloads, too."""
+        """Open a context for one forward of a block; `follows`: True if the block before it offloads too."""
         before = self._last() if follows and self._last is not None else None
         out = OffloadedActivations(resident, self._side, before)
         self._last = weakref.ref(out)
