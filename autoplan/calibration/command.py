@@ -30,7 +30,10 @@ def calibrate_command(
     """Everything but printing, which the returned function does. AutoplanError for what cannot be read or written."""
     start = Constants.shipped() if constants is None else Constants.load(constants)
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
-    start.with_(dict.fromkeys(names, 1.0))  # a name that is not known says so before models are loaded
+    start.with_(dict.fromkeys(names, 1.0))  # Run the command, and return the function that prints its results.
+
+Raises:
+    AutoplanError: if a file cannot be read or written.
     if write is not None and not write.parent.is_dir():
         raise PinError(f"cannot write {write}: there is no folder {write.parent}")
     measured = read_steps(file, start, None if profile is None else Profile.load(profile))
