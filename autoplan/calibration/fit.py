@@ -317,12 +317,14 @@ def fit(
 def held_out_errors(
     fitted: Fitted, steps: Sequence[MeasuredStep], price: StepPrice, *, least_groups: int = LEAST_GROUPS
 ) -> HeldOut:
-    """Fit again without each group, and price it with what came out.
+    """Fit without each group in turn, and price that group with the result.
 
-    The fits are those of the linear model where the whole fit ended; as far as they go from there, true prices of the
-    steps that are left decide (a search along the line, as in `fit`). A constant that without the group has too few
-    groups left goes back to where it was before the fit, by the same rule. Raises: AutoplanError if there is only one
-    group.
+    Each fit solves the linear model at the end of the whole fit; how far it goes from there is decided by true prices
+    of the remaining steps (a line search, as in `fit`). A constant that has too few groups left without the group
+    returns to its value before the fit, by the same rule.
+
+    Raises:
+        AutoplanError: if there is only one group.
     """
     linear, labels = fitted.linear, sorted({s.group for s in steps})
     if len(labels) < 2:

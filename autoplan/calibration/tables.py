@@ -11,11 +11,11 @@ from rich.table import Table
 from autoplan.calibration.fit import Fitted, HeldOut, Interval, MeasuredStep, Row, group_errors, macro
 from autoplan.cost_models.constants import Constants
 
-_DIGITS = 4  # of values that are stored: far finer than any error
+_DIGITS = 4  # of stored values: far finer than any error
 
 
 def rounded(constants: Constants) -> Constants:
-    """To the digits that a file holds."""
+    """Round the constants to the digits that a file holds."""
     return constants.with_({n: float(f"{v:.{_DIGITS}g}") for n, v in constants.values.items()})
 
 

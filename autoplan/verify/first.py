@@ -33,14 +33,12 @@ _SEEN = "_autoplan_seen"
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What reshaping, transposing and permuting leave as it is."""
+    """Figures of a tensor that reshaping, transposing and permuting do not change."""
 
     size: int
     num_hidden: int  # elements beyond _HIDDEN: masks, which would outweigh the others
     total: float
-    magnitude: (
-        float  # sum of absolute values: other tensors differ in it where sum and squares are fixed, as after a norm
-    )
+    magnitude: float  # sum of absolute values: the other two hardly tell normalised tensors apart
     squares: float
 
     @staticmethod
@@ -89,7 +87,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Know in which module the forward is."""
+        """Keep track of the module whose forward runs."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self._stack.append(self._paths.get(id(module), self._stack[-1]))
@@ -105,7 +103,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of the graph: what makes it, from which other values, and what it was."""
+    """A value of the graph: the node that makes it, its inputs by name, and its fingerprint."""
 
     call: Call
     node: Node

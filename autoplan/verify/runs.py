@@ -158,7 +158,7 @@ def _shown(batch: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A gradient that differs: its largest element in the graph and the module, and of their difference."""
+    """A gradient that differs: the largest element in the graph, in the module, and of their difference."""
 
     name: str
     got: float

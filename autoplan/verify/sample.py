@@ -25,7 +25,7 @@ _LEAST_TOKENS = 8
 
 @dataclass
 class _Use:
-    """What the whole numbers of an input are used as."""
+    """The use of the whole numbers of an input: as indices of an embedding, as labels, or both."""
 
     rows: int | None = None  # number of rows of the smallest embedding that they index
     classes: int | None = None
@@ -40,7 +40,7 @@ class _Use:
 
 @dataclass
 class _Uses:
-    """Follows the inputs through the graph."""
+    """Follows the inputs through the graph to their uses."""
 
     graph: ModelGraph
     origin: dict[str, set[str]] = field(default_factory=dict)  # top-level value -> the inputs whose numbers it holds
@@ -98,7 +98,7 @@ def sizes_to_try(graph: ModelGraph, example: SymbolSizes) -> Iterator[dict[str, 
 
 
 def _within(graph: ModelGraph, symbol: str, wanted: int, example: int) -> int:
-    """Return the length nearest to the wanted one that is within the bounds of the graph; the example's always is."""
+    """Return the length nearest to the wanted one within the bounds of the graph (the example's length is inside)."""
     low, high = graph.bounds.get(symbol, (0, None))
     least = max(low, min(_LEAST_TOKENS, example))
     wanted = max(wanted, least)
@@ -106,8 +106,10 @@ def _within(graph: ModelGraph, symbol: str, wanted: int, example: int) -> int:
 
 
 def longest_window(graph: ModelGraph) -> int:
-    """Return the largest sliding window of attention; 0 without any. Shorter sequences do not show whether it is
-    there."""
+    """Return the largest sliding window of attention; 0 without any.
+
+    Shorter sequences do not show whether the window is there.
+    """
     nodes = (n for block in graph.blocks.values() for n in block.nodes if op_kind(n.op) is OpKind.ATTENTION)
     return max((int(n.attrs["window"]) for n in nodes if n.attrs.get("window") is not None), default=0)
 

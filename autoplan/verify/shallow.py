@@ -38,7 +38,7 @@ _NARROW, _VOCAB = 64, 1024
 
 @dataclass(frozen=True)
 class _Change:
-    """A config made smaller; `text` says how."""
+    """A change that makes a config smaller; `text` describes it."""
 
     make: Callable[[Any], None]
     text: str
@@ -99,7 +99,7 @@ def _changes(depths: Mapping[int, int]) -> Iterator[_Change]:
 
 
 def _signature(block: Block, widths: bool) -> tuple[Any, ...]:
-    """Return the part of a captured block that does not depend on its sizes (if `widths`, of its attributes, too)."""
+    """Return the part of a captured block that a smaller model must share; with `widths`, whole numbers may differ."""
 
     def attributes(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         kept = ((k, v) for k, v in sorted(attrs.items()) if not widths or isinstance(v, (bool, str, float)))

@@ -135,6 +135,6 @@ def _grouped_mm(
 
 @contextmanager
 def wide(shown: torch.dtype) -> Iterator[None]:
-    """Float64 arithmetic inside, dropout a fixed factor, gradients on; generators of random numbers are restored."""
+    """Compute in float64 with dropout as a fixed factor and gradients on; random number generators are restored."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide(shown):
         yield
