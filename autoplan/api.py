@@ -123,75 +123,51 @@ def parallelize(
         `pm.plan`, `pm.source`.
     Raises: DeviceError, PinError, CaptureError, NothingFits and other AutoplanErrors, the same on every rank.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    world = dist.get_world_size() if dist.is_initialized() else world
     measured = isinstance(cluster, str)
-    if isinstance(cluster, str):
-        own = model if isinstance(model, nn.Module) else None
-        cluster = Cluster.parse(cluster, world, devices.device_kind(devices.read(device), devices.sight(own)))
-    if cluster.num_devices != world:
-        raise PinError(
-            f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
-            f"torchrun --nproc-per-node {cluster.num_devices}, or pass cluster='local'"
-        )
+    cluster = _cluster_of_job(cluster, model, device)
     pins = dict(pins or {})
     check_pins(pins)
     verify = check_verify(verify)
-    compute = executed_precision(precision).compute
+    dtype = executed_precision(precision).compute
     if gradient_compression is not None:
         pins = _compressible(gradient_compression, pins, precision)
-    if example_inputs is None:
-        if not is_hf_model(model):
-            raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
-        example_inputs = default_example(model)
+    example_inputs = _examples(model, example_inputs)
     check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
     compile = _check_compile(compile, async_tp, cluster.device_type)
-    absent = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    if absent:
-        raise CaptureError(
-            f"{absent[0]!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
-        )
+    _check_values(model)
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
     device = placement.device
     if measured:
         cluster = _with_memory(cluster, placement)
     _check_same_model(model, device)
-    dtype = None if compute is None else getattr(torch, compute)
-    captured = _on_first(lambda: _capture(model, example_inputs, loss_fn, dtype, verify), "capture")
+    computed = None if dtype is None else getattr(torch, dtype)
+    captured = _on_first(lambda: _capture(model, example_inputs, loss_fn, computed, verify), "capture")
     graph, verified = captured if captured is not None else (None, "")
-    shape = next(iter(example_inputs.values())).shape
     seq_len, target_len = example_lengths(model, example_inputs)
-    batch = global_batch_size or default_global_batch(pins, world, shape[0])
+    first = next(iter(example_inputs.values()))
+    batch = global_batch_size or default_global_batch(pins, cluster.num_devices, first.shape[0])
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
-    def chain() -> tuple[Plan, Program]:
+    def planned(compiled: bool) -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        given = (graph, cluster, pins, batch, seq_len, known)
+        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision)
 
-        def planned(compiled: bool) -> tuple[Plan, Program]:
-            return plan_program(*given, compiled, target_len, precision)
-
-        if compile == AUTO:
-            plan, program = cheaper_program(planned) if compiles_by_itself(device) else planned(False)
-        else:
-            plan, program = planned(bool(compile))
+    def chain() -> tuple[Plan, Program]:
+        compared = compile == AUTO and compiles_by_itself(device)
+        plan, program = cheaper_program(planned) if compared else planned(bool(compile) and compile != AUTO)
         if check:
             _type_check(program)
         return replace(plan, capture=verified), program
 
     plan, program = _agree(chain, "planning")
     parameters, buffers = _tensors(model)
-    if world > 1:
+    if cluster.num_devices > 1:
         _same_values(parameters, buffers, device)
-    if folder is not None and dist.get_rank() == 0:
-        program.write(Path(folder))
-        write_whole(Path(folder) / "plan.json", plan.to_json())
-    if folder is not None and world > 1:
-        dist.barrier()
+    path = None if folder is None else _written(Path(folder), plan, program)
     pm = ParallelModel(
         program.spec,
         program.sources,
@@ -200,7 +176,7 @@ def parallelize(
         num_micro_batches=plan.config.num_micro_batches,
         optimizer=optimizer,
         device=device,
-        folder=Path(folder) if folder is not None else None,
+        folder=path,
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(program.spec, model, {**parameters, **buffers}),
@@ -210,6 +186,48 @@ def parallelize(
     )
     pm.plan = plan
     return pm
+
+
+def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
+    """Return the cluster that is planned for. PinError if it has not one device for each process of this job."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if isinstance(cluster, str):
+        own = model if isinstance(model, nn.Module) else None
+        cluster = Cluster.parse(cluster, world, devices.device_kind(devices.read(device), devices.sight(own)))
+    if cluster.num_devices != world:
+        raise PinError(
+            f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
+            f"torchrun --nproc-per-node {cluster.num_devices}, or pass cluster='local'"
+        )
+    return cluster
+
+
+def _examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
+    """Return the example inputs; those of a Hugging Face language model need not be given."""
+    if given is not None:
+        return given
+    if not is_hf_model(model):
+        raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
+    return default_example(model)
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter or buffer without values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise CaptureError(
+                f"{name!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
+            )
+
+
+def _written(folder: Path, plan: Plan, program: Program) -> Path:
+    """Write plan and program on rank 0, and return the folder on every rank when they are there."""
+    if dist.get_rank() == 0:
+        program.write(folder)
+        write_whole(folder / "plan.json", plan.to_json())
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    return folder
 
 
 def _check_optimizer(optimizer: Any) -> None:

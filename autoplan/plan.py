@@ -24,7 +24,7 @@ from autoplan.program.pins import (
     stage_calls,
 )
 from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.token_dispatch_layouts import with_own_tokens
+from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.search.intra import IntraSolution, solve
 from autoplan.search.nearest import check_with_nearest
 from autoplan.search.planner import Certificate, Planned
@@ -131,7 +131,7 @@ def make_plan(
     )
     problem = build_problem(graph, settings)
     if axes and config.spreads_experts:
-        problem = with_own_tokens(problem, graph, config.state_slack)
+        problem = with_token_dispatch(problem, graph, config.state_slack)
     solution = solve(problem)
     certificate = {
         "status": solution.status,

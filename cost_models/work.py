@@ -112,7 +112,7 @@ class ParamWork:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputed:
     """What a call runs again in its backward: positions in its `ops`, operations beside those, and what they send."""
 
     ops: frozenset[int]
@@ -146,7 +146,7 @@ class BlockWork:
     selective_ops: frozenset[int] = frozenset()
     joined_ops: frozenset[int] = frozenset()
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    modules: Again | None = None
+    modules: Recomputed | None = None
     freed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Gathered = Gathered.AGAIN
 
@@ -163,14 +163,14 @@ class SharedValue:
     Attributes:
         made, last: the unit that makes it, and the last one that takes it.
         num_bytes: on one rank, of one micro-batch.
-        kept, kept_again: the unit of every call that keeps it, without recompute and with all layers computed again.
+        kept, kept_recomputed: the unit of every call that keeps it, without recompute and with all layers recomputed.
     """
 
     made: int
     last: int
     num_bytes: float
     kept: tuple[int, ...]
-    kept_again: tuple[int, ...]
+    kept_recomputed: tuple[int, ...]
 
     def crosses(self, cut: int) -> bool:
         """True if it goes from unit `cut` - 1 to unit `cut`."""
@@ -178,7 +178,7 @@ class SharedValue:
 
     def held(self, start: int, stop: int, sent: bool) -> bool:
         """True if a stage of units start .. stop - 1 holds it. `sent`: also what it only makes and sends."""
-        used = any(start <= u < stop for u in (*self.kept, *self.kept_again))
+        used = any(start <= u < stop for u in (*self.kept, *self.kept_recomputed))
         return used or self.crosses(start) or (sent and self.crosses(stop))
 
 
@@ -205,7 +205,7 @@ class Workload:
     unit_kept: tuple[float, ...]  # and under full recompute of its layers
     # the most a unit needs while it runs beyond what it and the units before it keep, without and with recompute
     unit_transient: tuple[float, ...]
-    unit_transient_again: tuple[float, ...]
+    unit_recompute_transient: tuple[float, ...]
     tied: tuple[tuple[int, int, float], ...]  # first and last unit that use a parameter, bytes of its gradient
     free_saved: float  # what the parameter-free blocks make, on every stage
     tokens: float  # of one micro-batch of one data-parallel rank, whole sequence

@@ -374,7 +374,7 @@ class _Compiler:
         """What becomes of the parameters that ZeRO 3 gathers for a forward (see `runtime.program.Block`)."""
         if self.layouts.zero_stage < 3 or not call.params:
             return "again"
-        if not recompute_kind(recompute).computes_again and not backward_reads_params(self.lowered[call.block].block):
+        if not recompute_kind(recompute).recomputes and not backward_reads_params(self.lowered[call.block].block):
             return "drop"
         last = call is self.graph.calls[-1]
         return "keep" if last and backward_follows(self.layouts.schedule, len(self.layouts.stages)) else "again"

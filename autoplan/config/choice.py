@@ -33,6 +33,7 @@ class Choice:
         name: of the field and the pin, in JSON and YAML, and with `-` for `_` on the command line.
         default: of the field.
         help: of the command line; empty: the command line has no such option.
+        about: what a pin of it does, in Markdown, for the README; empty: `help`.
         written: how a value is written in text.
         words: the enum whose words are legal, or the words themselves; none: `obstacle` decides.
         flags: on the command line; none: `--name`, of a switch that is on by default also `--no-name`.
@@ -55,6 +56,7 @@ class Choice:
     name: str = ""
     default: Any = None
     help: str = ""
+    about: str = ""
     written: Written = Written.COUNT
     words: type[StrEnum] | tuple[str, ...] = ()
     flags: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class RecomputeKind:
         name: the choice; of a kind with parts, what these are.
         does: what is kept, computed again or copied.
         parts: what a choice of this kind names some of; none: its name is the choice.
-        computes_again: a backward runs something that the forward ran. on_host: what would be kept waits on the host.
+        recomputes: a backward runs something that the forward ran. on_host: what would be kept waits on the host.
         of_all: chosen for all layers it is what all layers do, not a choice of single ones.
         searched: when a search looks at it for single layers.
         executed: by the runtime.
@@ -49,7 +49,7 @@ class RecomputeKind:
     name: str
     does: str
     parts: tuple[str, ...] = ()
-    computes_again: bool = False
+    recomputes: bool = False
     on_host: bool = False
     of_all: bool = False
     searched: Searched = Searched.NEVER
@@ -62,13 +62,13 @@ _RECORDS = (
     RecomputeKind(
         SELECTIVE,
         "the core of attention is computed again, its result is kept (Korthikanti et al., 2022)",
-        computes_again=True,
+        recomputes=True,
         of_all=True,
     ),
     RecomputeKind(
         FULL,
         "the inputs of a layer are kept, all of it is computed again",
-        computes_again=True,
+        recomputes=True,
         of_all=True,
         searched=Searched.ALWAYS,
     ),
@@ -82,14 +82,14 @@ _RECORDS = (
         REGIONS,
         "groups of regions are computed again, their results are not kept",
         GROUPS,
-        computes_again=True,
+        recomputes=True,
         searched=Searched.BY_OPERATION,
     ),
     RecomputeKind(
         MODULES_KIND,
         "modules are Megatron's",
         MODULES,
-        computes_again=True,
+        recomputes=True,
         executed=False,
         modes=("fused",),
     ),

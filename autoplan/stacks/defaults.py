@@ -170,7 +170,7 @@ RECOMPUTE_WORDS: tuple[tuple[str, str], ...] = (
 EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
 _MODULE = f"(?:{'|'.join(MODULES)})"  # of Megatron's --recompute-modules
-MODULES_AGAIN = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
+MODULES_RECOMPUTED = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
 
 # The planner's schedules for a row's words, by their letters and digits alone; several where they are not the planner's
 # own. ZBB (Qi et al., Zero Bubble Pipeline Parallelism, 2023) on chunks of one rank is interleaved; ZB-H2 and the

@@ -22,7 +22,7 @@ class RecomputeChoice:
 
     name: str
     freed_bytes: float
-    again_s: float
+    recompute_s: float
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Rung:
 
     choices: tuple[str | None, ...]
     freed_bytes: tuple[float, ...]
-    again_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
 
 
-class Ladder:
+class RecomputeFrontier:
     """Rungs, cheapest byte first."""
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         self.rungs = tuple(rungs)
 
     @classmethod
-    def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> Ladder:
+    def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
         """That of a model.
 
         Args:
@@ -66,11 +66,13 @@ class Ladder:
         return cls([rung for *_, rung in found])
 
     @classmethod
-    def full_only(cls, layers: Sequence[bool], freed: Sequence[float], again_s: Sequence[float]) -> Ladder:
+    def full_only(
+        cls, layers: Sequence[bool], freed: Sequence[float], recompute_s: Sequence[float]
+    ) -> RecomputeFrontier:
         """Layers in full or not at all."""
         options = [
             [RecomputeChoice(FULL, size, seconds)] if layer else []
-            for layer, size, seconds in zip(layers, freed, again_s, strict=True)
+            for layer, size, seconds in zip(layers, freed, recompute_s, strict=True)
         ]
         return cls([cls._rung(options, [u for u, layer in enumerate(layers) if layer], NONE, FULL)])
 
@@ -82,7 +84,7 @@ class Ladder:
             by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
             choices[u] = after
             freed[u] = by_name[after].freed_bytes - by_name[before].freed_bytes
-            again[u] = max(0.0, by_name[after].again_s - by_name[before].again_s)
+            again[u] = max(0.0, by_name[after].recompute_s - by_name[before].recompute_s)
         return Rung(tuple(choices), tuple(freed), tuple(again))
 
     def choices(self, units: Sequence[int], level: int) -> dict[int, str]:
@@ -115,7 +117,7 @@ def front(options: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
 
 
 def _slope(before: RecomputeChoice, after: RecomputeChoice) -> float:
-    return (after.again_s - before.again_s) / (after.freed_bytes - before.freed_bytes)
+    return (after.recompute_s - before.recompute_s) / (after.freed_bytes - before.freed_bytes)
 
 
 def recompute_mapping(choices: Mapping[int, str], calls: Sequence[Sequence[str]]) -> dict[str, str]:

@@ -24,10 +24,10 @@ from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
 from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
-    Again,
     BlockWork,
     CommWork,
     OpWork,
+    Recomputed,
     Workload,
 )
 from autoplan.ops.record import OpKind
@@ -41,8 +41,8 @@ class OpTimes:
 
     `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
     `host_*`: what the host needs to start them; `attention`: the part of its core, by phase; `groups`: what computing a
-    group of regions again runs; `modules`, `host_modules`: what computing modules again runs. `host_again`: of groups
-    and `selective`, where a profile has the host's part.
+    group of regions again runs; `modules`, `host_modules`: what computing modules again runs. `host_recompute`: of
+    groups and `selective`, where a profile has the host's part.
     """
 
     forward: Quantity
@@ -55,7 +55,7 @@ class OpTimes:
     groups: Mapping[str, Quantity] = field(default_factory=dict)
     modules: Quantity = ZERO
     host_modules: Quantity = ZERO
-    host_again: Mapping[str, Quantity] = field(default_factory=dict)
+    host_recompute: Mapping[str, Quantity] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -83,7 +83,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
             ZERO if again is None else host_s(block, "forward", costs, again),
             {
-                name: host_s(block, "forward", costs, Again(frozenset(ops)))
+                name: host_s(block, "forward", costs, Recomputed(frozenset(ops)))
                 for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
                 if costs.measures_host
             },
@@ -165,7 +165,7 @@ class BlockCost:
     slack: Mapping[str, Quantity]  # how long the host is idle, by phase, and in the update ("optimizer")
     waited_split: Quantity  # for it to walk over the graph where the backward is in two parts
     again: Quantity  # its forward once more, in a backward
-    hidden_again: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
+    hidden_recompute: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
     gather: Quantity  # of ZeRO 1 and 2, once per step, whole
     reduce: Quantity  # of ZeRO 1 (0, if beside the backward), and over replicas of the shards: once per step, whole
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
@@ -188,9 +188,9 @@ class BlockCost:
         return self.backward + self.comm_s("backward") + self.zero_backward + self.accumulate + self.waited["backward"]
 
     @property
-    def again_s(self) -> Quantity:
+    def recompute_s(self) -> Quantity:
         """Its forward once more, parameters at hand, less what it hides."""
-        return self.again.beyond(self.hidden_again)
+        return self.again.beyond(self.hidden_recompute)
 
     def repeated(self, how: str) -> Quantity:
         """What a choice of recompute adds to a backward."""
@@ -201,7 +201,7 @@ class BlockCost:
 _ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
     NONE: lambda b, how: ZERO,
     SELECTIVE: lambda b, how: b.selective,
-    FULL: lambda b, how: b.again_s,
+    FULL: lambda b, how: b.recompute_s,
     OFFLOAD: lambda b, how: b.offload,
     REGIONS: lambda b, how: total([b.groups[g] for g in region_groups(how) if g in b.groups]),
     MODULES_KIND: lambda b, how: b.modules,
@@ -263,7 +263,7 @@ class BlockPricer:
 
         def repeated(name: str, seconds: Quantity) -> Quantity:
             """What operations that run again add to a backward, which is there beside them."""
-            return host.adds("backward", times.host_again[name], seconds) if times.host_again else seconds
+            return host.adds("backward", times.host_recompute[name], seconds) if times.host_recompute else seconds
 
         return BlockCost(
             forward=times.forward,
@@ -287,7 +287,7 @@ class BlockPricer:
             again=host.adds("backward", times.host_forward, again)
             if self.costs.measures_host
             else again + host.waited("forward"),
-            hidden_again=zero.hidden_again,
+            hidden_recompute=zero.hidden_recompute,
             gather=zero.gather_once,
             reduce=zero.reduce_once + self.states.all_reduces(block),
             groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},

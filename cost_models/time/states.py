@@ -33,7 +33,7 @@ class ZeroTerms:
     last: Quantity
     gather_once: Quantity
     reduce_once: Quantity
-    hidden_again: Quantity = ZERO
+    hidden_recompute: Quantity = ZERO
 
 
 def narrow(block: BlockWork) -> bool:
