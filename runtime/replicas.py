@@ -29,8 +29,8 @@ class Replicas:
             self._shards, self._expert_shards = "shards" if "shards" in mesh.groups else "sdp", "sedp"
 
     def submesh(self) -> DeviceMesh:
-        """Return the ranks that ZeRO shards over; under hybrid ZeRO together with the ranks that have copies of the
-        shards.
+        """Return the mesh of the ranks that ZeRO shards over; under hybrid ZeRO with the copies of the shards as first
+        dim.
         """
         return self._mesh.submesh("rdp", self._shards) if self._hybrid else self._mesh.submesh(self._shards)
 
