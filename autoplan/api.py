@@ -83,17 +83,15 @@ def parallelize(
             planned for AdamW, and you make your own from `pm.parameters()`.
         example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. If source and
             target of an encoder-decoder may differ in length, give them different lengths here. Not needed for a
-            Hugging
-            Face language model.
+            Hugging Face language model.
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
         global_batch_size: samples per step over all data-parallel ranks. None: the number of examples times the number
-            of
-            devices that may be data-parallel ranks. A rank's part is `global_batch_size / pm.data_world`.
-        pins: fixed choices; the rest is searched. They are tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size,
-            num_micro_batches, schedule, stages (layers per pipeline stage), recompute ('none', 'full', 'selective',
-            regions as in 'attention+mlp+norms', 'offload', or a mapping from block to one of these) and offload ('none',
-            or the tensors to keep on the host: 'activations', 'optimizer', 'parameters', joined by '+'; the training loop
-            stays the same).
+            of devices that may be data-parallel ranks. A rank's part is `global_batch_size / pm.data_world`.
+        pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, schedule,
+            stages (layers per pipeline stage), recompute ('none', 'full', 'selective', regions as in
+            'attention+mlp+norms', 'offload', or a mapping from block to one of these), offload ('none', or the tensors
+            to keep on the host: 'activations', 'optimizer', 'parameters', joined by '+'; the training loop stays the
+            same). The rest is searched.
         profile: measured times: a Profile, or the name or path of one. None with 'local': the profile of this machine,
             which is measured first (bounded, once) if there is none; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; default: a temporary
@@ -104,35 +102,26 @@ def parallelize(
         check: True: type-check the emitted program with spmd_types in a process of its own before it runs (some
             seconds).
         compile: whether every block runs through torch.compile. True: by its default backend (inductor, which needs a
-            C++
-            compiler on the CPU); a name: by that backend; False: not. 'auto': on CUDA if a plan with compiled blocks
-            has
-            the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
-            activations
-            it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
+            C++ compiler on the CPU); a name: by that backend; False: not. 'auto': on CUDA if a plan with compiled
+            blocks has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides
+            which activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
         async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind parts of the adjacent products
             (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by NVLink.
-            Its
-            effect is not priced, and it has never been run.
+            Its effect is not priced, and it has never been run.
         precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
             also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.
         gradient_compression: compression of the all-reduce of ZeRO 0 (which it pins): 'bf16', 'fp16', or
             `autoplan.PowerSGD(rank=4)`. Not priced: the plan counts uncompressed gradients.
         verify: whether rank 0 runs the captured graph and compares its loss and gradients with the module's. True: if
-            that
-            takes some seconds at most (a large Hugging Face model with fewer layers of its config); `pm.plan.capture`
-            says
-            what was compared. 'required': at any cost, and an error if it cannot be done. False: not.
+            that takes some seconds at most (a large Hugging Face model with fewer layers of its config);
+            `pm.plan.capture` says what was compared. 'required': at any cost, and an error if it cannot be done. False:
+            not.
         device: 'cpu', 'cuda', 'cuda:1' or a torch.device. None: the first of these that exists: the model's GPU, the
-            GPU
-            that the process group is bound to, the choice of `torch.cuda.set_device`, the GPU with this rank's number
-            on
-            its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK), the only visible GPU. It is the CPU if no
-            GPU
-            is visible, or if the process group has gloo alone. NCCL takes one rank per GPU; several ranks can share one
-            in
-            a group of gloo that you make, with device='cuda'.
+            GPU that the process group is bound to, the choice of `torch.cuda.set_device`, the GPU with this rank's
+            number on its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK), the only visible GPU. It is the
+            CPU if no GPU is visible, or if the process group has gloo alone. NCCL takes one rank per GPU; several ranks
+            can share one in a group of gloo that you make, with device='cuda'.
 
     Returns:
         A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`,
@@ -341,8 +330,7 @@ def cheaper_program(planned: Callable[[bool], tuple[Plan, Program]]) -> tuple[Pl
     """Return the program with the lower price of a step: op by op (`planned(False)`) or with compiled blocks.
 
     If only one of the two can be planned, it is returned: pins such as regions of recompute do not allow compiled
-    blocks,
-    and some models fit only with them. If neither can be planned, the error of the first is raised.
+    blocks, and some models fit only with them. If neither can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
     found = []
@@ -380,8 +368,7 @@ def _capture(
 
 
 def _with_memory(cluster: Cluster, placement: devices.Placement) -> Cluster:
-    """Return the cluster with the memory that this rank has: its share of its GPU and of the host, or of the
-    machine."""
+    """Return the cluster with this rank's memory: its share of its GPU and of the host, or of the machine."""
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // placement.on_host
     if placement.device.type == "cuda":
         total = torch.cuda.get_device_properties(placement.device).total_memory // placement.on_device
@@ -402,8 +389,7 @@ def _machine_profile(
     device: torch.device | None = None,
     precision: str = "native",
 ) -> Profile | None:
-    """Return this machine's profile, after measuring the operations that this model still needs. Every rank calls
-    it."""
+    """Return this machine's profile, after measuring the model's operations that it lacks. Every rank calls it."""
     from autoplan.profiler.run import (
         cached_profile,
         graph_tasks,
@@ -447,8 +433,7 @@ _PROFILE_BUDGET_S = 60.0
 
 
 def _agree(work: Callable[[], T], what: str) -> T:
-    """Run `work` on rank 0, and return its result, or raise its error, on every rank. `what`: shown to waiting
-    ranks."""
+    """Run `work` on rank 0; return its result, or raise its error, on every rank. `what`: shown to waiting ranks."""
     box: list[Any] = [None]
     failure: Exception | None = None
     with work_of_first(what):
@@ -512,8 +497,7 @@ def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.T
     """Replace the values of this rank that differ from rank 0's (an unseeded model), so that every plan starts alike.
 
     Values are compared where they are. Those that differ are sent to the hosts of the other ranks, which takes a bucket
-    of
-    device memory (`autoplan.runtime.whole`).
+    of device memory (`autoplan.runtime.whole`).
     """
     everything = {**parameters, **buffers}
     prints = [fingerprint({"": t}) for t in everything.values()]

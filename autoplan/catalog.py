@@ -198,9 +198,7 @@ def captured(name: str) -> ModelGraph:
 def _write(name: str, folder: Path) -> Path:
     graph = captured(name)
     stored = {"content_hash": graph.content_hash, "graph": graph.to_json(), "source": configs()[name]["source"]}
-    data = gzip.compress(
-        json.dumps(stored, sort_keys=True).encode(), 9, mtime=0
-    )  # no time: equal graphs, equal bytes
+    data = gzip.compress(json.dumps(stored, sort_keys=True).encode(), 9, mtime=0)  # no time: equal graphs, equal bytes
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{_SUFFIX}"
     write_whole(path, data)

@@ -1,8 +1,8 @@
 """The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | hw`.
 
-Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change),
-4 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no
-torch; `--json` is versioned (autoplan.report.data).
+Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
+standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
+`--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ def device_kind(requested: torch.device | None, seen: Sight) -> str:
     """Return 'cpu' or 'cuda' for a cluster that does not say it ('local').
 
     The first that is known decides: the requested device, the model's device, the devices of the process group, else
-    CUDA
-    if a GPU is visible. A group made for gloo alone means the CPU.
+    CUDA if a GPU is visible. A group made for gloo alone means the CPU.
     """
     if requested is not None:
         return requested.type
