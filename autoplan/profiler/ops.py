@@ -478,7 +478,7 @@ def _measure_adamw(task: MeasureTask, clock: Clock, cache: int, limit_s: float) 
 
 
 def _measure_accumulate(task: MeasureTask, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
-    """Measure what accumulating a gradient adds to a backward, against a first one, whose gradient is stored as it is."""
+    """Measure what accumulating a gradient adds to a backward, against a first one, whose gradient is just stored."""
     (t,) = task.work.inputs
     length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together exceed the cache
     params = [make_input(t, task, 0, clock.device).requires_grad_() for _ in range(length)]
