@@ -320,7 +320,7 @@ class _Groups:
         return (x,) * self.ends.shape[0]  # there are no rows
 
     def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
-        """Zero the results of experts without rows, which the Blackwell kernel leaves uninitialised (pytorch issue
+        """Zero the results of experts without rows: the Blackwell kernel does not initialise them (pytorch issue
         172439).
         """
         if out.device.type != "cuda" or self.ends is None:

@@ -151,7 +151,7 @@ class AxisMesh:
         torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Destroy the communicators of this mesh, which is then unusable. Call it on all ranks, with nothing running."""
+        """Destroy the communicators of this mesh, which is then unusable. Call it on all ranks while nothing runs."""
         self._meshes.clear()
         for group in reversed(self._made):
             dist.destroy_process_group(group)
