@@ -1,4 +1,4 @@
-"""Streams: whether copies and collectives can run beside computation on a device."""
+"""Which devices have streams, so that copies and sends can run beside computing."""
 
 from __future__ import annotations
 

@@ -157,9 +157,7 @@ def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p
 
 
 def _merged(index: tuple[Factor, ...]) -> tuple[list[int], list[int]]:
-    """Return local sizes and global strides of the factors, major to minor; factors that are one factor globally are
-    merged.
-    """
+    """Return local sizes and global strides of the factors, major to minor; globally contiguous ones are merged."""
     sizes, strides = [1], [0]
     for (local, _, _), stride in zip(index, _strides(index), strict=True):
         if sizes[-1] == 1 or strides[-1] == local * stride:

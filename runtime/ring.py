@@ -136,8 +136,7 @@ class _Ring:
         return works
 
     def rotate(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (rank, its packed keys and values), from this rank on backwards, while the next ones are already on
-        their way.
+        """Yield (rank, its packed keys and values), from this rank on backwards, while the next ones are received.
 
         A buffer is overwritten two steps later.
         """

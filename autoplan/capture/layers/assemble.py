@@ -40,8 +40,7 @@ class _Loss:
 
 
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
-    """Return the ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-
-    contained."""
+    """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained."""
     simplify(trace)
     wide_means(trace)
     loss = _normalise_loss(trace)
