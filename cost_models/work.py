@@ -122,7 +122,7 @@ class ParamWork:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputed:
     """The recomputation of a call in its backward.
 
     `ops`: positions in the call's `ops`. `beside`: additional operations. `comms`: collectives.
@@ -162,7 +162,7 @@ class BlockWork:
     selective_ops: frozenset[int] = frozenset()
     joined_ops: frozenset[int] = frozenset()
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    modules: Again | None = None
+    modules: Recomputed | None = None
     freed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Gathered = Gathered.AGAIN
 
@@ -179,14 +179,14 @@ class SharedValue:
     Attributes:
         made, last: The unit that makes it, and the last unit that takes it.
         num_bytes: Bytes on one rank, for one micro-batch.
-        kept, kept_again: The units of the calls that keep it: without recompute, and with all layers recomputed.
+        kept, kept_recomputed: The units of the calls that keep it: without recompute, and with all layers recomputed.
     """
 
     made: int
     last: int
     num_bytes: float
     kept: tuple[int, ...]
-    kept_again: tuple[int, ...]
+    kept_recomputed: tuple[int, ...]
 
     def crosses(self, cut: int) -> bool:
         """Return True if it crosses from unit `cut` - 1 to unit `cut`."""
@@ -197,7 +197,7 @@ class SharedValue:
 
         `sent`: True to count it also if the stage only makes and sends it.
         """
-        used = any(start <= u < stop for u in (*self.kept, *self.kept_again))
+        used = any(start <= u < stop for u in (*self.kept, *self.kept_recomputed))
         return used or self.crosses(start) or (sent and self.crosses(stop))
 
 
@@ -228,7 +228,7 @@ class Workload:
     # the most bytes that a unit needs while it runs, beyond those that it and the units before it keep; without and
     # with recompute
     unit_transient: tuple[float, ...]
-    unit_transient_again: tuple[float, ...]
+    unit_recompute_transient: tuple[float, ...]
     tied: tuple[tuple[int, int, float], ...]  # first and last unit that use a parameter, bytes of its gradient
     free_saved: float  # bytes that the parameter-free blocks make, on every stage
     tokens: float  # of one micro-batch of one data-parallel rank, whole sequence

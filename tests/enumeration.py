@@ -65,7 +65,7 @@ def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], 
         for count in chunks:
             ranges.append(range(at, at + count))
             at += count
-        for recompute in itertools.product(*(range(pricer.ladder.height(r) + 1) for r in ranges)):
+        for recompute in itertools.product(*(range(pricer.frontier.height(r) + 1) for r in ranges)):
             held = pricer.memory.stages(ranges, recompute)
             if all(fits(pricer, h, capacity) for h in held):
                 step = pricer.step_s(chunks, recompute)
@@ -85,7 +85,7 @@ def brute_schedule(pricer: Pricer, capacity: float) -> float:
     assert cuts[0] == tuple(most_even)
     chunks = min(cuts, key=lambda cut: p.step_s(cut, [0] * len(cut)))
     ranges = ranges_of(chunks)
-    layers = [p.ladder.height(r) for r in ranges]
+    layers = [p.frontier.height(r) for r in ranges]
     best = math.inf
     for counts in itertools.product(*(range(sum(layers[k] for k in mine) + 1) for mine in p.chunks_of)):
         recompute = [0] * len(chunks)

@@ -406,8 +406,23 @@ class ParallelConfig:
     )
     tp: int = choice(1, "Tensor-parallel degree.", said=_always, label=_above_one("tp"), label_at=1)
     pp: int = choice(1, "Pipeline stages.", said=_always, label=_above_one("pp"), label_at=3)
-    cp: int = choice(1, "Context-parallel degree.", label=_cp_label, label_at=2)
-    ep: int = choice(1, "Expert-parallel degree, folded into dp x cp x tp.", label=_above_one("ep"), label_at=5)
+    cp: int = choice(
+        1,
+        "Context-parallel degree.",
+        label=_cp_label,
+        label_at=2,
+        about=(
+            "over how many ranks every sequence is cut (zig-zag); searched where 8,192 tokens per rank are left, "
+            "otherwise 1"
+        ),
+    )
+    ep: int = choice(
+        1,
+        "Expert-parallel degree, folded into dp x cp x tp.",
+        label=_above_one("ep"),
+        label_at=5,
+        about="over how many ranks experts are spread: made of dp, cp and tp, with token dispatch",
+    )
     etp: int | None = choice(  # None: as tp
         None,
         "Tensor-parallel degree inside experts; left out: as tp.",
@@ -426,6 +441,7 @@ class ParallelConfig:
         said=_always,
         label=_zero_label,
         label_at=7,
+        about="0 to 3: what data parallelism shards (nothing, optimizer state, + gradients, + parameters)",
     )
     micro_batch_size: int = choice(
         1,
@@ -436,7 +452,12 @@ class ParallelConfig:
         label_at=8,
     )
     # Not on the command line: it follows from the batch
-    num_micro_batches: int = choice(1, label=lambda c, _: f"x{c.num_micro_batches}", label_at=9)
+    num_micro_batches: int = choice(
+        1,
+        label=lambda c, _: f"x{c.num_micro_batches}",
+        label_at=9,
+        about="micro-batches that a rank's batch is cut into",
+    )
     schedule: str = choice(
         "1F1B",
         f"Pipeline schedule: {', '.join(SCHEDULES)}.",
@@ -446,6 +467,7 @@ class ParallelConfig:
         said=lambda c: (c.schedule, c.virtual_stages) != ("1F1B", 1),
         label=lambda c, _: "" if c.schedule == "1F1B" else c.schedule,
         label_at=13,
+        about=", ".join(f'`"{name}"`' for name, schedule in SCHEDULES.items() if schedule.torch_class),
     )
     virtual_stages: int = choice(  # chunks per rank, which the schedule places
         1,
@@ -453,6 +475,7 @@ class ParallelConfig:
         left_out=True,
         label=_above_one("virtual_stages", "vpp"),
         label_at=10,
+        about="stages per rank of the pipeline (2 in the V-shaped schedules)",
     )
     # One of: a kind for all layers (RECOMPUTE, GROUPS joined by `+`, or modules); a mapping from block call to a kind;
     # the number of layers of each stage (chunk) that are recomputed in full
@@ -467,6 +490,10 @@ class ParallelConfig:
         text=recompute_text,
         label=_recompute_label,
         label_at=11,
+        about=(
+            '`"none"`, `"full"`, `"selective"` (the attention core), regions (`"attention"`, `"mlp"`, `"norms"`, '
+            'joined by `+`), `"offload"` (activations wait on the host), or a mapping from block to one of these'
+        ),
     )
     stages: tuple[int, ...] | None = choice(  # per chunk with virtual stages, in model order; None: balanced
         None,
@@ -476,6 +503,7 @@ class ParallelConfig:
         may_be_open=True,
         read=lambda text, _: read_list(f"--stages {text}", text),
         said=lambda c: c.stages is not None and c.pp * c.virtual_stages > 1,
+        about=("layers per pipeline stage, e.g. `[3, 5]`; with several stages per rank all of them, in model order"),
     )
     state_slack: float = choice(
         1.02,
@@ -483,6 +511,7 @@ class ParallelConfig:
         written=Written.NUMBER,
         obstacle=_state_slack,
         reported=False,
+        about="stored state per device, as a multiple of the least that `tp` allows (1.02)",
     )
     # One name of `config.context_methods` for all blocks with attention, a mapping from block to name, or None (with cp
     # > 1: undecided). The available methods depend on cp and on the model.
@@ -494,9 +523,21 @@ class ParallelConfig:
         may_be_open=True,
         read=lambda text, _: read_methods(text),
         text=lambda value, _: methods_text(value),
+        about=(
+            'how attention sees a cut sequence: `"gather"`, `"ring"`, `"ulysses"` or a product such as '
+            '`"ulysses2xring2"`, for all blocks or a mapping from block to one; if left out, the cheapest that '
+            "fits"
+        ),
     )
     # The number of copies of the sharded state: ZeRO shards over dp * cp / zero_replicas neighbours
-    zero_replicas: int = choice(1, "Hybrid ZeRO: copies of what ZeRO shards.")
+    zero_replicas: int = choice(
+        1,
+        "Hybrid ZeRO: copies of what ZeRO shards.",
+        about=(
+            "copies of what ZeRO shards (hybrid ZeRO: shards among neighbours, copies apart); a divisor of dp; if"
+            " left out, 1 or as many as keep the shards inside one scale-up domain, node or rail group"
+        ),
+    )
     offload: tuple[str, ...] = choice(  # OFFLOADS other than activations, which `recompute` places
         (),
         "What is on the host: some of activations, optimizer, parameters joined by +.",
@@ -505,6 +546,11 @@ class ParallelConfig:
         text=lambda value, _: "+".join(value) or "none",
         label=lambda c, _: f"offload {'+'.join(c.offload)}" if c.offload else "",
         label_at=12,
+        about=(
+            'what is on the host: `"activations"`, `"optimizer"`, `"parameters"` (ZeRO 1 to 3), joined by `+`, or'
+            ' `"none"`; if left out, searched where memory binds and the speed of the host\'s link is known. '
+            "`pm.parameters()` are then the host's; the training loop stays as it is"
+        ),
     )
 
     def __hash__(self) -> int:

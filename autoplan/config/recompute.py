@@ -39,7 +39,7 @@ class RecomputeKind:
         name: The choice; for a kind with parts, the word for the parts.
         does: What is kept, recomputed or copied.
         parts: The parts that a choice of this kind combines; empty if the name itself is the choice.
-        computes_again: True if the backward reruns some of the forward.
+        recomputes: True if the backward reruns some of the forward.
         on_host: True if activations that would be kept wait on the host.
         of_all: True if the kind, chosen for all layers, is one setting of the model rather than a choice per layer.
         searched: When a search tries it for single layers.
@@ -50,7 +50,7 @@ class RecomputeKind:
     name: str
     does: str
     parts: tuple[str, ...] = ()
-    computes_again: bool = False
+    recomputes: bool = False
     on_host: bool = False
     of_all: bool = False
     searched: Searched = Searched.NEVER
@@ -63,13 +63,13 @@ _RECORDS = (
     RecomputeKind(
         SELECTIVE,
         "the core of attention is computed again, its result is kept (Korthikanti et al., 2022)",
-        computes_again=True,
+        recomputes=True,
         of_all=True,
     ),
     RecomputeKind(
         FULL,
         "the inputs of a layer are kept, all of it is computed again",
-        computes_again=True,
+        recomputes=True,
         of_all=True,
         searched=Searched.ALWAYS,
     ),
@@ -83,14 +83,14 @@ _RECORDS = (
         REGIONS,
         "groups of regions are computed again, their results are not kept",
         GROUPS,
-        computes_again=True,
+        recomputes=True,
         searched=Searched.BY_OPERATION,
     ),
     RecomputeKind(
         MODULES_KIND,
         "modules are Megatron's",
         MODULES,
-        computes_again=True,
+        recomputes=True,
         executed=False,
         modes=("fused",),
     ),

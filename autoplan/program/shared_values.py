@@ -1,7 +1,7 @@
-"""Activations that several units of a pipeline have to do with: the output of an encoder, skip connections.
+"""Activations shared by several pipeline units: the output of an encoder, skip connections.
 
-A value that one unit makes and only the next one takes is kept by one of them. Others are kept by several, or pass
-through stages that do not use them, and a stage holds each once.
+A value that one unit makes and only the next one takes is kept by one of them. Other values are kept by several units,
+or pass through stages that do not use them; a stage holds each once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def shared_values(
     op_costs: OpCosts,
     again: frozenset[str],
 ) -> tuple[SharedValue, ...]:
-    """The values that more than one call keeps, or that cross more than one cut.
+    """Return the values that more than one call keeps, or that cross more than one cut.
 
     Args:
         activation_bytes: activations by block.
-        again: calls that full recompute computes again; they keep what goes into them.
+        again: calls under full recompute; they keep their inputs.
     """
     calls = {c.name: c for c in graph.calls}
     made: dict[str, tuple[int, float]] = {}
     last: dict[str, int] = {}
     kept: dict[str, list[int]] = {}
-    kept_again: dict[str, list[int]] = {}
+    kept_recomputed: dict[str, list[int]] = {}
     for u, unit in enumerate(units):
         for name in unit:
             call = calls[name]
@@ -46,10 +46,10 @@ def shared_values(
                 kept.setdefault(value, []).append(u)
             inputs = {v for v in call.inputs if graph.values[v].requires_grad}
             for value in inputs if name in again else _keeps(call, activation_bytes[call.block]):
-                kept_again.setdefault(value, []).append(u)
+                kept_recomputed.setdefault(value, []).append(u)
     out = []
     for value, (first, size) in made.items():
-        plain, recomputed = (tuple(which.get(value, ())) for which in (kept, kept_again))
+        plain, recomputed = (tuple(which.get(value, ())) for which in (kept, kept_recomputed))
         end = last.get(value, first)
         if end - first > 1 or max(len(plain), len(recomputed), len({*plain, *recomputed})) > 1:
             out.append(SharedValue(first, end, size, plain, recomputed))
@@ -57,6 +57,6 @@ def shared_values(
 
 
 def _keeps(call: Call, activation_bytes: Activations) -> set[str]:
-    """What a call keeps of its inputs and outputs."""
+    """Return the inputs and outputs that a call keeps."""
     sizes = (*activation_bytes.saved_inputs, *activation_bytes.saved_outputs)
     return {value for value, size in zip((*call.inputs, *call.outputs), sizes, strict=True) if size}

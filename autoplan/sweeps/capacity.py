@@ -111,13 +111,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
 
     Raises: PinError that names `where`, the field, its value and what would work.
     """
-    for name in data:
-        if name not in (*_NEEDED, *_OPTIONAL):
-            raise PinError(f"{where}: unknown key {name!r}; known: {', '.join((*_NEEDED, *_OPTIONAL))}")
-    for name in _NEEDED:
-        if data.get(name) is None:
-            raise PinError(f"{where}: {name} is missing; needed are {', '.join(_NEEDED)}")
-    given = {name: value for name, value in data.items() if value is not None}
+    given = _given(data, where)
 
     def read(name: str, one: Callable[[Any], Any], default: object = None) -> tuple[Any, ...]:
         value = given.get(name, default)
@@ -132,18 +126,11 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
 
     lists = {name: given[name] for name in _LISTED if isinstance(given.get(name), list | tuple)}
     check_points({name: len(values) for name, values in lists.items()}, where)  # before any model is read
-    pins = given.get("pins", {})
-    if not isinstance(pins, Mapping):
-        raise PinError(f"{where}: pins={pins!r} must be a mapping, for example {{tp: 8}}")
+    pins = _mapping(given, "pins", "{tp: 8}", where)
     for name in pins:
         if name not in PINS:
             raise PinError(f"{where}: unknown pin {name!r}; known: {', '.join(PINS)}")
-    assumptions = given.get("assumptions", {})
-    if not isinstance(assumptions, Mapping):
-        raise PinError(f"{where}: assumptions={assumptions!r} must be a mapping, for example {{pue: 1.1}}")
-    limit = given.get("time_limit_s", 60.0)
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
-        raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
+    assumptions = _mapping(given, "assumptions", "{pue: 1.1}", where)
     options = _read(where, options_of, {name: given[name] for name in OPTIONS if name in given})
     known, file = _read(f"{where}: constants", lambda v: _constants(v, folder), given.get("constants"))
     task = CapacityTask(
@@ -158,19 +145,50 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         constants=known,
         constants_file=file,
         assumptions=Assumptions.of(assumptions, f"{where}: assumptions"),
-        time_limit_s=float(limit),
+        time_limit_s=_time_limit(given, where),
         clusters=read("clusters", lambda v: _cluster(v, folder)),
         profile=read("profile", lambda v: _profile(v, folder))[0],
         models=read("models", lambda v: _model(v, folder)),
     )
-    if task.profile is not None:
-        for name, cluster in task.clusters:
-            if cluster.device_type != task.profile.device_type:
-                raise PinError(
-                    f"{where}: profile {task.profile.name} was measured on {task.profile.device_type} devices, cluster "
-                    f"{name} has {cluster.device_type} devices"
-                )
+    _check_profile(task, where)
     return task
+
+
+def _given(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the keys that have a value. PinError for an unknown key and for one that is missing."""
+    for name in data:
+        if name not in (*_NEEDED, *_OPTIONAL):
+            raise PinError(f"{where}: unknown key {name!r}; known: {', '.join((*_NEEDED, *_OPTIONAL))}")
+    for name in _NEEDED:
+        if data.get(name) is None:
+            raise PinError(f"{where}: {name} is missing; needed are {', '.join(_NEEDED)}")
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def _mapping(given: Mapping[str, Any], name: str, example: str, where: str) -> Mapping[str, Any]:
+    value = given.get(name, {})
+    if not isinstance(value, Mapping):
+        raise PinError(f"{where}: {name}={value!r} must be a mapping, for example {example}")
+    return value
+
+
+def _time_limit(given: Mapping[str, Any], where: str) -> float:
+    limit = given.get("time_limit_s", 60.0)
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
+        raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
+    return float(limit)
+
+
+def _check_profile(task: CapacityTask, where: str) -> None:
+    """Raise PinError for a profile of another type of device than a cluster has."""
+    if task.profile is None:
+        return
+    for name, cluster in task.clusters:
+        if cluster.device_type != task.profile.device_type:
+            raise PinError(
+                f"{where}: profile {task.profile.name} was measured on {task.profile.device_type} devices, cluster "
+                f"{name} has {cluster.device_type} devices"
+            )
 
 
 def read_task(path: str | Path) -> CapacityTask:

@@ -320,21 +320,15 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
     """Return a point as one flat row, with None for unknown values and for points without a plan."""
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
-    out["search_status"] = str(point.certificate.status) if point.certificate is not None else None
-    out["gap"] = point.certificate.gap if point.certificate is not None else None
+    found = point.certificate
+    out |= (
+        {"search_status": None, "gap": None}
+        if found is None
+        else {"search_status": str(found.status), "gap": found.gap}
+    )
     out["num_devices"] = point.request.cluster.num_devices if point.request is not None else None
     estimate = point.planned.estimate if point.planned is not None else None
-    step = estimate.step_time_s if estimate is not None else None
-    out["step_time_s"] = step.mid if step is not None else None
-    out["step_time_low_s"] = step.low if step is not None else None
-    out["step_time_high_s"] = step.high if step is not None else None
-    for name in ("tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal"):
-        out[name] = getattr(estimate, name) if estimate is not None else None
-    peak = estimate.peak_memory_bytes.mid if estimate is not None else None
-    out["peak_memory_bytes"] = peak
-    out["memory_margin_bytes"] = (
-        estimate.memory_capacity_bytes - peak if estimate is not None and peak is not None else None
-    )
+    out |= dict.fromkeys(_ESTIMATED) if estimate is None else _estimate_columns(estimate)
     if tokens is not None:
         run = None
         if estimate is not None and point.request is not None:
@@ -346,6 +340,19 @@ def row(point: Point, tokens: float | None = None, assumptions: Assumptions | No
     if tokens is not None:
         out["notes"] = "; ".join(notes(point, tokens, assumptions))
     return out
+
+
+_RATES = ("tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal")
+_MEMORY = ("peak_memory_bytes", "memory_margin_bytes")
+_ESTIMATED = ("step_time_s", "step_time_low_s", "step_time_high_s", *_RATES, *_MEMORY)
+
+
+def _estimate_columns(estimate: Estimate) -> dict[str, object]:
+    """Return the columns of _ESTIMATED."""
+    step, peak = estimate.step_time_s, estimate.peak_memory_bytes.mid
+    rates = (getattr(estimate, name) for name in _RATES)
+    values = (step.mid, step.low, step.high, *rates, peak, estimate.memory_capacity_bytes - peak)
+    return dict(zip(_ESTIMATED, values, strict=True))
 
 
 def columns(varied: Iterable[str], tokens: float | None = None) -> list[str]:

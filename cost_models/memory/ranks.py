@@ -54,7 +54,7 @@ from autoplan.config.offload import PARAMETERS
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.memory.recompute_frontier import Ladder
+from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
@@ -179,7 +179,7 @@ class MemoryModel:
         mode: Mode = Mode.EAGER,
     ) -> None:
         self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
-        self.handwritten = mode is Mode.FUSED
+        self.megatron = mode is Mode.FUSED
         c = config
         self.copies = num_copies(c.schedule)
         self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
@@ -196,9 +196,9 @@ class MemoryModel:
         reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
-        widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.handwritten
+        widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.megatron
         self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
-        self.buckets = 2 * BUCKET_BYTES if reduced and not self.handwritten else 0
+        self.buckets = 2 * BUCKET_BYTES if reduced and not self.megatron else 0
 
     def _sum_states(self) -> None:
         """Sum the bytes of parameters, gradients and optimizer state by unit."""
@@ -222,16 +222,16 @@ class MemoryModel:
         self.kept = w.unit_kept
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
         freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
-        self.ladder = Ladder.full_only(w.layers, freed, [0.0] * len(freed))
+        self.frontier = RecomputeFrontier.full_only(w.layers, freed, [0.0] * len(freed))
         # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
         # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
         # that its first layer keeps.
-        self.cuts = (0.0,) * len(w.cut_bytes) if self.handwritten else w.cut_bytes
-        if w.shared and not self.handwritten:
+        self.cuts = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
+        if w.shared and not self.megatron:
             self.cuts = tuple(
                 size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
             )
-        self.transient, self.transient_again = w.unit_transient, w.unit_transient_again
+        self.transient, self.recompute_transient = w.unit_transient, w.unit_recompute_transient
 
     def _schedule(self) -> None:
         c = self.config
@@ -255,7 +255,7 @@ class MemoryModel:
         """Return the states of one parameter."""
         c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
         share = self.shares[p.expert] if c.zero_stage else 1
-        masters = self._has_master(p) and share > 1 and not self.handwritten
+        masters = self._has_master(p) and share > 1 and not self.megatron
         stored = n * (MASTER_BYTES if masters else width) / (1 if self._whole_always else share)
         gathered = n * width if share > 1 and not self._whole_always else 0.0
         found = States(stored, gathered)
@@ -299,12 +299,12 @@ class MemoryModel:
     @property
     def _whole_always(self) -> bool:
         """True if parameters are whole between steps, whatever ZeRO shards."""
-        return self.handwritten and self.config.zero_stage < 3
+        return self.megatron and self.config.zero_stage < 3
 
     @property
     def _scatters_first(self) -> bool:
         """True if the first backward of a step leaves sharded gradients."""
-        return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.handwritten)
+        return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.megatron)
 
     def _has_master(self, p: ParamWork) -> bool:
         """Return True for a 16-bit copy of a float32 parameter. Untrained 16-bit parameters need no master."""
@@ -316,7 +316,7 @@ class MemoryModel:
         Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
         """
         w, out = self.workload, []
-        if self.sharded and not self.handwritten:
+        if self.sharded and not self.megatron:
             return ()
         for first, last, size in w.tied:
             if first != last:
@@ -327,7 +327,7 @@ class MemoryModel:
 
     def held_once(self, start: int, stop: int) -> float:
         """Return the bytes of activations shared by several units, in a stage of units start .. stop - 1."""
-        return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.handwritten))
+        return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.megatron))
 
     def counted_twice(self, units: Sequence[int]) -> States:
         """Return the states of parameters that several of these units use, which a rank holds once."""
@@ -366,7 +366,7 @@ class MemoryModel:
             waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
             # while a unit's backward runs, later units have freed their activations
             back = w.unit_saved[u] - kept  # recomputed by regions
-            running.append((held, (self.transient_again[u] if how == FULL else self.transient[u] + back) + waiting))
+            running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
         return _Held(held, tuple(running))
 
     def rank(
@@ -378,7 +378,7 @@ class MemoryModel:
         held = {
             k: self._chunk(
                 chunks[k],
-                pinned or self.ladder.choices(chunks[k], recompute[k]),
+                pinned or self.frontier.choices(chunks[k], recompute[k]),
                 received=k - 1 not in mine or self.copies > 1,
             )
             for k in mine
@@ -395,7 +395,7 @@ class MemoryModel:
             "gradients": fullest.gradients,
             "optimizer": sum(self.states[u] for u in units) - twice.optimizer,
             "communication buffers": fullest.buffers,
-            "placeholders of gradients": self._placeholders(units) if self.handwritten else 0.0,
+            "placeholders of gradients": self._placeholders(units) if self.megatron else 0.0,
         }
         terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
         terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
@@ -414,7 +414,7 @@ class MemoryModel:
             moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
         else:
             (only,) = held.values()
-            if self.handwritten and self.config.zero_stage < 2:  # all gradients exist from the start
+            if self.megatron and self.config.zero_stage < 2:  # all gradients exist from the start
                 moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
             else:
                 moments = self._first_backward(units, first, only)
@@ -442,7 +442,7 @@ class MemoryModel:
         state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
         most = 0.0
         for k in mine:
-            again = pinned or self.ladder.choices(chunks[k], recompute[k])
+            again = pinned or self.frontier.choices(chunks[k], recompute[k])
             most = max(most, sum(self.offloaded[u] for u in chunks[k] if recompute_kind(again.get(u, NONE)).on_host))
         out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
         if most:

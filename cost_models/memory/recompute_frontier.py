@@ -22,30 +22,31 @@ class RecomputeChoice:
 
     name: str
     freed_bytes: float
-    again_s: float
+    recompute_s: float
 
 
 @dataclass(frozen=True)
 class Rung:
     """A step of all layers of one kind, from one choice of their front to the next.
 
-    `choices`: by unit, the choice after the step; None if the unit is of another kind. `freed_bytes` and `again_s`: by
+    `choices`: by unit, the choice after the step; None if the unit is of another kind. `freed_bytes` and `recompute_s`:
+    by
     unit, relative to the choice before.
     """
 
     choices: tuple[str | None, ...]
     freed_bytes: tuple[float, ...]
-    again_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
 
 
-class Ladder:
+class RecomputeFrontier:
     """The recompute frontier of a model: its steps, cheapest byte first."""
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         self.rungs = tuple(rungs)
 
     @classmethod
-    def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> Ladder:
+    def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
         """Return the frontier of a model.
 
         Args:
@@ -67,11 +68,13 @@ class Ladder:
         return cls([rung for *_, rung in found])
 
     @classmethod
-    def full_only(cls, layers: Sequence[bool], freed: Sequence[float], again_s: Sequence[float]) -> Ladder:
+    def full_only(
+        cls, layers: Sequence[bool], freed: Sequence[float], recompute_s: Sequence[float]
+    ) -> RecomputeFrontier:
         """Return the frontier with `full` as the only choice of every layer."""
         options = [
             [RecomputeChoice(FULL, size, seconds)] if layer else []
-            for layer, size, seconds in zip(layers, freed, again_s, strict=True)
+            for layer, size, seconds in zip(layers, freed, recompute_s, strict=True)
         ]
         return cls([cls._rung(options, [u for u, layer in enumerate(layers) if layer], NONE, FULL)])
 
@@ -83,7 +86,7 @@ class Ladder:
             by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
             choices[u] = after
             freed[u] = by_name[after].freed_bytes - by_name[before].freed_bytes
-            again[u] = max(0.0, by_name[after].again_s - by_name[before].again_s)
+            again[u] = max(0.0, by_name[after].recompute_s - by_name[before].recompute_s)
         return Rung(tuple(choices), tuple(freed), tuple(again))
 
     def choices(self, units: Sequence[int], level: int) -> dict[int, str]:
@@ -116,7 +119,7 @@ def front(options: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
 
 
 def _slope(before: RecomputeChoice, after: RecomputeChoice) -> float:
-    return (after.again_s - before.again_s) / (after.freed_bytes - before.freed_bytes)
+    return (after.recompute_s - before.recompute_s) / (after.freed_bytes - before.freed_bytes)
 
 
 def recompute_mapping(choices: Mapping[int, str], calls: Sequence[Sequence[str]]) -> dict[str, str]:

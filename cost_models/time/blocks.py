@@ -24,10 +24,10 @@ from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
 from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
-    Again,
     BlockWork,
     CommWork,
     OpWork,
+    Recomputed,
     Workload,
 )
 from autoplan.ops.record import OpKind
@@ -46,7 +46,7 @@ class OpTimes:
         attention: The part of the attention core, by phase.
         groups: Recomputing a group of regions, by group.
         modules, host_modules: Recomputing modules, on the device and on the host.
-        host_again: Host time of recomputing groups and `selective`, if a profile has host times.
+        host_recompute: Host time of recomputing groups and `selective`, if a profile has host times.
     """
 
     forward: Quantity
@@ -59,7 +59,7 @@ class OpTimes:
     groups: Mapping[str, Quantity] = field(default_factory=dict)
     modules: Quantity = ZERO
     host_modules: Quantity = ZERO
-    host_again: Mapping[str, Quantity] = field(default_factory=dict)
+    host_recompute: Mapping[str, Quantity] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -90,7 +90,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
             else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
             ZERO if again is None else host_s(block, "forward", costs, again),
             {
-                name: host_s(block, "forward", costs, Again(frozenset(ops)))
+                name: host_s(block, "forward", costs, Recomputed(frozenset(ops)))
                 for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
                 if costs.measures_host
             },
@@ -173,7 +173,7 @@ class BlockCost:
     slack: Mapping[str, Quantity]  # idle time of the host, by phase, and in the update ("optimizer")
     waited_split: Quantity  # waiting for it to walk over the graph in a split backward
     again: Quantity  # recomputing its forward, in a backward
-    hidden_again: Quantity  # traffic of ZeRO 3 in a backward that hides behind recomputing the block
+    hidden_recompute: Quantity  # traffic of ZeRO 3 in a backward that hides behind recomputing the block
     gather: Quantity  # gathers of ZeRO 1 and 2: once per step, nothing hidden
     # reductions of ZeRO 1 (ZeRO 0: if beside the backward) and over replicas of the shards: once per step, nothing
     # hidden
@@ -198,9 +198,9 @@ class BlockCost:
         return self.backward + self.comm_s("backward") + self.zero_backward + self.accumulate + self.waited["backward"]
 
     @property
-    def again_s(self) -> Quantity:
+    def recompute_s(self) -> Quantity:
         """The seconds of recomputing its forward with parameters at hand, less the traffic of ZeRO 3 that it hides."""
-        return self.again.beyond(self.hidden_again)
+        return self.again.beyond(self.hidden_recompute)
 
     def repeated(self, how: str) -> Quantity:
         """Return the seconds that a recompute choice adds to a backward."""
@@ -211,7 +211,7 @@ class BlockCost:
 _ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
     NONE: lambda b, how: ZERO,
     SELECTIVE: lambda b, how: b.selective,
-    FULL: lambda b, how: b.again_s,
+    FULL: lambda b, how: b.recompute_s,
     OFFLOAD: lambda b, how: b.offload,
     REGIONS: lambda b, how: total([b.groups[g] for g in region_groups(how) if g in b.groups]),
     MODULES_KIND: lambda b, how: b.modules,
@@ -274,7 +274,7 @@ class BlockPricer:
 
         def repeated(name: str, seconds: Quantity) -> Quantity:
             """Return the seconds that rerun operations add to a backward, in which they run beside its other work."""
-            return host.adds("backward", times.host_again[name], seconds) if times.host_again else seconds
+            return host.adds("backward", times.host_recompute[name], seconds) if times.host_recompute else seconds
 
         return BlockCost(
             forward=times.forward,
@@ -298,7 +298,7 @@ class BlockPricer:
             again=host.adds("backward", times.host_forward, again)
             if self.costs.measures_host
             else again + host.waited("forward"),
-            hidden_again=zero.hidden_again,
+            hidden_recompute=zero.hidden_recompute,
             gather=zero.gather_once,
             reduce=zero.reduce_once + self.states.all_reduces(block),
             groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},

@@ -31,7 +31,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.profile import PHASES, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
-from autoplan.cost_models.work import Again, BlockWork, CommWork, OpWork
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Recomputed
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 
@@ -40,7 +40,7 @@ _MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpK
 _SPREAD = 0.5  # relative, between hosts and between versions of a framework
 
 
-def host_s(block: BlockWork, phase: str, costs: Costs, again: Again | None = None) -> Quantity:
+def host_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None = None) -> Quantity:
     """Return the host seconds of a pass over a block, or of rerunning `again` of it; ZERO if the host adds nothing."""
     if costs.options.launch is Launch.FULL_GRAPHS:
         return ZERO
@@ -53,7 +53,7 @@ def host_s(block: BlockWork, phase: str, costs: Costs, again: Again | None = Non
     return _fitted_s(block, phase, costs, again)
 
 
-def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Quantity:
+def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
     """Return the host seconds of a pass from constants that were fitted to whole steps."""
     c, launch = costs.constants, costs.options.launch
     each, seconds = _each_s(costs), 0.0
@@ -93,14 +93,14 @@ def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
     return one * (1.0 if op.matmul_dtype is None else c.host_fp8)
 
 
-def _ops(block: BlockWork, phase: str, again: Again | None) -> Iterator[tuple[int, OpWork]]:
+def _ops(block: BlockWork, phase: str, again: Recomputed | None) -> Iterator[tuple[int, OpWork]]:
     """Yield the operations of a pass over a block, or of rerunning `again` of it, with their positions."""
     for k, op in enumerate(block.ops):
         if (again is None or k in again.ops) and (phase != "backward" or op.has_backward):
             yield k, op
 
 
-def _comms(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Iterator[CommWork]:
+def _comms(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Iterator[CommWork]:
     """Yield the collectives that the host starts. Those of experts have sizes that no graph knows beforehand."""
     graphs = costs.options.launch is Launch.GRAPHS
     for comm in block.comms if again is None else again.comms:
@@ -113,7 +113,7 @@ def _inside_others(op: OpWork) -> bool:
     return op_record(op.op).as_view or op_kind(op.op) is OpKind.ELEMENTWISE
 
 
-def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Again | None) -> Quantity:
+def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
     """Return the host seconds of a pass from a profile. Outside of eager mode, fused operations start no kernel."""
     graphs, apart = costs.options.launch is Launch.GRAPHS, costs.mode is Mode.EAGER
     found = [

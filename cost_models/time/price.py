@@ -26,7 +26,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.memory.ranks import BUCKET_BYTES, MemoryModel
-from autoplan.cost_models.memory.recompute_frontier import Ladder, RecomputeChoice
+from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
@@ -69,7 +69,7 @@ class _Table:
         self.backward = per_unit(lambda b: b.backward_s)
         self.weight = per_unit(lambda b: b.weight + b.accumulate)
         self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, again=True)
-        self.again = per_unit(lambda b: b.again_s, again=True)
+        self.again = per_unit(lambda b: b.recompute_s, again=True)
         self.selective = per_unit(lambda b: b.selective)
         self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
         self._mid = mid
@@ -139,8 +139,8 @@ class Pricer:
         # own thread runs them (gloo). On GPUs they have a stream of their own: all ranks gather at the same time, and
         # sends upstream do not wait for reductions, so a step pays for one rank's traffic only.
         self.chained = not has_streams(costs.cluster.device_type)
-        self.pinned_again = self._pinned_again()
-        self.free_forward = total([self.blocks[name].again_s for name in workload.free])
+        self.pinned_recompute = self._pinned_recompute()
+        self.free_forward = total([self.blocks[name].recompute_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
         self.contention = prices.states.contention
         # share of compute that hides traffic once per step
@@ -150,7 +150,7 @@ class Pricer:
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
         # (traffic once per step, compute that may hide it, share of the compute that hides)
         self.once_s = self._once(mid)
-        self.ladder = self.memory.ladder = self._ladder(searched, activations)
+        self.frontier = self.memory.frontier = self._frontier(searched, activations)
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
@@ -307,7 +307,7 @@ class Pricer:
         marked = zip(self.workload.units[unit], self.workload.is_layer[unit], strict=True)
         return [self.blocks[name] for name, layer in marked if layer]
 
-    def _pinned_again(self) -> dict[int, str]:
+    def _pinned_recompute(self) -> dict[int, str]:
         """Return the pinned recompute choice of each unit, from a mapping by call or one choice for all layers.
 
         Choices of calls that are not layers are not priced. `selective` for all layers is not such a pin (it is `saved`
@@ -334,7 +334,7 @@ class Pricer:
             return []
         return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
-    def _ladder(self, searched: bool, activations: bool) -> Ladder:
+    def _frontier(self, searched: bool, activations: bool) -> RecomputeFrontier:
         """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer.
 
         `activations`: include offloading activations to the host.
@@ -342,7 +342,7 @@ class Pricer:
         w, memory, table = self.workload, self.memory, self._tables["mid"]
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
-            return Ladder.full_only(w.layers, freed, self.again)
+            return RecomputeFrontier.full_only(w.layers, freed, self.again)
         looked_at = {
             Searched.ALWAYS: True,
             Searched.BY_OPERATION: searched,
@@ -361,7 +361,7 @@ class Pricer:
             tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
             for unit, marked in zip(w.units, w.is_layer, strict=True)
         ]
-        return Ladder.of(options, kinds)
+        return RecomputeFrontier.of(options, kinds)
 
     def repeated_s(self, unit: int, how: str) -> float:
         """Return the seconds that a recompute choice adds to the backward of a unit."""
@@ -369,11 +369,13 @@ class Pricer:
 
     def recomputed(self, units: Sequence[int], level: int) -> dict[int, str]:
         """Return the recompute choices in a chunk: pinned, or after `level` steps on the recompute frontier."""
-        if self.pinned_again:
-            return {u: self.pinned_again[u] for u in units if u in self.pinned_again}
-        return self.ladder.choices(units, level)
+        if self.pinned_recompute:
+            return {u: self.pinned_recompute[u] for u in units if u in self.pinned_recompute}
+        return self.frontier.choices(units, level)
 
-    def _again(self, mine: Sequence[int], ranges: Sequence[range], recompute: Sequence[int]) -> list[tuple[int, str]]:
+    def _recomputed(
+        self, mine: Sequence[int], ranges: Sequence[range], recompute: Sequence[int]
+    ) -> list[tuple[int, str]]:
         """Return the units of a rank's chunks that do not keep everything, with their recompute choices."""
         return [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
 
@@ -447,7 +449,7 @@ class Pricer:
         peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
         stages = []
         ranges = ranges_of(chunks)
-        held = self.memory.stages(ranges, recompute, self.pinned_again)
+        held = self.memory.stages(ranges, recompute, self.pinned_recompute)
         for rank, units in enumerate(self._rank_units(chunks)):
             mine = self.chunks_of[rank]
             f = sum(times[k].forward_s for k in mine)
@@ -457,7 +459,7 @@ class Pricer:
                     index=rank,
                     num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
                     num_recomputed=sum(
-                        recompute_kind(how).computes_again for _, how in self._again(mine, ranges, recompute)
+                        recompute_kind(how).recomputes for _, how in self._recomputed(mine, ranges, recompute)
                     ),
                     forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
                     backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
@@ -506,7 +508,7 @@ class Pricer:
         timeline = self._timeline(chunks, times, "mid")
         rank = max(range(self.config.pp), key=lambda r: timeline.busy_s[r])
         units, mine = rank_units[rank], self.chunks_of[rank]
-        blocks, again = self._blocks_of(units), self._again(mine, ranges, recompute)
+        blocks, again = self._blocks_of(units), self._recomputed(mine, ranges, recompute)
         latest = max(rank_units, key=lambda units: sum(self.optimizer[u] for u in units))
         updating = self._blocks_of(latest)
         out = {

@@ -31,7 +31,7 @@ class ZeroTerms:
         forward, backward: Exposed, in every forward and backward.
         first, last: Exposed, in the first forward and the last backward.
         gather_once, reduce_once: Traffic once per step, nothing hidden.
-        hidden_again: Traffic that hides behind recomputing the block.
+        hidden_recompute: Traffic that hides behind recomputing the block.
     """
 
     forward: Quantity
@@ -40,7 +40,7 @@ class ZeroTerms:
     last: Quantity
     gather_once: Quantity
     reduce_once: Quantity
-    hidden_again: Quantity = ZERO
+    hidden_recompute: Quantity = ZERO
 
 
 def narrow(block: BlockWork) -> bool:

@@ -130,7 +130,7 @@ def recompute_of(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
         return ("selective",)
     if re.search(tables.EVERY_OTHER, text):
         return (HALF, "selective", "full")
-    if (named := re.search(tables.MODULES_AGAIN, text)) is not None:
+    if (named := re.search(tables.MODULES_RECOMPUTED, text)) is not None:
         return (modules_choice(name.strip() for name in named[1].split(",")),)
     found = find(tables.RECOMPUTE_WORDS, text)
     return (found,) if found else ("selective", "none", "full")  # of other parts of a layer: it lies between

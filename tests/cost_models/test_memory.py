@@ -38,7 +38,7 @@ def workload(num_layers: int = 4, **kw: Any) -> Workload:
         "model": "made up", "axes": (), "blocks": {block.name: block}, "units": ((block.name,),) * n,
         "unit_calls": tuple((f"layer{i}",) for i in range(n)), "layers": (True,) * n, "is_layer": ((True,),) * n,
         "free": (), "cut_bytes": (SENT,) * (n - 1), "unit_saved": (SAVED,) * n, "unit_selective": (SAVED,) * n,
-        "unit_kept": (10.0,) * n, "unit_transient": (TRANSIENT,) * n, "unit_transient_again": zeros, "tied": (),
+        "unit_kept": (10.0,) * n, "unit_transient": (TRANSIENT,) * n, "unit_recompute_transient": zeros, "tied": (),
         "free_saved": 0.0, "tokens": 8.0, "model_flops": 1e6, "micro_batch_size": 1, "seq_len": 8,
     }  # fmt: skip
     return Workload(**{**values, **kw})

@@ -258,7 +258,9 @@ def test_unfused_attention_keeps_its_scores() -> None:
     assert unfused.unit_saved[5] / seq_len / hidden == pytest.approx(32 + scores, abs=0.1)
     assert unfused.unit_selective[5] / seq_len / hidden == pytest.approx(32, abs=0.1)
     flash = priced("gpt3-175b", Mode.FUSED, seq_len)
-    again = unfused.unit_transient_again[5] - flash.unit_transient_again[5]  # they come back, the log-sum-exp does not
+    again = (
+        unfused.unit_recompute_transient[5] - flash.unit_recompute_transient[5]
+    )  # they come back, the log-sum-exp does not
     assert again == pytest.approx(2.0 * heads * seq_len**2, rel=0.01)
 
 

@@ -125,7 +125,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         unit_selective=tuple(saved),
         unit_kept=tuple(kept),
         unit_transient=tuple(transients),
-        unit_transient_again=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
+        unit_recompute_transient=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
         tied=draw(st.sampled_from([(), ((0, units - 1, shared),)])),
         free_saved=draw(st.floats(0, 1e5)),
         tokens=8.0,

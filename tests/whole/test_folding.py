@@ -34,7 +34,7 @@ from autoplan.program.parallel_dims import ParallelDims, folds
 from autoplan.program.pins import read_pins
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch import travelled_bytes
-from autoplan.program.token_dispatch_layouts import with_own_tokens
+from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.runtime.experts import experts
 from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.layouts import PlanRequest
@@ -145,7 +145,7 @@ def test_a_sequence_that_tp_cannot_split_has_no_layout() -> None:
     axes = ParallelDims.of(graph(), ParallelConfig(tp=2)).layout_axes
     problem = build_problem(graph(), IntraSettings(axes, cluster(2), {"b": 2, "s": 15}))
     with pytest.raises(InfeasibleError, match=r"experts: the sequence cannot be split over tensor parallelism"):
-        with_own_tokens(problem, graph(), 1.02)
+        with_token_dispatch(problem, graph(), 1.02)
 
 
 @pytest.mark.parametrize(("cp", "tp", "ep", "etp"), [(1, 2, 2, 1), (1, 2, 2, 2), (2, 2, 4, 1), (1, 4, 4, 1)])

@@ -37,7 +37,7 @@ from autoplan.codegen.check import check_program
 from autoplan.config.parallel import precision_of
 from autoplan.config.recompute import read_recompute
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.memory.recompute_frontier import Ladder, RecomputeChoice
+from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import PinError
 from autoplan.program.activation_bytes import Activations, peak_bytes_of
@@ -208,17 +208,17 @@ def test_the_ladder_is_the_cheapest_but_for_one_step(
 ) -> None:
     """Against every choice of every layer: never more than the last step dearer, and every step down frees more."""
     options = [RecomputeChoice(f"c{k}", freed, seconds) for k, (freed, seconds) in enumerate(points)]
-    ladder = Ladder.of([options] * layers, ["layer"] * layers)
+    frontier = RecomputeFrontier.of([options] * layers, ["layer"] * layers)
     by_name = {"none": RecomputeChoice("none", 0.0, 0.0)} | {c.name: c for c in options}
     short = share * layers * max(c.freed_bytes for c in options)
 
     def sums(names: Iterable[str]) -> tuple[float, float]:
         chosen = [by_name[n] for n in names]
-        return sum(c.freed_bytes for c in chosen), sum(c.again_s for c in chosen)
+        return sum(c.freed_bytes for c in chosen), sum(c.recompute_s for c in chosen)
 
     every = [sums(names) for names in itertools.product(by_name, repeat=layers)]
     best = min(seconds for freed, seconds in every if freed >= short * (1 - 1e-12))
-    steps = [sums(ladder.choices(range(layers), k).values()) for k in range(ladder.height(range(layers)) + 1)]
+    steps = [sums(frontier.choices(range(layers), k).values()) for k in range(frontier.height(range(layers)) + 1)]
     assert all(a[0] < b[0] and a[1] <= b[1] + 1e-12 for a, b in itertools.pairwise(steps))
     first = next(k for k, (freed, _) in enumerate(steps) if freed >= short * (1 - 1e-12))
     last = steps[first][1] - steps[first - 1][1] if first else 0.0
