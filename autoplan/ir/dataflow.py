@@ -17,7 +17,7 @@ Steps = Sequence[tuple[Collection[str], Collection[str]]]
 
 
 class Dataflow:
-    """Who makes and who reads the values of a sequence of steps, each given as (values read, values written)."""
+    """The makers and the readers of the values of a sequence of steps, each given as (values read, values written)."""
 
     def __init__(self, steps: Steps) -> None:
         self.makes = {v: i for i, (_, writes) in enumerate(steps) for v in writes}

@@ -90,7 +90,7 @@ class Expr:
         return quotient
 
     def scale(self, ratio: Fraction) -> Expr:
-        """Multiply by a rational, e.g. the local part of a sharded size."""
+        """Return the product with a rational, e.g. the local part of a sharded size."""
         return Expr._make({m: c * ratio for m, c in self.terms})
 
     @property

@@ -30,7 +30,7 @@ Labels = tuple[str, ...]  # labels of one dim
 
 
 class Role(Enum):
-    """How an operand enters the op."""
+    """The way in which an operand enters the op."""
 
     MUL = "*"
     ADD = "+"

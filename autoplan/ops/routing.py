@@ -223,8 +223,7 @@ RECORDS = (
         index_limits=_bins,
         has=(Trait.CHOOSES,),
     ),
-    # as captured: `autoplan.capture.passes.hoist` turns a scatter_add that counts into a weighted_count, others have no
-    # rule
+    # as captured: `autoplan.capture.passes.hoist` turns one that counts into a weighted_count, others have no rule
     OpRecord("scatter_add", OpKind.OTHER, aten=default("scatter_add", _scatter_add)),
     OpRecord(
         "experts",

@@ -23,7 +23,7 @@ HALF = ("bfloat16", "float16")
 
 
 class Form(Enum):
-    """How the outputs relate to the memory of the inputs."""
+    """The relation of the outputs to the memory of the inputs."""
 
     VIEW = "view"  # the same storage (a reshape that torch cannot express as a view copies)
     DENSE = "dense"  # new, in the memory order of the operands (element-wise operations)
