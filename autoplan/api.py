@@ -87,11 +87,11 @@ def parallelize(
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
         global_batch_size: samples per step over all data-parallel ranks. None: the number of examples times the number
             of devices that may be data-parallel ranks. A rank's part is `global_batch_size / pm.data_world`.
-        pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, schedule,
-            stages (layers per pipeline stage), recompute ('none', 'full', 'selective', regions as in
-            'attention+mlp+norms', 'offload', or a mapping from block to one of these), offload ('none', or the tensors
-            to keep on the host: 'activations', 'optimizer', 'parameters', joined by '+'; the training loop stays the
-            same). The rest is searched.
+        pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, schedule, stages
+            (layers per pipeline stage), recompute ('none', 'full', 'selective', regions as in 'attention+mlp+norms',
+            'offload', or a mapping from block to one of these), offload ('none', or the tensors to keep on the host:
+            'activations', 'optimizer', 'parameters', joined by '+'; the training loop stays the same). The rest is
+            searched.
         profile: measured times: a Profile, or the name or path of one. None with 'local': the profile of this machine,
             which is measured first (bounded, once) if there is none; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; default: a temporary
@@ -102,9 +102,9 @@ def parallelize(
         check: True: type-check the emitted program with spmd_types in a process of its own before it runs (some
             seconds).
         compile: whether every block runs through torch.compile. True: by its default backend (inductor, which needs a
-            C++ compiler on the CPU); a name: by that backend; False: not. 'auto': on CUDA if a plan with compiled
-            blocks has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides
-            which activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
+            C++ compiler on the CPU); a name: by that backend. False: no. 'auto': on CUDA if a plan with compiled blocks
+            has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
+            activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
         async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind parts of the adjacent products
             (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by NVLink.
             Its effect is not priced, and it has never been run.
@@ -116,10 +116,10 @@ def parallelize(
         verify: whether rank 0 runs the captured graph and compares its loss and gradients with the module's. True: if
             that takes some seconds at most (a large Hugging Face model with fewer layers of its config);
             `pm.plan.capture` says what was compared. 'required': at any cost, and an error if it cannot be done. False:
-            not.
-        device: 'cpu', 'cuda', 'cuda:1' or a torch.device. None: the first of these that exists: the model's GPU, the
-            GPU that the process group is bound to, the choice of `torch.cuda.set_device`, the GPU with this rank's
-            number on its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK), the only visible GPU. It is the
+            never.
+        device: 'cpu', 'cuda', 'cuda:1' or a torch.device. None: the first of these that exists: the GPU that the
+            process group is bound to, the model's GPU, the choice of `torch.cuda.set_device`, the only visible GPU, the
+            GPU with this rank's number on its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). It is the
             CPU if no GPU is visible, or if the process group has gloo alone. NCCL takes one rank per GPU; several ranks
             can share one in a group of gloo that you make, with device='cuda'.
 

@@ -1,4 +1,4 @@
-"""Which devices have streams, so that copies and sends can run beside computing."""
+"""Streams: whether copies and collectives can run beside computation on a device."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ of times the host waits for the device in a forward (never in the backward or in
 |---|---|---|
 | all here | 0 | 1 |
 | sharded over ranks that have the same tokens | 1 | 1 |
-| tokens travel to them | 1 | 1 |
+| under token dispatch | 1 | 1 |
 
 Rows are held once per choice: [t k, h] and [t k, f] for the choices whose expert is on this rank. The sum over the k
 choices of a token reads the rows in place and needs no further copy.
@@ -320,7 +320,7 @@ class _Groups:
         return (x,) * self.ends.shape[0]  # there are no rows
 
     def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
-        """Zero the results of experts without rows: the Blackwell kernel does not initialise them (pytorch issue
+        """Zero the results of experts without rows, which Blackwell's kernel does not initialise (pytorch issue
         172439).
         """
         if out.device.type != "cuda" or self.ends is None:

@@ -180,7 +180,7 @@ class Copies:
                 c.copy.copy_(c.master if c.source is None else c.source, non_blocking=True)
 
     def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
-        """Take the values of masters, by their ids, from elsewhere (`autoplan.runtime.offload`)."""
+        """Let `refresh` read the values of masters, keyed by id, from elsewhere (`autoplan.runtime.offload`)."""
         for c in self._copies:
             c.source = sources.get(id(c.master))
 

@@ -182,7 +182,7 @@ def break_store(store: Store) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of collectives in the default process group and in every group made from now on."""
+    """Set the timeout of collectives in the default process group and in every later group."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, name, timeout)
     with warnings.catch_warnings():

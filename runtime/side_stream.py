@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 class Waiting:
-    """A storage that waits on the host."""
+    """An offloaded storage: its copy on the host, and on the device once it is fetched."""
 
     __slots__ = ("__weakref__", "arrived", "here", "host")
 
