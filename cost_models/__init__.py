@@ -1,7 +1,7 @@
 """Cost models: the time and memory of a model on a cluster under a parallel layout. Never imports torch.
 
 `work`: the operations, collectives, parameters and activations of one rank, as plain data.
-`costs`: the cost of one operation, collective or copy; what the search and `time.price` ask.
+`costs`: the cost of one operation, collective or copy, for the search and `time.price`.
 `profile`: measurements of one kind of machine. `json_fields`: reading JSON with errors that name the field.
 `constants`: global constants that only whole training steps show.
 `quantity`: a number with an interval and its evidence.

@@ -10,7 +10,7 @@ bandwidth): the median, with the quartiles as its spread.
 
 A device that works off a queue (CUDA) has two times for everything: its own, measured by its events, and the time of
 the host, which fills the queue (`host_forward_s`, `host_backward_s`, `host_overheads`). A pass takes the longer of the
-two (`host.py`). On a CPU the one time includes both, and there are no host times.
+two (`time.host`). On a CPU the one time includes both, and there are no host times.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 `choices`: reading and writing choices as data, command-line words and labels.
 `pins`: `Pins`, the choices that the user fixed.
 `recompute`: the kinds of recompute and how they are written.
-`offload`: what can be offloaded to the host.
+`offload`: the kinds of data that can be offloaded to the host.
 `context_methods`: the methods of context parallelism.
 `numbers`: reading numbers that people write, and formatting numbers for people.
 """

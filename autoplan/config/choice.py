@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Written(Enum):
-    """How a value is written in text."""
+    """The text form of a value."""
 
     COUNT = "a whole number"
     NUMBER = "a number"

@@ -32,7 +32,7 @@ class Attention(StrEnum):
 
     UNFUSED: two batched products and a fused softmax, with the scores in memory (before 2022).
     FLASH1: Dao et al., 2022.
-    FLASH2: Dao, 2023; what PyTorch's scaled_dot_product_attention runs on most devices.
+    FLASH2: Dao, 2023; the kernel of PyTorch's scaled_dot_product_attention on most devices.
     FUSED: made for the device (cuDNN and Transformer Engine, FlashAttention-3).
     """
 

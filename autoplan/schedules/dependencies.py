@@ -16,10 +16,10 @@ class ScheduleError(AutoplanError):
     """Raised for action lists that can never finish, and for durations that do not fit the lists."""
 
 
-# Durations differ by chunk and by these: kind, and whether it is the chunk's first forward or last backward.
+# Durations differ by chunk, kind, and whether the action is the chunk's first forward or last backward.
 _SLOTS = {(F, False): 0, (F, True): 1, (B, False): 2, (B, True): 3, (I, False): 4, (W, False): 5, (W, True): 6}
 NUM_SLOTS = len(_SLOTS)
-# A lag is what a value takes from the chunk where it was made: forward to the next, backward to the previous one.
+# A lag is a transfer to the next chunk (forward) or to the previous chunk (backward), by index; see TimedAction.
 NO_LAG = 0
 
 

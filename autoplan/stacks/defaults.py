@@ -266,11 +266,11 @@ MEMORY: tuple[tuple[str, Memory], ...] = (
 )
 
 # Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, and its descendants): ranks of the projections and head
-# sizes. The queries have this rank, or are projected in one step (DeepSeek-V2-Lite). A model is taken to use it if it
-# has many experts and as many key-value heads as heads, since Megatron supports it: so do all of Megatron-LM's tests
-# that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), and of Megatron Bridge's
-# recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since) If the framework is not known: models
-# whose heads would otherwise be narrower than any usual (DeepSeek-V3: 7168 / 128).
+# sizes. LATENT_Q_RANKS: the rank of the queries, or None if they are projected in one step (DeepSeek-V2-Lite). A model
+# is taken to use it if it has many experts and as many key-value heads as heads, since Megatron supports it: so do all
+# of Megatron-LM's tests that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), and
+# of Megatron Bridge's recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since) If the framework
+# is not known: models whose heads would otherwise be narrower than any usual (DeepSeek-V3: 7168 / 128).
 LATENT_EXPERTS: tuple[int, float] = (16, 2024.8)
 # Frameworks that support it, and frameworks whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in
 # every test), for which latent attention has no fused kernel: "unfused attention since MLA with fused attention and

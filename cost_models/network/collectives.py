@@ -32,7 +32,7 @@ its groups at once (8 groups with a rank per node load a node as much as one gro
 `Level.oversubscription` describes a fabric that carries less than that between its units.
 
 In a mesh (xGMI) a device has only the links to the members of its group: two MI300X exchange 64 GB/s of their 448. A
-larger group is faster (measured: 48 against 313), and 8 devices with reductions in the switch are faster than 4.
+larger group is faster (measured: 48 against 313 GB/s), and 8 devices with reductions in the switch are faster than 4.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Pat
     for protocol, path in _of_protocols([p.fabric.ring for p in parts], kind, ranks, parts, _ring_hops):
         (small if switch and protocol is not Protocol.SIMPLE else large).append(path)
     if kind == "all_reduce" and alone and outer.nvls is not None and ranks >= outer.nvls_ranks:
-        # the switch reduces: a device sends its tensor once, and again the part whose sum it owns
+        # the switch reduces: a device sends its tensor once, then the part whose sum it owns
         lanes = _share(kind, parts[0], ranks) / (1 + 1 / ranks)
         large.append(_path(kind, ranks, parts, [outer.nvls], lambda *_: 1.0, lanes))
         switch = outer.nvls_switch_bytes

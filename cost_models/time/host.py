@@ -101,7 +101,7 @@ def _ops(block: BlockWork, phase: str, again: Recomputed | None) -> Iterator[tup
 
 
 def _comms(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Iterator[CommWork]:
-    """Yield the collectives that the host starts. Those of experts have sizes that no graph knows beforehand."""
+    """Yield the collectives that the host starts. No graph knows the sizes of experts' collectives."""
     graphs = costs.options.launch is Launch.GRAPHS
     for comm in block.comms if again is None else again.comms:
         if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or not graphs):

@@ -208,7 +208,7 @@ class Pricer:
         homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
         out: list[Group | None] = []
         for here, there in itertools.pairwise(homes):
-            up = (here + 1) % c.pp == there  # else down, the second half of a V
+            up = (here + 1) % c.pp == there  # otherwise down, in the second half of a V
             out.append(None if here == there else hops[here if up else there])
         return out
 
