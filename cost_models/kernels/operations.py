@@ -43,7 +43,7 @@ from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 from autoplan.units import dtype_bytes
 
-# -- assumptions where nothing was measured -----------------------------------------------------------------------------
+# -- assumptions where nothing was measured ----------------------------------------------------------------------------
 
 # Share of the peak that large kernels reach on a device that is not an accelerator (a CPU): products the stated share,
 # else 75 %; attention half; memory-bound kernels 80 % of the bandwidth.
