@@ -1,8 +1,8 @@
-"""Which devices have streams: whether what copies or sends can run beside computing there."""
+"""Streams: whether copies and collectives can run beside computation on a device."""
 
 from __future__ import annotations
 
 
 def has_streams(device_type: str) -> bool:
-    """True for accelerators. A CPU computes, copies and sends in the threads that it has, one after the other."""
+    """Return True for accelerators. A CPU computes, copies and sends with the same threads, one after the other."""
     return device_type != "cpu"

@@ -1,7 +1,8 @@
-"""What the main thread of a rank does, read off its stack when another rank asks: it costs the main thread nothing.
+"""What the main thread of a rank does, read from its stack when another rank asks: it costs the main thread nothing.
 
-The stack of a thread that runs on is written by `faulthandler`, in one go while Python stands still, and read as text:
-following frame objects from here lets the other thread go on between two of them, which Python 3.11 does not survive.
+`faulthandler` writes the stack of the running thread in one go, while Python stands still, and the text is parsed.
+Following frame objects from here would let the other thread run between two of them, which Python 3.11 does not
+survive.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 _TORCH = Path(torch.__file__).parent
 _AUTOPLAN = Path(__file__).parent.parent
 _LIBRARY = Path(threading.__file__).parent  # Python's own
-# Files whose innermost frames wait for other ranks. The functions of the first are the collectives by name; the second
-# is in any operator, and in functional collectives, which whoever called it names; the third waits for what is sent.
+# Files whose innermost frames wait for other ranks. The first defines the collectives, by name. The second is on the
+# stack of any operator and of functional collectives, which are named by their caller. The third waits for transfers of
+# the pipeline.
 _COLLECTIVES = str(_TORCH / "distributed" / "distributed_c10d.py")
 _OPERATORS = str(_TORCH / "_ops.py")
 _PIPELINE = str(_TORCH / "distributed" / "pipelining" / "schedules.py")
@@ -55,8 +57,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackPlace:
-    """Where a thread is. `collective`: the one it waits in, "" if none is on its stack; `phase`: of a step, or "";
-    `line`: file and line of the innermost frame outside torch and autoplan."""
+    """Where a thread is.
+
+    Attributes:
+        phase: phase of a step, or "".
+        collective: the collective it waits in, "" if none is on its stack.
+        line: file and line of the innermost frame outside torch and autoplan.
+    """
 
     phase: str
     collective: str
@@ -68,7 +75,7 @@ class StackPlace:
 
 
 def place_of(frames: Iterable[Frame]) -> StackPlace:
-    """The place that a stack says, innermost frame first."""
+    """Return the place that a stack shows, innermost frame first."""
     stack = list(frames)
     phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
     foreign = [f for f in stack if not _is_ours(f.file)]
@@ -78,7 +85,7 @@ def place_of(frames: Iterable[Frame]) -> StackPlace:
 
 
 def _collective_of(stack: Sequence[Frame]) -> str:
-    """The collective that a stack waits in, "" if in none."""
+    """Return the collective that a stack waits in, "" if there is none."""
     named = [f.function for f in stack[:4] if f.file == _COLLECTIVES and not f.function.startswith("_")]
     if named or not stack:
         return next((name for name in reversed(named) if name != "wrapper"), "")
@@ -89,7 +96,7 @@ def _collective_of(stack: Sequence[Frame]) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file is of torch, of autoplan, or of Python's standard library."""
+    """Return True if a file belongs to torch, autoplan or Python's standard library."""
     path = Path(file)
     if file.startswith("<frozen") or path.is_relative_to(_TORCH) or path.is_relative_to(_AUTOPLAN):
         return True
@@ -101,7 +108,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def of_thread(ident: int) -> StackPlace:
-    """Where the thread with this identifier is now; nowhere if there is none."""
+    """Return where the thread with this identifier is; an empty place if there is no such thread."""
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         faulthandler.dump_traceback(out, all_threads=True)
         out.seek(0)
@@ -117,7 +124,7 @@ def of_thread(ident: int) -> StackPlace:
 
 
 def of_traceback(traceback: TracebackType | None) -> StackPlace:
-    """Where an exception was raised."""
+    """Return where an exception was raised."""
     found = []
     while traceback is not None:
         code = traceback.tb_frame.f_code

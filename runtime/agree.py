@@ -1,8 +1,8 @@
 """Errors that all ranks raise alike, so that a job survives them.
 
 A rank that raises on its own leaves the others waiting in their next collective. Input is therefore checked on every
-rank before the first collective that depends on it, and the ranks agree on the outcome (`agree`): all of them raise the
-same error, or none does, and the job goes on either way.
+rank before the first collective that depends on it, and the ranks agree on the outcome (`agree`): either all of them
+raise the same error or none does, and the job goes on in both cases.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ _MOST_TEXTS = 4  # different problems that one message lists
 
 
 class AgreedError(Exception):
-    """Base of errors that every rank raises alike, after the ranks agreed on them. Collectives still work: `guard` of
-    autoplan.runtime.failure lets them pass as they are."""
+    """Base of errors that every rank raises alike, after the ranks agreed on them.
+
+    Collectives still work: `guard` of autoplan.runtime.failure lets these errors pass.
+    """
 
 
 class AgreedValueError(AgreedError, ValueError):
-    """A value given to a public call that does not fit, on this rank or on another."""
+    """A value passed to a public call does not fit, on this rank or on another."""
 
 
 class AgreedRuntimeError(AgreedError, RuntimeError):
-    """As AgreedValueError, where PyTorch raises RuntimeError (`load_state_dict`)."""
+    """Like AgreedValueError, where PyTorch raises RuntimeError (`load_state_dict`)."""
 
 
 def agree(problem: str | None, device: torch.device | str, error: type[AgreedError] = AgreedValueError) -> None:
-    """Raise the same `error` on all ranks if any rank has a problem. A collective over all ranks: one number, and the
-    texts where there is a problem.
+    """Raise the same `error` on all ranks if any rank has a problem.
+
+    A collective over all ranks: one number, plus the texts if there is a problem.
 
     Args:
         problem: what is wrong on this rank, or None.
-        device: of the collective.
+        device: device of the collective.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if problem is not None:
@@ -53,7 +56,7 @@ def agree(problem: str | None, device: torch.device | str, error: type[AgreedErr
 
 
 def raise_agreed(problem: str | None, error: type[AgreedError] = AgreedValueError) -> None:
-    """Raise what `agree` raises; for ranks that know already that one of them has a problem."""
+    """Raise what `agree` raises; for ranks that already know that one of them has a problem."""
     problems: list[str | None] = [problem]
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
@@ -62,7 +65,7 @@ def raise_agreed(problem: str | None, error: type[AgreedError] = AgreedValueErro
 
 
 def listed(problems: Sequence[str | None]) -> str:
-    """One text of all problems, each with the ranks that have it; plain where all ranks have the same."""
+    """Return one text of all problems, each with the ranks that have it; without ranks if all have the same problem."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):
         if text is not None:
@@ -77,7 +80,7 @@ def listed(problems: Sequence[str | None]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0, 1, 5', 'ranks 4-7': runs of three or more are joined."""
+    """Return 'rank 3', 'ranks 0, 1, 5' or 'ranks 4-7': runs of three or more are joined."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -89,13 +92,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def agreed(error: E) -> E:
-    """Mark an exception of any class as one that every rank raises alike, so that `guard` lets it pass; returns it."""
+    """Mark an exception of any class as one that every rank raises alike, so that `guard` lets it pass; return it."""
     error.__dict__[_MARK] = True
     return error
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether every rank raises this exception alike."""
+    """Return True if every rank raises this exception alike."""
     return isinstance(error, AgreedError) or _MARK in error.__dict__
 
 
@@ -103,7 +106,7 @@ _MARK = "autoplan_agreed"
 
 
 class Difference(NamedTuple):
-    """The first entry in which a rank differs from rank 0; None stands for one that is missing."""
+    """The first entry in which a rank differs from rank 0; None stands for a missing entry."""
 
     rank: int
     name: str
@@ -112,12 +115,12 @@ class Difference(NamedTuple):
 
 
 def first_difference(entries: Mapping[str, str | int], device: torch.device | str) -> Difference | None:
-    """Compare entries with those of all ranks: one number is all-reduced, the entries travel only if it differs.
+    """Compare entries over all ranks: one number is all-reduced, and the entries are sent only if it differs.
 
     Args:
-        entries: by name. device: of the collective.
+        entries: by name. device: device of the collective.
 
-    Returns: the same on all ranks; None if all have the same entries.
+    Returns: the first difference, the same on all ranks; None if all have the same entries.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -138,7 +141,7 @@ def first_difference(entries: Mapping[str, str | int], device: torch.device | st
 
 
 def different(prints: Sequence[int], device: torch.device | str) -> list[bool]:
-    """Which of these numbers below 2**62 differ between ranks, the same on all. A collective: one all-reduce."""
+    """Return, for each of these numbers below 2**62, True if ranks differ in it. A collective: one all-reduce."""
     if not prints:
         return []
     seen = torch.tensor([[p, -p] for p in prints], dtype=torch.int64, device=device)
@@ -152,12 +155,12 @@ _MASK = (1 << 62) - 1  # its negative is an int64 too
 
 
 def fingerprint(tensors: Mapping[str, Any], num_elements: int | None = None) -> int:
-    """A number below 2**62 that differs (but for chance) where names, shapes, dtypes or values differ.
+    """Return a number below 2**62 that differs (except by chance) if names, shapes, dtypes or values differ.
 
-    Every element counts with a weight of its own, in integer arithmetic on its bits: equal on all devices.
+    Every element counts with its own weight, in integer arithmetic on its bits: equal on all devices.
 
     Args:
-        tensors: name -> tensor; of other values their type counts.
+        tensors: name -> tensor; for other values only their type counts.
         num_elements: how many elements of a tensor count, spread evenly; None: all.
     """
     total = 0
@@ -174,12 +177,12 @@ def fingerprint(tensors: Mapping[str, Any], num_elements: int | None = None) -> 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-_CHUNK = 1 << 20  # elements at a time: what is computed on the way is a few times as large as they are
+_CHUNK = 1 << 20  # elements at a time: temporaries are a few times as large as they are
 
 
 def _bits(x: torch.Tensor, num_elements: int | None) -> int:
     if num_elements == 0:
-        return 0  # nothing is computed, so that no device is waited for
+        return 0  # no computation, so no wait for the device
     flat = x.reshape(-1)
     if num_elements is not None and flat.numel() > num_elements:
         flat = flat[:: flat.numel() // num_elements]

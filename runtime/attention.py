@@ -26,7 +26,7 @@ def attention(
     ring: str | None = None,
     ulysses: str | None = None,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` with grouped heads when there are fewer k/v heads than q heads.
+    """``F.scaled_dot_product_attention``, with grouped heads if there are fewer k/v heads than q heads.
 
     Heads and batch may be sharded (V); the sequence and the head dim must be whole. Not linear: P is refused.
 
@@ -34,23 +34,23 @@ def attention(
         q: [b, h, s, d].
         k: [b, kv, t, d], kv a divisor of h; head i of q reads head ``i * kv // h``.
         v: [b, kv, t, e].
-        causal: query i sees keys ``0..i`` (aligned at the start, as torch does when s != t).
-        scale: of the scores; None is ``1 / sqrt(d)``.
+        causal: True if query i sees keys ``0..i`` (aligned at the start, as in torch when s != t).
+        scale: factor of the scores; None is ``1 / sqrt(d)``.
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
-        documents: [b, s] of integers, to which document every token belongs: a token sees those of its own. -1 - i: a
+        documents: [b, s] integers, the document of every token: a token sees tokens of its own document. -1 - i: a
             token that nobody sees, but that sees document i. Every token must see one. Needs s == t and no mask.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
-            (``autoplan.runtime.context``); ulysses over the minor part of it together with one of the others over the
-            major part. Needs s == t and no mask.
+            (``autoplan.runtime.context``). ulysses over the minor part of the axis can be combined with one of the
+            others over the major part. Needs s == t and no mask.
 
     Returns:
         [b, h, s, e].
 
     Raises:
-        ValueError: wrong number of dims, head counts that do not divide, dropout, a window with what it excludes, or
-            both ring and gather.
+        ValueError: wrong number of dims, head counts that do not divide, dropout, a window or documents with an
+            argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v, dropout_p)
     _check_window(q, k, window, causal, mask)
@@ -114,7 +114,7 @@ def _cut_axes(
     ring: str | None,
     ulysses: str | None,
 ) -> list[str]:
-    """The axes over which the sequence is cut on this mesh; ValueError for what cut sequences exclude."""
+    """Return the axes over which the sequence is cut on this mesh. Raises ValueError for arguments that exclude it."""
     if ring is not None and gather is not None:
         raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
     cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
@@ -124,7 +124,7 @@ def _cut_axes(
 
 
 def _causal(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """The mask, and nothing behind the query."""
+    """Return the mask without the keys after each query."""
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).tril()
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
@@ -137,13 +137,16 @@ def _windowed(
     scale: float | None,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same by flash where that does; else in blocks of `window` queries, each of which sees its own block of keys
-    and the one before it: the arithmetic grows with s * window, not with s^2. Blocks are a dim of the batch."""
+    """Attention with a causal window: by flash if it applies, else in blocks of `window` queries.
+
+    A block of queries sees its own block of keys and the one before it, so the arithmetic grows with s * window instead
+    of s^2. Blocks become a part of the batch dim.
+    """
     if choose_for(q, k, v, masked=documents is not None, causal="end", window=True) == "flash":
         return flash(q, k, v, scale=scale, window=window)
     b, heads, s, _ = q.shape
     num_blocks = -(-s // window)
-    after = num_blocks * window - s  # causal: no query sees what is added behind the last one
+    after = num_blocks * window - s  # causal: no query sees the padding after the last one
 
     def blocks(x: torch.Tensor, before: int) -> torch.Tensor:
         padded = functional.pad(x, (0, 0, before, after))
@@ -152,7 +155,7 @@ def _windowed(
     query = torch.arange(window, device=q.device)[:, None]
     distance = query + window - torch.arange(2 * window, device=q.device)[None]
     near = (distance >= 0) & (distance < window)
-    first = near & (torch.arange(2 * window, device=q.device) >= window)  # nothing is before the first block
+    first = near & (torch.arange(2 * window, device=q.device) >= window)  # no keys before the first block
     seen = torch.cat((first[None], near.expand(num_blocks - 1, -1, -1))).repeat(b, 1, 1)[:, None]
     if documents is not None:
         behind = torch.iinfo(documents.dtype).max  # a document of its own: every query sees a key

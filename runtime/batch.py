@@ -1,10 +1,10 @@
-"""The batch that a step is given: does it fit the program, and is it the same on the ranks that must have the same?
+"""Checks of a step's batch: does it fit the program, and do the ranks that must have the same batch have it?
 
-Every rank checks its own part before any collective; then one all-reduce over all ranks settles it for all of them
-(`Batches.settle`). It carries, by data-parallel rank, a fingerprint of the batch, the number of valid labels and of
-samples; with MAX, a fingerprint and its negative together say whether the ranks of one data-parallel rank (its tensor,
-context and pipeline ranks) have the same. Names, shapes and dtypes are compared in every step, contents in the first
-and in every `CONTENTS_EVERY`-th.
+Every rank checks its own part before any collective. Then one all-reduce over all ranks settles it for all of them
+(`Batches.settle`). For each data-parallel rank it carries a fingerprint of the batch and the numbers of valid labels
+and of samples. With MAX, a fingerprint and its negative together tell whether the tensor, context and pipeline ranks of
+one data-parallel rank have the same batch. Names, shapes and dtypes are compared in every step, contents in the first
+and in every `CONTENTS_EVERY`-th step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ CONTENTS_EVERY = 100  # steps
 
 
 def settled_bytes(num_data_ranks: int) -> int:
-    """Bytes of the all-reduce in which all ranks agree on the batches of a step."""
+    """Return the bytes of the all-reduce in which all ranks agree on the batches of a step."""
     return 8 * (1 + 4 * num_data_ranks)
 
 
-_LEAST = -(1 << 63)  # of int64: what a rank says of the batches of others
+_LEAST = -(1 << 63)  # of int64: a rank's entry for the batches of others
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What all ranks' batches have together: valid labels; samples, or None if data-parallel ranks differ in them."""
+    """Totals over all ranks' batches: valid labels; samples, or None if data-parallel ranks have different numbers of
+    them.
+    """
 
     labels: int
     samples: int | None
@@ -43,24 +45,24 @@ class Batches:
     """Checks the batches of a program.
 
     Args:
-        spec, mesh: of the program.
-        num_micro_batches: into how many equal parts a batch is cut.
+        spec, mesh: the program and its mesh.
+        num_micro_batches: the number of equal parts into which a batch is cut.
         device: where the program runs.
     """
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
-        # Counting labels and agreeing on them wait for the device, and with it for what was copied there before.
+        # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches, on the device once `settle` has returned. The batch has no `problem`."""
+        """Cut a batch without a `problem` into micro-batches, which are on the device once `settle` has returned."""
         whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
         size = batch[self._spec.inputs[0]].shape[0] // self._num
         return [{n: x[i * size : (i + 1) * size] for n, x in whole.items()} for i in range(self._num)]
 
     def problem(self, batch: Any) -> str | None:
-        """Why this rank cannot run a step of this batch now; None if it can."""
+        """Return why this rank cannot run a step on this batch; None if it can."""
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return "step() runs a backward; call it outside torch.no_grad() and torch.inference_mode()"
         if not isinstance(batch, Mapping):
@@ -100,7 +102,7 @@ class Batches:
         return None
 
     def _shapes(self, batch: Mapping[str, torch.Tensor]) -> str | None:
-        """Sequences that belong together and have different lengths, or that the program is not for."""
+        """Return why the sequence lengths do not match each other or the program; None if they do."""
         env = {symbol: batch[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
         for name, shape in self._spec.input_shapes:
             wanted, found = tuple(evaluate_terms(size, env) for size in shape), tuple(batch[name].shape)
@@ -117,7 +119,7 @@ class Batches:
         return self._split(env)
 
     def _split(self, env: Mapping[str, int]) -> str | None:
-        """Sequences that the ranks cannot share evenly."""
+        """Return why the ranks cannot share the sequences evenly; None if they can."""
         if self._shared_evenly(env):
             return None
         split = " ".join(f"{n}={self._mesh.size(n)}" for n in ("cp", "tp", "ep") if self._mesh.has(n))
@@ -128,7 +130,7 @@ class Batches:
         return f"a batch with {', '.join(f'{k}={v}' for k, v in env.items())} cannot be cut evenly over {split}"
 
     def _shared_evenly(self, env: Mapping[str, int]) -> bool:
-        """True if every local size of this batch is a whole number."""
+        """Return True if every local size of this batch is a whole number."""
         local = {**env, "b": env["b"] // self._num} if "b" in env else dict(env)
         cp = self._mesh.size("cp") if self._mesh.has("cp") else 1
         if cp > 1:
@@ -143,7 +145,7 @@ class Batches:
         return True
 
     def _nearest(self, env: Mapping[str, int], symbol: str) -> str | None:
-        """The next shorter and longer lengths that can be shared; None if none is near."""
+        """Return the nearest shorter and longer lengths that can be shared evenly; None if none is near."""
         length = env[symbol]
         ways = range(length - 1, 0, -1), range(length + 1, 2 * length + 4096)
         found = [next((n for n in way if self._shared_evenly({**env, symbol: n})), None) for way in ways]
@@ -154,15 +156,21 @@ class Batches:
     def settle(
         self, batch: Any, problem: str | None, count: Callable[[], int | torch.Tensor], *, data_rank: int, step: int
     ) -> Counts:
-        """Agree with all ranks on this step's batches. The device is waited for once.
+        """Agree with all ranks on this step's batches. Waits for the device once.
 
         Args:
-            batch: of this rank. problem: of it, or None. count: counts its valid labels, called if it has no problem;
-                a tensor of shape [] on the device, or a number.
-            data_rank: whose part of the global batch it is. step: the number of the step.
+            batch: this rank's batch.
+            problem: its problem, or None.
+            count: counts its valid labels; called if there is no problem. Returns a number, or a tensor of shape [] on
+                the device.
+            data_rank: index of its part of the global batch.
+            step: the number of the step.
 
-        Returns: the counts of the global batch.
-        Raises: AgreedValueError, on every rank alike.
+        Returns:
+            The counts of the global batch.
+
+        Raises:
+            AgreedValueError: a problem on any rank, or different batches in one data rank; on every rank alike.
         """
         contents = step % CONTENTS_EVERY == 0
         labels, samples = (0, 0) if problem is not None else (count(), batch[self._spec.inputs[0]].shape[0])
@@ -184,14 +192,14 @@ class Batches:
         if found[0]:
             raise_agreed(problem)
         by_rank = [found[1 + 4 * d : 5 + 4 * d] for d in range(num)]
-        by_rank = [seen for seen in by_rank if seen[0] != _LEAST]  # of a fake process group only our own is there
+        by_rank = [seen for seen in by_rank if seen[0] != _LEAST]  # a fake process group has only our own entry
         if any(high != -low for high, low, _, _ in by_rank):
             raise AgreedValueError(self._who_differs(mine, data_rank, contents))
         sizes = {size for *_, size in by_rank}
         return Counts(sum(n for _, _, n, _ in by_rank), sum(s for *_, s in by_rank) if len(sizes) == 1 else None)
 
     def _who_differs(self, mine: int, data_rank: int, contents: bool) -> str:
-        """Which ranks have another batch than most of those that must have the same. A collective."""
+        """Describe the ranks whose batch differs from that of most ranks that must have the same. A collective."""
         everybody: list[Any] = [None] * self._mesh.world_size
         dist.all_gather_object(everybody, (data_rank, mine))
         parts = []

@@ -1,13 +1,13 @@
-"""torch.compile of the blocks of a stage: each block's `compute`, inside what ZeRO and recompute hang on the block.
+"""torch.compile of the blocks of a stage: each block's `compute`, inside the hooks of ZeRO and recompute.
 
-Equal layers share their compiled code (parameters are inputs of it). A dense block is one graph: attention is traced,
+Equal layers share their compiled code (parameters are its inputs). A dense block is one graph. Attention is traced;
 collectives, dropout, losses and the vocabulary-parallel embedding are nodes that AOTAutograd looks into (functional
-collectives, plain operations and kernels of ours, whose shapes no value decides), so that a compiler fuses up to them.
-What a graph cannot hold runs as it is between compiled parts, a graph break at each: experts (the host needs their
+collectives, plain operations and our kernels, whose shapes depend on no value), so that a compiler fuses up to them.
+Operations that a graph cannot hold run between compiled parts, each with a graph break: experts (the host needs their
 counts), attention over a cut sequence (point-to-point transfers), all-to-alls (spmd_types calls them in place, on a
-process group that no graph can copy). Assertions of types, which do nothing but while type-checking, are left out.
-Another batch size or sequence length compiles again, from then on for all sizes. torch compiles nothing while a
-dispatch mode watches, `record_collectives` for one: what is recorded there runs op by op.
+process group that no graph can copy). Assertions of types, which only act while type-checking, are left out. Another
+batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a dispatch mode is
+active, such as `record_collectives`: then operations run one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoplan.runtime.program import Block
 
 __all__ = ["compile_blocks", "compiles_by_itself"]
 
-# names of an emitted module: nodes of a graph, each with forward and backward of its own
+# names of an emitted module: nodes of a graph, each with its own forward and backward
 _NODES = (
     "all_gather all_reduce cross_entropy_sum dropout reduce_scatter slice_ to_partial to_replicate "
     "vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
@@ -38,7 +38,7 @@ _CUTS = ("gather", "ring", "ulysses")  # arguments of attention: the axis over w
 
 
 def compiles_by_itself(device: torch.device) -> bool:
-    """Whether blocks may be compiled without being asked for: on CUDA, where Triton is, which inductor needs there."""
+    """Return True if blocks may be compiled by default: on CUDA with Triton, which inductor needs there."""
     return device.type == "cuda" and has_triton()
 
 
@@ -51,12 +51,13 @@ def compile_blocks(
 
     Args:
         stage: an instance of the emitted `Stage`.
-        backend: of torch.compile, by name or as a function; `inductor` needs a C++ compiler on the CPU.
-        async_groups: whose gathers and reduce-scatters inductor hides behind pieces of the products beside them (Wang
-            et al., Overlap communication with dependent computation via decomposition, ASPLOS 2023), where it finds
-            them next to each other.
+        backend: backend of torch.compile, by name or as a function; `inductor` needs a C++ compiler on the CPU.
+        async_groups: groups whose gathers and reduce-scatters inductor overlaps with pieces of the neighbouring matrix
+            products, where it finds them next to each other (Wang et al., Overlap communication with dependent
+            computation via decomposition, ASPLOS 2023).
 
-    Returns: how many blocks there are.
+    Returns:
+        The number of blocks.
     """
     for group in async_groups:
         share_memory(group)
@@ -77,7 +78,7 @@ def compile_blocks(
 
 
 def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Traced where the whole sequence is here, else apart."""
+    """Return `attention`, traced if the whole sequence is on this rank, else run outside the graph."""
     apart: Callable[..., torch.Tensor] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
 
     @functools.wraps(attention)

@@ -1,9 +1,9 @@
 """Compressed all-reduce of gradients (ZeRO 0): in 16 bits, or of low rank (PowerSGD).
 
-The arithmetic is that of PyTorch's own communication hooks (torch.distributed.algorithms.ddp_comm_hooks), which take
-any object with the interface of a bucket; DDP itself is not needed. They average, our gradients are sums: the result is
-multiplied by the number of ranks. Every data-parallel group has a state of its own, and under tp every rank compresses
-its shard. The state of PowerSGD (what was left out so far, on this rank) is not in any checkpoint.
+The arithmetic is in PyTorch's own communication hooks (torch.distributed.algorithms.ddp_comm_hooks), which take any
+object with the interface of a bucket; DDP itself is not needed. The hooks average, but our gradients are sums: the
+result is multiplied by the number of ranks. Every data-parallel group has its own state, and under tp every rank
+compresses its shard. The state of PowerSGD (this rank's accumulated compression error) is not in any checkpoint.
 
 Sources: default_hooks.py (fp16_compress_hook, bf16_compress_hook); powerSGD_hook.py, after Vogels et al., PowerSGD:
 Practical Low-Rank Gradient Compression for Distributed Optimization, 2019, algorithms 1 and 2.
@@ -22,19 +22,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Matrices are sent as two factors of low rank; what that leaves out is added to the next step's gradient.
+    """Matrices are sent as two factors of low rank; the compression error is added to the next step's gradient.
 
-    Of a gradient [n, ...], seen as a matrix of n rows and m columns, (n + m) * rank numbers are sent instead of n * m;
-    vectors, and matrices of which that saves too little, are sent whole.
+    For a gradient [n, ...], seen as a matrix of n rows and m columns, (n + m) * rank numbers are sent instead of n * m.
+    Vectors, and matrices for which that saves too little, are sent whole.
 
     Attributes:
-        rank: of the approximation; 1 to 4 is common, up to 32 for language models.
-        start_step: gradients are sent whole before this step, a count from 0 (the first ones matter most); at least 2.
+        rank: rank of the approximation; 1 to 4 is common, up to 32 for language models.
+        start_step: gradients are sent whole before this step, counted from 0 (the first ones matter most); at least 2.
         min_compression_rate: a matrix is sent whole unless (n + m) * rank * this is less than n * m.
-        error_feedback: keep what was left out. Without it training may not converge.
-        warm_start: begin with the factors of the step before.
+        error_feedback: True to keep the compression error. Without it training may not converge.
+        warm_start: True to begin with the factors of the previous step.
 
-    Raises: ValueError for values that cannot be.
+    Raises:
+        ValueError: a value is out of range.
     """
 
     rank: int = 4
@@ -55,13 +56,13 @@ class PowerSGD:
 Compression = str | PowerSGD  # "bf16", "fp16", or PowerSGD
 _Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 _NARROW: Mapping[str, _Hook] = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-# A matrix of zeros (of experts that no token chose) has no direction; torch's own default divides by its norm, 0. Far
-# below the norm of any gradient, so that directions keep their length.
+# A matrix of zeros (of experts that no token chose) has no direction, and torch's own default divides by its norm, 0.
+# The value is far below the norm of any gradient, so that directions keep their length.
 _EPSILON = 1e-20
 
 
 def check_compression(compression: Compression) -> None:
-    """ValueError for what is no compression."""
+    """Raise ValueError if `compression` is neither PowerSGD nor a known name."""
     if not isinstance(compression, PowerSGD) and compression not in _NARROW:
         raise ValueError(
             f"gradient_compression={compression!r} is not known; use {', '.join(map(repr, _NARROW))} or "
@@ -70,7 +71,7 @@ def check_compression(compression: Compression) -> None:
 
 
 class _Bucket:
-    """What PyTorch's hooks read of a `torch.distributed.GradBucket`."""
+    """The part of `torch.distributed.GradBucket` that PyTorch's hooks read."""
 
     def __init__(self, gradients: Sequence[torch.Tensor], index: int, last: bool) -> None:
         self._flat = torch.cat([g.reshape(-1) for g in gradients])
@@ -114,7 +115,7 @@ class Compressor:
             self._hook = _NARROW[compression]
 
     def reduce(self, buckets: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Sum in place. PowerSGD needs the same buckets in every step, and more exponents than float16 has."""
+        """Sum in place. PowerSGD needs the same buckets in every step, and a larger exponent range than float16 has."""
         for index, gradients in enumerate(buckets):
             bucket = _Bucket(gradients, index, index == len(buckets) - 1)
             if bucket.buffer().dtype == torch.float16 and self._hook is powerSGD_hook.powerSGD_hook:
@@ -124,7 +125,7 @@ class Compressor:
                 torch.mul(view, self.group.size(), out=gradient)
 
     def sent_share(self) -> float:
-        """Numbers that PowerSGD sent over those that there were, since it began; 1 before, and where it is not used."""
+        """Return the share of numbers that PowerSGD sent since it began; 1 before it begins or if it is not used."""
         if not isinstance(self._state, powerSGD_hook.PowerSGDState) or not self._state.total_numel_before_compression:
             return 1.0
         return float(self._state.total_numel_after_compression / self._state.total_numel_before_compression)

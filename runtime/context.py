@@ -1,15 +1,16 @@
-"""Context parallelism: every rank has a part of each sequence; attention over all of it in one of three ways.
+"""Context parallelism: every rank has a part of each sequence, and attention sees the whole sequence in one of three
+ways.
 
-A sequence of s tokens is cut into 2 c equal chunks over c ranks; rank i has chunks i and 2 c - 1 - i, so that all ranks
+A sequence of s tokens is cut into 2 c equal chunks over c ranks. Rank i has chunks i and 2 c - 1 - i, so that all ranks
 have the same work under a causal mask (Llama Team, The Llama 3 Herd of Models, 2024, section 3.3.2).
 
-gather   keys and values of the whole sequence are gathered, their gradients reduced and scattered (the same)
-ring     they travel from rank to rank (``autoplan.runtime.ring``)
-ulysses  ranks exchange parts of the sequence for parts of the heads, and back behind attention (Jacobs et al.,
+gather   keys and values of the whole sequence are gathered, their gradients are reduced and scattered (the same source)
+ring     keys and values travel from rank to rank (``autoplan.runtime.ring``)
+ulysses  ranks exchange parts of the sequence for parts of the heads, and back after attention (Jacobs et al.,
          DeepSpeed Ulysses, 2023)
 
-Ulysses over u neighbours goes together with either of the others over the r = c / u groups of them (Fang, Zhao, USP,
-2024; Gu et al., LoongTrain, 2024): the parts of u neighbours, put in order, are those of one rank of r.
+Ulysses over u neighbours can be combined with gather or ring over the r = c / u groups of neighbours (Fang, Zhao, USP,
+2024; Gu et al., LoongTrain, 2024): the parts of u neighbours, put in order, are the part of one of r ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from autoplan.runtime.sdpa import choose_for, flash, sdpa
 
 
 def context_length(s: int, axis: str) -> int:
-    """Tokens of this rank's part of a sequence of ``s``."""
+    """Return the number of tokens in this rank's part of a sequence of ``s``."""
     return s // current_mesh().size(axis)
 
 
 def context_part(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-    """This rank's two chunks of ``x`` along ``dim``, one behind the other.
+    """Return this rank's two chunks of ``x`` along ``dim``, concatenated.
 
     Raises:
-        ValueError: the size of ``dim`` is not a multiple of twice the ranks.
+        ValueError: the size of ``dim`` is not a multiple of twice the number of ranks.
     """
     mesh = current_mesh()
     ranks, index = mesh.size(axis), mesh.coordinate(axis)
@@ -52,20 +53,24 @@ def _part(chunks: Sequence[torch.Tensor], index: int, dim: int) -> torch.Tensor:
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """[ranks, b, h, 2 l, d], the parts of neighbouring ranks -> [b, h, 2 l ranks, d]: all their first chunks, then all
-    their second ones, which follow each other the other way round."""
+    """Put the parts of neighbouring ranks in order: [ranks, b, h, 2 l, d] -> [b, h, 2 l ranks, d].
+
+    All first chunks come first, then all second chunks in reverse order of the ranks.
+    """
     first, second = parts.chunk(2, dim=3)
     return torch.cat((*first.unbind(0), *second.flip(0).unbind(0)), dim=2)
 
 
 def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The inverse of ``_in_order``."""
+    """Split into parts by rank: the inverse of ``_in_order``."""
     chunks = x.chunk(2 * ranks, dim=2)
     return torch.stack([_part(chunks, i, 2) for i in range(ranks)])
 
 
 class _Gather(torch.autograd.Function):
-    """[b, h, 2 l, d] of every rank -> [b, h, 2 l c, d] in the order of the sequence; gradients summed back."""
+    """[b, h, 2 l, d] of every rank -> [b, h, 2 l c, d] in the order of the sequence; gradients are reduced and
+    scattered.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
@@ -81,7 +86,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """[b, h, 2 l, d] -> [b, h / ranks, 2 l ranks, d]: this rank's heads of the parts of all ranks, in order."""
+    """Exchange [b, h, 2 l, d] -> [b, h / ranks, 2 l ranks, d]: this rank's heads of all ranks' parts, in order."""
     sent = x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0).contiguous()
     parts = torch.empty_like(sent)
     dist.all_to_all_single(parts, sent, group=group)
@@ -89,7 +94,7 @@ def _to_heads(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Te
 
 
 def _to_sequence(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """The inverse."""
+    """Exchange heads for a part of the sequence: the inverse of ``_to_heads``."""
     sent = _by_rank(x, ranks)
     parts = torch.empty_like(sent)
     dist.all_to_all_single(parts, sent, group=group)
@@ -97,7 +102,7 @@ def _to_sequence(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch
 
 
 class _Exchange(torch.autograd.Function):
-    """Parts of the sequence for parts of the heads (``heads``) or back; gradients the other way."""
+    """Exchanges parts of the sequence for parts of the heads (``heads``) or back; gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, heads: bool, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
@@ -110,12 +115,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def to_heads(x: torch.Tensor, axis: str) -> torch.Tensor:
-    """[b, h, 2 l, d] -> [b, h / u, 2 l u, d] by an all-to-all over the u ranks of ``axis``.
+    """Exchange [b, h, 2 l, d] -> [b, h / u, 2 l u, d] by an all-to-all over the u ranks of ``axis``.
 
-    Fewer heads than ranks are repeated, so that every rank has one: u must be a multiple of h then.
+    If there are fewer heads than ranks, heads are repeated so that every rank has one; u must then be a multiple of h.
 
     Raises:
-        ValueError: neither divides the other.
+        ValueError: neither of h and u divides the other.
     """
     mesh = current_mesh()
     ranks, heads = mesh.size(axis), x.shape[1]
@@ -128,14 +133,14 @@ def to_heads(x: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def to_sequence(x: torch.Tensor, axis: str) -> torch.Tensor:
-    """The inverse: [b, h / u, 2 l u, d] -> [b, h, 2 l, d]."""
+    """Exchange [b, h / u, 2 l u, d] -> [b, h, 2 l, d]: the inverse of ``to_heads``."""
     mesh = current_mesh()
     out: torch.Tensor = _Exchange.apply(x, False, mesh.group(axis), mesh.size(axis))  # type: ignore[no-untyped-call]
     return out
 
 
 def gathered_documents(documents: torch.Tensor, axis: str) -> torch.Tensor:
-    """[b, 2 l] of every rank -> [b, 2 l c] in the order of the sequence."""
+    """Gather [b, 2 l] of every rank -> [b, 2 l c] in the order of the sequence."""
     mesh = current_mesh()
     parts = gathered(documents, mesh.group(axis), mesh.size(axis))
     return _in_order(parts[:, :, None, :, None]).flatten(1)
@@ -155,9 +160,9 @@ def gathered_attention(
     """Attention of this rank's queries over the keys of the whole sequence, which are gathered over ``axis``.
 
     Args:
-        q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them; k, v alike.
-        causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
-        documents: [b, 2 l] of this rank's tokens.
+        q, k, v: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
+        causal, scale, window: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        documents: [b, 2 l], the documents of this rank's tokens.
 
     Returns:
         [b, h, 2 l, e].
@@ -187,11 +192,15 @@ def _of_chunk(
     own: torch.Tensor | None,
     whole: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention of queries that end with the keys; documents `own` of the queries, [b, l], and `whole`, [b, t]
-    and what follows the keys."""
+    """Causal attention of queries that end with the keys.
+
+    Args:
+        own: [b, l], the documents of the queries.
+        whole: [b, t and more], the documents of the keys and of the tokens after them.
+    """
     end = keys.shape[2]
     first = end - q.shape[2]
-    low = 0 if window is None else max(0, first - window + 1)  # no query sees further back
+    low = 0 if window is None else max(0, first - window + 1)  # no query sees earlier keys
     keys, values = keys[:, :, low:], values[:, :, low:]
     if choose_for(q, keys, values, masked=own is not None, causal="end", window=window is not None) == "flash":
         return flash(q, keys, values, scale=scale, window=window)

@@ -1,6 +1,6 @@
-"""The conversions between types, by mesh-axis name, and the record of the collectives that really run.
+"""The conversions between types, by mesh-axis name, and a recorder of the collectives that run.
 
-These are the only communication of an emitted program. Each works on the *local* tensor and delegates to
+Conversions are the only communication of an emitted program. Each works on the *local* tensor and delegates to
 ``spmd_types``, which owns the forward/backward pairs and their types:
 
 ======================  ==========  ====================  ====================
@@ -20,8 +20,8 @@ to_partial(src=I)       I -> P      keep on index 0       nothing
 ======================  ==========  ====================  ====================
 
 S on dim d means contiguous even chunks of tensor dim d, chunk i on index i of the axis. An axis of size 1 returns its
-argument. Gradients are communicated in the dtype of the forward value. Tensors whose types are wrong on the axis are
-refused by ``spmd_types.checker.typecheck()``, which is also when :func:`typed` does something.
+argument. Gradients are communicated in the dtype of the forward value. Under ``spmd_types.checker.typecheck()`` tensors
+of a wrong type on the axis are refused; only then does :func:`typed` do something.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = [
 Type = PerMeshAxisLocalSpmdType
 
 mend_simulated_groups()
-# spmd_types 0.3.1 calls functional collectives by names that torch deprecates since 2.13; nothing for our users to do.
+# spmd_types 0.3.1 calls functional collectives by names that torch deprecates since 2.13. Our users cannot change that.
 warnings.filterwarnings(
     "ignore",
     message=r"`torch\.distributed\._functional_collectives\.(all_gather|reduce_scatter)_tensor` is deprecated",
@@ -79,9 +79,10 @@ warnings.filterwarnings(
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose backward hands on a contiguous gradient.
+    """Identity whose backward returns a contiguous gradient.
 
-    The all-reduce of spmd_types asserts contiguity, and gradients often are not: that of ``sum`` is an expanded scalar.
+    The all-reduce of spmd_types asserts contiguity, but gradients often are not contiguous: the gradient of ``sum`` is
+    an expanded scalar.
     """
 
     @staticmethod
@@ -107,7 +108,7 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def _options(x: torch.Tensor) -> dict[str, Any]:
-    # Below fp32 spmd_types wants the dtype of the gradient's reduction spelled out; the ledger prices the forward's.
+    # Below fp32 spmd_types needs an explicit dtype for the gradient's reduction; the ledger counts the forward's dtype.
     return {"backward_options": {"op_dtype": x.dtype}}
 
 
@@ -196,7 +197,7 @@ def slice_(x: torch.Tensor, axis: str, dim: int, src: Type) -> torch.Tensor:
         x: the whole value.
         axis: mesh axis or group.
         dim: tensor dim to slice, divisible by the size of the axis.
-        src: R or I, what ``x`` is.
+        src: the type of ``x``, R or I.
 
     Returns:
         The chunk, contiguous: ``x.shape`` with dim ``dim`` divided by the size of the axis.
@@ -211,7 +212,7 @@ def slice_(x: torch.Tensor, axis: str, dim: int, src: Type) -> torch.Tensor:
 
 
 def to_replicate(x: torch.Tensor, axis: str) -> torch.Tensor:
-    """I -> R: the value stays, its gradient is summed over ``axis`` by an all-reduce in the backward.
+    """Convert I -> R: the value stays; in the backward its gradient is summed over ``axis`` by an all-reduce.
 
     Args:
         x: a value that is the same on every rank of the axis, any shape.
@@ -230,7 +231,7 @@ def all_to_all(x: torch.Tensor, axis: str, src_dim: int, dst_dim: int) -> torch.
     Args:
         x: the shard.
         axis: mesh axis or group.
-        src_dim: tensor dim that is sharded now, whole in the result.
+        src_dim: the sharded tensor dim, whole in the result.
         dst_dim: another tensor dim, divisible by the size of the axis.
 
     Returns:
@@ -248,14 +249,14 @@ def all_to_all(x: torch.Tensor, axis: str, src_dim: int, dst_dim: int) -> torch.
 
 
 def to_partial(x: torch.Tensor, axis: str, src: Type) -> torch.Tensor:
-    """Keep ``x`` on index 0 of ``axis`` and zeros elsewhere: R -> P or I -> P; their sum is ``x``.
+    """Keep ``x`` on index 0 of ``axis`` and zeros elsewhere, so that the sum is ``x``: R -> P or I -> P.
 
-    How a bias joins a row-parallel product: added once.
+    This adds a bias to a row-parallel product only once.
 
     Args:
         x: the whole value, any shape.
         axis: mesh axis or group.
-        src: R or I, what ``x`` is.
+        src: the type of ``x``, R or I.
     """
     _one_of(src, "src", (R, I), "to_partial")
     mesh = current_mesh()
@@ -268,12 +269,12 @@ def to_partial(x: torch.Tensor, axis: str, src: Type) -> torch.Tensor:
 def typed(x: torch.Tensor, default: Type | None = None, /, **types: Type) -> torch.Tensor:
     """Assert the types of ``x`` by axis name, or set them on a value that has none; does nothing unless type-checking.
 
-    ``typed(w, I, tp=V)`` is I on every axis of the mesh except V on ``tp``. A value that is V may be asserted P: that
-    is how a local product over a sharded dim becomes the partial sum it is.
+    ``typed(w, I, tp=V)`` is I on every axis of the mesh except V on ``tp``. A value that is V may be asserted P: so a
+    local product over a sharded dim becomes a partial sum.
 
     Args:
         x: a tensor: an input, a parameter, a buffer, or a value to check.
-        default: the type on the axes not named; None leaves those alone.
+        default: the type on axes that are not named; None leaves their types alone.
         types: R, I, V (also for a shard) or P by axis or group name.
 
     Returns:
@@ -295,9 +296,9 @@ def typed(x: torch.Tensor, default: Type | None = None, /, **types: Type) -> tor
 
 
 def vary(x: torch.Tensor, *axes: str) -> torch.Tensor:
-    """Say that an R value stands for each rank's own part of a larger one: R -> V, and V -> P for its gradient.
+    """Declare that an R value stands for each rank's own part of a larger one: R -> V, and V -> P for its gradient.
 
-    How a local expansion of a dim of size 1 becomes a shard of the whole expansion. Does nothing unless type-checking.
+    So a local expansion of a dim of size 1 becomes a shard of the whole expansion. Does nothing unless type-checking.
 
     Args:
         x: a value that is R on ``axes``.
@@ -314,10 +315,11 @@ def vary(x: torch.Tensor, *axes: str) -> torch.Tensor:
 
 
 def as_constant_beside(x: Any, value: Any) -> Any:
-    """For typing hooks: the type of ``x``, which receives no gradient, as operand beside ``value``.
+    """Return ``x``, which receives no gradient, with the type it needs as an operand beside ``value``. For typing
+    hooks.
 
-    R and I differ only in the gradient, so a constant that is either may stand next to both. spmd_types does this for
-    torch operators, its ``rules`` do not.
+    R and I differ only in the gradient, so a constant of either type may stand next to both. spmd_types does this for
+    torch operators; its ``rules`` do not.
     """
     beside = spmd_types.get_local_type(value)
     for key, kind in tuple(spmd_types.get_local_type(x).items()):
@@ -328,7 +330,7 @@ def as_constant_beside(x: Any, value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The record of what really runs.
+# The recorder of the collectives that run.
 
 
 class CollectiveRecord(NamedTuple):
@@ -381,12 +383,12 @@ _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 def record_collectives(mesh: AxisMesh | None = None) -> Iterator[list[CollectiveRecord]]:
     """Yield a list that receives a record of every collective executed inside, in forward, backward and recompute.
 
-    It watches the dispatcher, not the functions of this module, so a collective added anywhere is seen; one over a
-    group that is no axis of the mesh is recorded under the description of its group. Of point-to-point transfers what
-    this rank sends is recorded, but for that of pipeline stages (``pp``), which PyTorch's schedules send. Collectives
-    over a single rank move nothing and are not recorded.
+    It watches the dispatcher, not the functions of this module, so it sees collectives added anywhere. A collective
+    over a group that is not an axis of the mesh is recorded under the description of its group. Of point-to-point
+    transfers the sends of this rank are recorded, except those between pipeline stages (``pp``), which PyTorch's
+    schedules issue. Collectives over a single rank move nothing and are not recorded.
 
-    Enter it inside ``LocalTensorMode`` or ``FakeTensorMode``: those answer collectives themselves and would hide them.
+    Enter it inside ``LocalTensorMode`` or ``FakeTensorMode``: they answer collectives themselves and would hide them.
 
     Args:
         mesh: names the groups; the current mesh by default.
@@ -411,7 +413,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._simulated and enabled_local_tensor_mode() is not None:
             raise RuntimeError("enter record_collectives inside LocalTensorMode, which otherwise hides the collectives")
-        # Only these two namespaces have collectives; everything else must cost next to nothing.
+        # Only these namespaces have collectives. Everything else must cost next to nothing.
         if func.namespace not in ("_c10d_functional", "c10d", "_dtensor") or func._schema.name not in _OPS:
             return func(*args, **kwargs)
         kind, index = _OPS[func._schema.name]
@@ -457,7 +459,7 @@ def _phase() -> Literal["forward", "backward", "recompute"]:
     # Private torch API (see private.py): -1 unless the autograd engine is running this thread.
     if torch._C._current_graph_task_id() == -1:
         return "forward"
-    # Inside the engine: a recomputed forward was called by one of two modules, a backward by the engine itself.
+    # Inside the engine: a recomputed forward is called by one of two modules, a backward by the engine itself.
     frame = sys._getframe(1)
     engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
     while frame is not None:

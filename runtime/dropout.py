@@ -1,13 +1,13 @@
-"""Dropout whose mask is a function of what is dropped, not of who drops it.
+"""Dropout whose mask is a function of the element, not of the rank that draws it.
 
-The mask of an element depends on (seed, step, site, global position) alone, so it is the same on one device and in
-every plan, for every micro-batch size, and again when a forward is recomputed. Torch's generators cannot do that: they
-number the elements of the local tensor in the order in which the ranks happen to draw.
+The mask of an element depends only on (seed, step, site, global position). So it is the same on one device and in every
+plan, for every micro-batch size, and when a forward is recomputed. torch's generators cannot do that: they number the
+elements of the local tensor in the order in which the ranks happen to draw.
 
 The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) used as a
 counter-based generator: output i of the stream with state s is mix(s + i * golden), with Stafford's 64-bit mixer number
-13. It is done in int64 tensor arithmetic, where products wrap around modulo 2**64 on every device; on GPUs in one
-kernel that reads the tensor and writes the result, forward and backward alike (autoplan.runtime.fused).
+13. It is computed in int64 tensor arithmetic, where products wrap around modulo 2**64 on every device. On GPUs one
+kernel reads the tensor and writes the result, in forward and backward alike (autoplan.runtime.fused).
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def dropout(
         training: False returns ``x``.
 
     Returns:
-        Of the shape, dtype and type of ``x`` (P too: the same mask on every rank is linear).
+        A tensor of the shape, dtype and type of ``x`` (P too: the same mask on every rank is linear).
 
     Raises:
-        ValueError: p outside [0, 1], factors that do not multiply to ``x.numel()`` or do not fit the mesh, or two
-            batch factors; TypeError: an rng that is not int64 [3].
+        ValueError: p outside [0, 1], factors that do not multiply to ``x.numel()`` or do not fit the mesh, or two batch
+            factors.
+        TypeError: an rng that is not int64 [3].
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p is {p}; it must be in [0, 1]")
@@ -92,7 +93,7 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix_(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function, in place on int64: every transient tensor here is 4 times a bf16 activation."""
+    """Apply SplitMix64's output function in place to int64: every temporary here is 4 times a bf16 activation."""
     for bits, factor in _MIX:
         z.bitwise_xor_(_shift(z, bits)).mul_(factor)
     return z.bitwise_xor_(_shift(z, 31))
@@ -117,7 +118,7 @@ def _start(rng: torch.Tensor, mesh: AxisMesh, index: tuple[Factor, ...]) -> torc
 
 
 def _strides(index: tuple[Factor, ...]) -> list[int]:
-    """Global stride of each factor; the batch is the most significant digit wherever it stands."""
+    """Return the global stride of each factor; the batch is the most significant digit wherever it stands."""
     strides = [0] * len(index)
     stride = 1
     for i in reversed(range(len(index))):
@@ -147,8 +148,8 @@ def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p
         columns *= factors[split][0]
     inner = _counters(0, factors[split:], state.device)
     outer = _counters(state + (start + 1) * _GOLDEN, factors[:split], state.device).unsqueeze(1)
-    # By blocks: on the CPU to stay in the cache (5 times as fast), elsewhere to bound the int64 transients. Not too
-    # many of them, for FakeTensorMode, where each operation costs the same whatever its size.
+    # In blocks: on the CPU to stay in the cache (5 times as fast), elsewhere to bound the int64 temporaries. Not too
+    # many blocks, for FakeTensorMode, where each operation costs the same whatever its size.
     rows = max(block // max(columns, 1), -(-outer.shape[0] // 256))
     threshold = _kept_below(p)
     parts = [_shift(_mix_(part + inner), 64 - _BITS) < threshold for part in torch.split(outer, rows)]
@@ -156,7 +157,9 @@ def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p
 
 
 def _merged(index: tuple[Factor, ...]) -> tuple[list[int], list[int]]:
-    """Local sizes and global strides of the factors, major to minor; what is one factor globally too is one here."""
+    """Return local sizes and global strides of the factors, major to minor; factors that are one factor globally are
+    merged.
+    """
     sizes, strides = [1], [0]
     for (local, _, _), stride in zip(index, _strides(index), strict=True):
         if sizes[-1] == 1 or strides[-1] == local * stride:
@@ -168,7 +171,7 @@ def _merged(index: tuple[Factor, ...]) -> tuple[list[int], list[int]]:
 
 
 def _kept_below(p: float) -> int:
-    """An element is kept if the upper 53 bits of its draw are below this."""
+    """Return the threshold below which the upper 53 bits of an element's draw keep it."""
     return round((1.0 - p) * (1 << _BITS))
 
 
@@ -177,7 +180,7 @@ def _scale(p: float) -> float:
 
 
 def _fused_arguments(mesh: AxisMesh, index: tuple[Factor, ...], p: float, site: int) -> tuple[Any, ...]:
-    """What `torch.ops.autoplan_fused.dropout` takes after the tensor and its rng."""
+    """Return the arguments of `torch.ops.autoplan_fused.dropout` after the tensor and its rng."""
     first, batch_stride = 0, 0
     for (local, _, axes), stride in zip(index, _strides(index), strict=True):
         if axes == "batch":
@@ -192,7 +195,7 @@ class _Dropout(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, rng: torch.Tensor, mesh: AxisMesh, index: tuple[Factor, ...], p: float, site: int
     ) -> torch.Tensor:
-        # The mask is drawn again in backward. The mesh is not consulted there: it may run in another thread.
+        # The backward draws the mask a second time. It does not consult the mesh: it may run in another thread.
         ctx.index, ctx.p = index, p
         if one_kernel(x.device):
             ctx.fused = _fused_arguments(mesh, index, p, site)

@@ -1,4 +1,4 @@
-"""Embedding lookup in a table whose rows are sharded."""
+"""Embedding lookup in a table whose rows are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
 def vocab_parallel_embedding(
     ids: torch.Tensor, weight_local: torch.Tensor, axes: Axes, padding_idx: int | None = None
 ) -> torch.Tensor:
-    """Rows of a table of which this rank holds an even contiguous chunk; the result is P on ``axes``.
+    """Look up rows of a table of which this rank holds an even contiguous chunk; the result is P on ``axes``.
 
     Every rank looks up the ids in its chunk and has zeros for the others, so the caller reduces (to R, I or a shard).
 
@@ -23,7 +23,8 @@ def vocab_parallel_embedding(
         ids: int64 or int32 [*], global row numbers; R or I on ``axes``.
         weight_local: [v / size(axes), h]; V on ``axes``.
         axes: the axis or axes that shard the rows, major to minor.
-        padding_idx: the row that gets no gradient, as in ``F.embedding`` (negative counts from the end of the table).
+        padding_idx: the row that gets no gradient, as in ``F.embedding`` (a negative one counts from the end of the
+            table).
 
     Returns:
         [*, h]; an id outside ``range(v)`` gives zeros on every rank.
@@ -54,7 +55,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
         local = ids - mesh.index_tensor(axes, ids.device) * rows
         outside = (local < 0) | (local >= rows)
         out = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
-        # -1 marks the positions that give this chunk no gradient: rows elsewhere, and the padding row.
+        # -1 marks positions without a gradient for this chunk: rows elsewhere, and the padding row.
         no_gradient = outside if padding_idx is None else outside | (ids == padding_idx)
         ctx.save_for_backward(local.masked_fill(no_gradient, -1))
         ctx.rows = rows
@@ -79,7 +80,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
 
 
 def _refuse_varying(ids: torch.Tensor, key: Any) -> None:
-    # V ids with a V table would be typed V -> P without complaint: the sum of rows that belong to different ids.
+    # V ids with a V table would be typed V -> P without complaint: a sum of rows that belong to different ids.
     if spmd_types.get_local_type(ids).get(key) is V:
         raise spmd_types.SpmdTypeError(
             f"vocab_parallel_embedding: ids are V on {key}, which shards the table; every rank there needs all the ids"

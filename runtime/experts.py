@@ -1,7 +1,7 @@
-"""Experts of a mixture on local tensors: rows sorted by expert, multiplied, summed back by token.
+"""The experts of a mixture on local tensors: sort rows by expert, multiply, and sum back by token.
 
-Products of all experts are one kernel where there is one (:func:`grouped_kernel`), else one for each expert. How often
-the host waits for the device in a forward; its backward, and the forward that recompute runs again, never do:
+The products of all experts are one kernel if there is one (:func:`grouped_kernel`), else one product per expert. Number
+of times the host waits for the device in a forward (never in the backward or in a recomputed forward):
 
 | experts | one kernel | a product each |
 |---|---|---|
@@ -9,8 +9,8 @@ the host waits for the device in a forward; its backward, and the forward that r
 | sharded over ranks that have the same tokens | 1 | 1 |
 | tokens travel to them | 1 | 1 |
 
-Rows are held once per choice, [t k, h] and [t k, f] of what is chosen on this rank, and no more where they are summed:
-the sum over the k choices of a token reads them in place.
+Rows are held once per choice: [t k, h] and [t k, f] for the choices whose expert is on this rank. The sum over the k
+choices of a token reads the rows in place and needs no further copy.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ def experts(
     dispatch: str | None = None,
     inner: str | None = None,
 ) -> torch.Tensor:
-    """The chosen experts of every token, weighted and summed: dropless, no token is left out and none is padded.
+    """Apply the chosen experts of every token, weight and sum the results. Dropless: no token is left out or padded.
 
     ``out[t] = sum_j weights[t, j] * down[e] @ act(gate_up[e] @ hidden[t])`` with ``e = index[t, j]``; gated:
-    ``act(gate) * up`` of the two halves of the first product. This rank adds nothing for experts that are on other
-    ranks of ``axes``, so that the result is P on ``axes``; with inner rows of ``gate_up`` and columns of ``down``
-    sharded it is a pending sum, too.
+    ``act(gate) * up`` of the two halves of the first product. This rank adds nothing for experts on other ranks of
+    ``axes``, so the result is P on ``axes``. It is also a pending sum where the inner rows of ``gate_up`` and the
+    columns of ``down`` are sharded.
 
     Args:
         hidden: [t, h].
-        index: int64 [t, k], of all experts.
+        index: int64 [t, k], over all experts.
         weights: [t, k].
         gate_up: [e, 2 f, h] (``gated``; gate, then up) or [e, f, h]; e local experts, a contiguous part of all.
         down: [e, h, f].
         activation: its name in ``torch.nn.functional``.
-        gated: the first product is a gate and what it scales.
-        axes: the axis or axes that shard the experts, major to minor, and whose ranks have the same tokens; None if all
-            are here.
-        dispatch: the axis that shards the experts and whose ranks have tokens of their own: rows travel to the ranks of
-            their experts and back. Not together with ``axes``. The gradients of ``gate_up`` and ``down`` are then those
-            of the tokens of all its ranks.
-        inner: the axis that splits the inner size of these experts, whose ranks have tokens of their own, too: what
-            arrives at one of them goes to all, and what they make of it is summed. Only with ``dispatch``.
+        gated: True if the first product is a gate and the value it scales.
+        axes: the axis or axes (major to minor) that shard the experts and whose ranks have the same tokens; None if all
+            experts are here.
+        dispatch: the axis that shards the experts and whose ranks have different tokens (token dispatch): rows travel
+            to the ranks of their experts and back. Not together with ``axes``. The gradients of ``gate_up`` and
+            ``down`` then cover the tokens of all ranks of this axis.
+        inner: the axis that splits the inner size f of these experts and whose ranks have different tokens, too: rows
+            that arrive at one rank go to all, and the partial results are summed. Only with ``dispatch``.
 
     Returns:
         [t, h], in the dtype of ``hidden``.
@@ -115,10 +115,10 @@ def _dispatched(
     axis: str,
     inner: str | None,
 ) -> torch.Tensor:
-    """A token once per expert that it chose, sorted by expert, to the rank that has it; results the same way back.
+    """Send each token once per chosen expert to the expert's rank, rows sorted by expert, and bring the results back.
 
-    Where experts are split over `inner`, what arrived goes to all parts, and what they make of it comes back and is
-    summed. All numbers of rows are exchanged first, and come to the host in one copy.
+    If experts are split over `inner`, the rows that arrive go to all parts, and their partial results come back and are
+    summed. All row counts are exchanged first and copied to the host once.
     """
     mesh = current_mesh()
     ranks, ways = mesh.size(axis), 1 if inner is None else mesh.size(inner)
@@ -126,7 +126,7 @@ def _dispatched(
     total = ranks * num_local
     by_expert, chosen = index.flatten().sort(stable=True)
     here = torch.searchsorted(by_expert, torch.arange(total + 1, device=index.device)).diff()
-    there = theirs = here  # of each rank in turn, rows of each of my experts; the same of each part of those in turn
+    there = theirs = here  # per source rank: rows of each local expert; per part and source rank
     if ranks > 1:
         there = _exchange(here, [num_local] * ranks, [num_local] * ranks, mesh.group(axis))
         theirs = there
@@ -166,7 +166,7 @@ def _exchange(rows: torch.Tensor, sent: list[int], come: list[int], group: dist.
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to and from every rank of a group, as many as each has for the other; gradients the same way back."""
+    """All-to-all of rows within a group, with a row count for each pair of ranks; gradients go back the same way."""
 
     @staticmethod
     def forward(
@@ -181,7 +181,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """[t, h] -> [t k, h]: rows in the order `chosen` of places in [t, k]."""
+    """[t, h] -> [t k, h]: one row per choice, in the order `chosen` of places in [t, k]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, chosen: torch.Tensor, k: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """[t k, h] in the order `chosen` of places in [t, k], and their weights [t, k] -> [t, h]."""
+    """Rows [t k, h] in the order `chosen` of places in [t, k], and weights [t, k] -> [t, h]."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -218,49 +218,49 @@ class _Combine(torch.autograd.Function):
 def _by_token(
     rows: torch.Tensor, chosen: torch.Tensor, t: int, k: int, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[rows, h] -> [t, h]: of every token the sum of its rows, in the order of its choices and in float32 at least.
+    """[rows, h] -> [t, h]: sum the rows of every token, in the order of its choices and in at least float32.
 
-    One kernel that reads every row once, without atomics: the same bits in every run (`index_add` on CUDA adds in the
-    order of arrival, and rounds 16-bit sums after every addition).
+    One kernel reads every row once, without atomics: the same bits in every run (`index_add` on CUDA adds in the order
+    of arrival, and rounds 16-bit sums after every addition).
 
     Args:
-        chosen: of every row its place in [t, k]; no place twice.
-        weights: of all places, by which rows are scaled.
+        chosen: the place of every row in [t, k]; no place occurs twice.
+        weights: [t, k], the scale of the row at each place; None: unscaled.
     """
     places, order = chosen.sort()
     starts = torch.searchsorted(places, torch.arange(0, t * k, k, device=chosen.device))
-    if weights is not None:  # rounded as a model that adds them one by one does: of two choices the sum has its bits
+    if weights is not None:  # rounded like a model that adds rows one by one: a sum of two has its bits
         rows = torch.mul(rows, weights.flatten()[chosen].unsqueeze(1), out=torch.empty_like(rows))
-    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # there torch does not round 16-bit sums to the nearest
+    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its CPU kernel does not round 16-bit sums to nearest
         return functional.embedding_bag(order, rows.float(), starts, mode="sum").to(rows.dtype)
     return functional.embedding_bag(order, rows, starts, mode="sum")
 
 
 def _of_weights(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Gradient of routing weights, [t, k]: products of rows that belong together; 0 where no row was."""
+    """Gradient of routing weights, [t, k]: dot products of matching rows of `a` and `b`; 0 at places without a row."""
     each = (a * b).sum(1).to(weights.dtype)
     return weights.new_zeros(weights.numel()).index_copy_(0, chosen, each).view_as(weights)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
-_GROUPED_BYTES = 16  # every row and every matrix begins at a multiple of this
+_GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
 _MOST_GROUPS = 1023
-_GROUPED_ON_CUDA = (9, 10)  # compute capabilities that have the kernel; others would wait for the host at each product
+_GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product
 
 
 def grouped_kernel(
     device_type: str, dtype: torch.dtype, capability: int | None, sizes: Iterable[int], num_groups: int
 ) -> bool:
-    """Whether ``torch.nn.functional.grouped_mm`` multiplies rows of all experts at once, at sizes that only the device
-    knows. Elsewhere every expert has a product of its own, of sizes that the host has to know.
+    """Return True if ``torch.nn.functional.grouped_mm`` can multiply the rows of all experts at once, with row counts
+    that only the device knows. Otherwise every expert has its own product, of a size that the host has to know.
 
-    Its kernel on CUDA takes bfloat16 on Hopper and Blackwell; for all else it copies the sizes to the host at every
-    product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is the same loop.
+    The CUDA kernel takes bfloat16 on Hopper and Blackwell; in all other cases torch copies the sizes to the host at
+    every product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is a loop over the experts.
 
     Args:
-        capability: major compute capability of a CUDA device, None where it is not known.
-        sizes: lengths of rows of all operands.
+        capability: major compute capability of a CUDA device, None if it is not known.
+        sizes: row lengths of all operands.
     """
     if device_type == "cuda":
         fits = dtype == torch.bfloat16 and capability in _GROUPED_ON_CUDA
@@ -270,7 +270,7 @@ def grouped_kernel(
 
 
 def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """`grouped_kernel` of these operands."""
+    """Apply `grouped_kernel` to these operands."""
     capability = None
     if x.device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(x.device)[0]
@@ -282,14 +282,18 @@ def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rows sorted by expert: `ends[i]` is behind the last one of expert i (int32; None: a product per expert), `counts`
-    how many each has where the host knows."""
+    """Rows sorted by expert.
+
+    Attributes:
+        ends: int32, index after the last row of each expert; None: one product per expert.
+        counts: rows of each expert, if the host knows them.
+    """
 
     ends: torch.Tensor | None
     counts: list[int] | None
 
     def products(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Rows of every expert times its matrix: [rows, i], [e, i, o] -> [rows, o]."""
+        """Multiply the rows of every expert by its matrix: [rows, i], [e, i, o] -> [rows, o]."""
         if self.ends is not None and (x.device.type != "cuda" or x.shape[0]):
             return functional.grouped_mm(x, matrices, offs=self.ends)
         out = x.new_empty(x.shape[0], matrices.shape[2])
@@ -298,13 +302,13 @@ class _Groups:
         return out
 
     def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Of every expert, the sum over its rows of the outer products: [rows, i], [rows, o] -> [e, i, o]."""
+        """Sum the outer products over the rows of every expert: [rows, i], [rows, o] -> [e, i, o]."""
         if self.ends is not None and (a.device.type != "cuda" or a.shape[0]):
             return self._without_garbage(functional.grouped_mm(a.T, b, offs=self.ends))
         left, right = self._split(a), self._split(b)
         out = a.new_empty(len(left), a.shape[1], b.shape[1])
         for x, y, to in zip(left, right, out, strict=True):
-            torch.mm(x.T, y, out=to)  # of no rows: zeros
+            torch.mm(x.T, y, out=to)  # zeros if it has no rows
         return out
 
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -312,10 +316,12 @@ class _Groups:
             return torch.split(x, self.counts)
         if self.ends is None:
             raise RuntimeError("experts: rows of no known expert")
-        return (x,) * self.ends.shape[0]  # none at all
+        return (x,) * self.ends.shape[0]  # there are no rows
 
     def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
-        """Of an expert without rows the kernel for Blackwell leaves what was in memory (pytorch issue 172439)."""
+        """Set the results of experts without rows to 0: the Blackwell kernel leaves them uninitialised (pytorch issue
+        172439).
+        """
         if out.device.type != "cuda" or self.ends is None:
             return out
         if self.counts is None:
@@ -329,20 +335,20 @@ class _Groups:
 def _by_expert(
     index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
 ) -> tuple[torch.Tensor, _Groups]:
-    """Places in [t, k] sorted by local expert, then by token; those of experts on other ranks are left out.
+    """Sort the places in [t, k] by local expert, then by token; places of experts on other ranks are left out.
 
-    Where experts are sharded the host waits for the number of rows even with one product for all: without it every
-    rank would hold rows for all t k choices instead of its share of them.
+    If experts are sharded, the host waits for the number of rows even if one kernel does all products: otherwise every
+    rank would hold rows for all t k choices instead of for its share of them.
     """
     local = index.flatten()
     if mesh is not None and axes is not None:
         local = local - mesh.index_tensor(axes, index.device) * num_local
-    local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # elsewhere: behind the last
+    local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # other ranks' experts sort last
     by_expert, chosen = local.sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(num_local, device=index.device), right=True, out_int32=True)
     complaint = f"experts: an index is beyond the {num_local} experts"
     if grouped and axes is None:
-        torch._assert_async(ends[-1] == index.numel(), complaint)  # the host does not wait for it
+        torch._assert_async(ends[-1] == index.numel(), complaint)  # without a host wait
         return chosen, _Groups(ends, None)
     counts = to_host(ends.diff(prepend=ends.new_zeros(1)))
     if axes is None and sum(counts) != index.numel():
@@ -351,8 +357,12 @@ def _by_expert(
 
 
 def _of_sources(counts: torch.Tensor, known: list[int], num_local: int, grouped: bool) -> tuple[torch.Tensor, _Groups]:
-    """The same of rows that are sorted by expert within each source; `counts` says how many are of the first, the
-    second, ... expert of each source in turn, `known` the same on the host."""
+    """Sort rows by expert that are already sorted by expert within each source.
+
+    Args:
+        counts: rows per (source, expert), the experts of one source after another.
+        known: `counts` on the host.
+    """
     sources, num_rows = counts.numel() // num_local, sum(known)
     experts_ = torch.arange(num_local, device=counts.device).repeat(sources)
     order = experts_.repeat_interleave(counts, output_size=num_rows).argsort(stable=True)
@@ -361,7 +371,10 @@ def _of_sources(counts: torch.Tensor, known: list[int], num_local: int, grouped:
 
 
 class _Experts(torch.autograd.Function):
-    """`groups`: of rows that are tokens, in the order `index` [rows, 1] by expert, unweighted (`weights` is None)."""
+    """The experts' computation.
+
+    `groups`: given if rows are dispatched tokens. Then `index` [rows, 1] orders them by expert, and `weights` is None.
+    """
 
     @staticmethod
     def forward(
@@ -393,10 +406,10 @@ class _Experts(torch.autograd.Function):
         groups, token = _Groups(ends, ctx.counts), chosen // ctx.k
         share = None if weights is None else weights.flatten()[chosen].unsqueeze(1)
         arrived = grad.index_select(0, token)
-        with torch.enable_grad():  # the activation's own derivative
+        with torch.enable_grad():  # to differentiate the activation
             given = first.detach().requires_grad_()
             inner = _activated(given, ctx.act, ctx.gated)
-        behind = groups.products(arrived, down)  # of the inner rows, before the routing weight
+        behind = groups.products(arrived, down)  # gradient of the inner rows, before the routing weight
         for_weights = for_down = for_first = for_hidden = None
         if need_weights:  # <grad, down inner> = <down^T grad, inner>
             for_weights = _of_weights(behind, inner.detach(), weights, chosen)
@@ -442,7 +455,9 @@ def _activated(first: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor],
 
 
 class _TypesOfDispatched(torch.autograd.Function):
-    """What `_dispatched` is to the type checker, where no row travels: a fake group answers whatever was in memory."""
+    """Stands for `_dispatched` under the type checker. No row travels: a fake group would answer with uninitialised
+    counts.
+    """
 
     @staticmethod
     def forward(

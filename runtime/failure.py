@@ -1,22 +1,25 @@
 """When one rank fails, every rank ends, within a stated time and with the reason of the rank that failed.
 
-What ends the others: gloo's connections close when the process of the failing rank ends, often when it leaves
-``guard``. With NCCL a rank may wait for its device, where no error reaches it: its watch aborts the communicators once
-it knows that a rank failed, within a second or two, and the call into autoplan raises, whatever the device returned; a
-value that the script waits for between calls (``loss.item()``) is worth nothing then, and its next call raises. (Never
-run on a GPU. Where torch's own watchdog sees the broken connection first, it ends the process.) When a rank is stopped,
-hangs or lives on, it is the timeout of collectives: 10 minutes,
-``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all groups to come, since those of a
-DeviceMesh do not inherit it: build meshes after ``init_process_group``.
+How the other ranks end:
 
-Where they get the reason: every rank answers questions over a socket of its own (autoplan.runtime.peers). A rank that
+- With gloo, connections close when the process of the failing rank ends, often when it leaves ``guard``.
+- With NCCL, a rank may wait for its device, where no error reaches it. Its watch aborts the communicators a second or
+  two after it learns that a rank failed, and the call into autoplan raises, whatever the device returned. A value that
+  the script waits for between calls (``loss.item()``) is then worthless, and its next call raises. (Never run on a GPU.
+  If torch's own watchdog sees the broken connection first, it ends the process.)
+- When a rank is stopped, hangs or lives on, the timeout of collectives ends the others: 10 minutes, ``timeout_s=``, or
+  the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all later groups, because a DeviceMesh's groups do not
+  inherit it: build meshes after ``init_process_group``.
+
+How they learn the reason: every rank answers questions over its own socket (autoplan.runtime.peers). A rank that
 raises, or whose script ends, tells its neighbours before its connections close. A rank whose collective breaks looks at
-what it was told, then asks every other rank: a refused connection is a process that is gone, no answer within GRACE_S
-one that is stopped, and a rank that answers but does something else did not come to the collective. Silence alone ends
-nothing before the timeout: a debugger, a loaded machine or a long C call make a healthy rank silent.
+what it was told, then asks every other rank. A refused connection means that the process is gone, no answer within
+GRACE_S that it is stopped, and an answer that the rank does something else means that it did not come to the
+collective. Silence alone ends nothing before the timeout: a debugger, a loaded machine or a long C call make a healthy
+rank silent.
 
-Between calls each rank asks the next one every POLL_S whether it lives, and passes on if it is gone. Work of rank 0 for
-which the others wait (planning) counts against no timeout: see ``work_of_first``.
+Between calls each rank asks the next rank every POLL_S whether it lives, and tells the others if it is gone. Work of
+rank 0 for which the others wait (planning) does not count against the timeout: see ``work_of_first``.
 """
 
 import atexit
@@ -48,33 +51,33 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
-# How long a rank whose collective broke waits for answers of the others, which may be starved on a busy machine.
+# How long a rank whose collective broke waits for answers of the others, which may be slow on a busy machine.
 GRACE_S = 10.0
 # How long one question waits for its answer.
 ANSWER_S = 2.0
 # How often a rank asks the next one whether it lives.
 POLL_S = 0.5
-# How long a failing rank keeps its NCCL connections once the others were told: they look every POLL_S.
+# How long a failing rank keeps its NCCL connections after telling the others, which look every POLL_S.
 HEAD_START_S = 2 * POLL_S
-# Silence of a rank that is worth a warning, and waiting for rank 0 that is worth a line.
+# Silence of a rank after which a warning is logged, and time of waiting for rank 0 after which a line is logged.
 SILENCE_NOTE_S = 30.0
 WAIT_NOTE_S = 10.0
-# Silence of rank 0 while it works that ends the waiting, however short the timeout: a long call that keeps Python's
-# lock, on a busy machine, leaves the questions of the others without an answer for seconds.
+# Least silence of rank 0, while it works, that ends the waiting, even if the timeout is shorter: on a busy machine a
+# long call that holds Python's lock leaves questions unanswered for seconds.
 LEAST_SILENCE_S = 20.0
 
-# Hosts that are tried at the start; a refused connection to one that never answered says nothing.
+# Hosts that are contacted at the start. A refused connection to a host that never answered proves nothing.
 _HOSTS_TRIED = 64
-# Between two looks at rank 0 while it works: per rank of the job, so that rank 0 answers 500 questions per second.
+# Seconds between two looks at rank 0 while it works, per rank of the job: rank 0 answers 500 questions per second.
 _LOOK_S_PER_RANK = 0.002
 _LOOK_S = (0.005, 0.1)
-# Between two questions what it does, per rank of the job: 50 per second.
+# Seconds between two questions about its activity, per rank of the job: 50 per second.
 _DOING_S_PER_RANK = 0.02
 
-# Parts of the messages of plain RuntimeErrors by which gloo says that the other side is gone or silent.
+# Parts of the messages of plain RuntimeErrors by which gloo reports that the other side is gone or silent.
 _GLOO_MARKS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
-# Where gloo's messages begin to guess.
+# gloo's messages begin to guess here.
 _GLOO_ADVICE = ". This is typically caused by"
 
 _ADDRESS = "autoplan/address"
@@ -87,8 +90,8 @@ class RankFailure(RuntimeError):
     """A rank failed, this one or another.
 
     Attributes:
-        rank: the rank where it began, None if unknown or if there were several.
-        reason: what happened there, type and message of its exception if it left one.
+        rank: the rank where the failure began; None if it is unknown or there were several.
+        reason: what happened there: type and message of the rank's exception, if it left one.
     """
 
     def __init__(self, rank: int | None, reason: str) -> None:
@@ -102,7 +105,7 @@ class Aborted(dist.DistError):
 
 
 class WaitEnded(dist.DistError):
-    """Waiting for another rank ended without what it was to bring."""
+    """Waiting for another rank ended without the awaited result."""
 
 
 _state: Ranks | None = None
@@ -110,10 +113,10 @@ _call: ContextVar[str] = ContextVar("autoplan_call", default="")
 
 
 def timeout_of(timeout_s: float | None = None) -> timedelta:
-    """The timeout of collectives: the argument, else AUTOPLAN_TIMEOUT_S, else 600; all in seconds.
+    """Return the timeout of collectives: the argument, else AUTOPLAN_TIMEOUT_S, else 600; all in seconds.
 
     Raises:
-        ValueError: if it is not a positive number.
+        ValueError: it is not a positive number.
     """
     if timeout_s is None:
         text = os.environ.get(TIMEOUT_VARIABLE, "")
@@ -127,10 +130,10 @@ def timeout_of(timeout_s: float | None = None) -> timedelta:
 
 
 def init_process_group(backend: str | None = None, *, timeout_s: float | None = None, **options: Any) -> None:
-    """``torch.distributed.init_process_group`` with this module's timeout and watch for failures.
+    """Call ``torch.distributed.init_process_group`` with this module's timeout, and watch for failures.
 
     Args:
-        backend: "gloo", "nccl", ...; default: what torch picks for the machine.
+        backend: "gloo", "nccl", ...; by default torch's choice for the machine.
         timeout_s: see ``timeout_of``.
         options: passed on (rank, world_size, store, init_method, device_id, ...).
     """
@@ -139,9 +142,10 @@ def init_process_group(backend: str | None = None, *, timeout_s: float | None = 
 
 
 def watch(timeout_s: float | None = None) -> None:
-    """Watch for failures of other ranks and set the timeout, in an existing default process group; on every rank.
+    """Watch for failures of other ranks and set the timeout in an existing default process group. Call it on every
+    rank.
 
-    ``init_process_group`` does it. Groups that exist already keep their timeouts.
+    ``init_process_group`` does it. Existing groups keep their timeouts.
 
     Raises:
         RankFailure: a rank did not come within the timeout.
@@ -172,7 +176,7 @@ def watch(timeout_s: float | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Hook:
-    """sys.excepthook: an exception that ends this rank's script is told to the others, then goes to `before`."""
+    """A sys.excepthook that tells the other ranks of an exception that ends this rank's script, then calls `before`."""
 
     before: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -185,7 +189,7 @@ class _Hook:
 
 
 def _exchange_addresses(state: Ranks) -> None:
-    """Learn where the other ranks answer, through the store, which is not needed afterwards."""
+    """Learn through the store where the other ranks answer. The store is not needed afterwards."""
     endpoint = private.store_endpoint(state.store)
     try:
         host = route_to(*endpoint) if endpoint else socket.gethostbyname(socket.gethostname())
@@ -199,12 +203,12 @@ def _exchange_addresses(state: Ranks) -> None:
         state.listener.close()
         raise
     state.addresses = {r: Address.from_json(text) for r, text in enumerate(texts)}
-    hosts = {a.host: rank for rank, a in reversed(state.others.items())}  # the first rank of each
+    hosts = {a.host: rank for rank, a in reversed(state.others.items())}  # host -> its first rank
     state.ask({r: state.addresses[r] for r in sorted(hosts.values())[:_HOSTS_TRIED]}, GRACE_S)
 
 
 def exchange(store: Any, rank: int, world: int, name: str, text: str, timeout_s: float) -> list[str | bytes]:
-    """Every rank's text under `name`, by rank, through a key-value store: no process group is needed.
+    """Return every rank's text under `name`, in rank order, through a key-value store; needs no process group.
 
     Raises:
         RankFailure: a rank did not come within the timeout, or the store is gone.
@@ -235,14 +239,14 @@ def _missing(store: Any, keys: list[str], timeout_s: float, error: RuntimeError)
 
 
 def _watch(state: Ranks) -> None:
-    """The thread of every rank: notice that the next rank is gone, and write what is known where nobody may ask."""
+    """Run the watch thread of a rank: notice that the next rank is gone, and log news that nobody may ask for."""
     told, warned, since = False, False, time.monotonic()
     host_since: float | None = None
     while not state.stop.wait(POLL_S):
         news = state.known.first(exits=False)
         if news is not None and not told and state.ended is None:
-            # Where the main thread is stuck in a device's queue and the process is ended from outside, this line is
-            # all there is.
+            # If the main thread is stuck in a device's queue and the process is ended from outside, this line is the
+            # only report.
             logger.error("%s", _failure(news))
             told = True
             _abort(state)
@@ -263,11 +267,11 @@ def _watch(state: Ranks) -> None:
 
 
 def _abort(state: Ranks) -> None:
-    """Free a main thread that waits for its device in a collective to which a rank will not come."""
+    """Free a main thread that waits for its device in a collective to which another rank will not come."""
     groups = private.nccl_groups()
     if not groups:
-        return  # gloo says so itself
-    state.aborted = True  # first: the main thread goes on at once
+        return  # gloo raises by itself
+    state.aborted = True  # set first: the main thread continues at once
     try:
         private.abort_communicators(groups)
     except RuntimeError as exc:
@@ -275,7 +279,7 @@ def _abort(state: Ranks) -> None:
 
 
 def _check_whole() -> None:
-    """Aborted where what came out of collectives is worth nothing."""
+    """Raise Aborted if the communicators were aborted: results of collectives are then worthless."""
     if _state is not None and _state.aborted:
         raise Aborted("the communicators of this rank were aborted")
 
@@ -283,8 +287,8 @@ def _check_whole() -> None:
 def _watch_host(state: Ranks, since: float | None) -> float | None:
     """Free a main thread from a call to the store of a stopped rank 0, which would never return.
 
-    Only where the call into autoplan has lasted longer than the timeout, and rank 0 was silent for half of that.
-    Returns since when rank 0 has been silent.
+    This happens only if the call into autoplan has lasted longer than the timeout and rank 0 was silent for half of it.
+    Return the time since when rank 0 has been silent.
     """
     now = time.monotonic()
     if state.rank == 0 or not state.call or now - state.since < state.timeout_s / 2:
@@ -299,7 +303,7 @@ def _watch_host(state: Ranks, since: float | None) -> float | None:
 
 def _exit(state: Ranks, thread: threading.Thread) -> None:
     if state is not _state:
-        return  # another process group came after it
+        return  # a later process group replaced it
     if state.rank not in state.known.left:
         ends = f"it exited (sys.exit, or its script ended) after {state.after or 'the start'}"
         state.known.add(News((state.rank,), NewsKind.EXITED, ends))
@@ -311,7 +315,7 @@ def _exit(state: Ranks, thread: threading.Thread) -> None:
 
 
 def give_back_at_exit() -> None:
-    """Destroy the default process group when the script ends: autoplan made it."""
+    """Destroy the default process group when the script ends, because autoplan made it."""
     if _state is not None:
         _state.made_here = True
         if _state.world == 1:  # nobody is watched
@@ -319,9 +323,9 @@ def give_back_at_exit() -> None:
 
 
 def _give_back(state: Ranks) -> None:
-    """Destroy the groups that were made here; where a rank failed, or a collective does not end, without waiting."""
+    """Destroy the groups that were made here; without waiting if a rank failed or a collective does not end."""
     if state is not _state or not dist.is_initialized():
-        return  # gone already, with the failure or by the caller
+        return  # already gone, after a failure or by the caller
     try:
         failed = state.ended is not None or state.known.first(exits=False) is not None
         if failed or not private.device_settles(GRACE_S):
@@ -339,7 +343,7 @@ def _end_watch(state: Ranks) -> None:
 
 
 def _after_fork() -> None:
-    """In a child: its parent's port must close with the parent, and the child does not speak for it."""
+    """In a forked child: close its copy of the parent's port, and never speak for the parent."""
     global _state
     if _state is not None and _state.listener is not None:
         _state.listener.drop()
@@ -350,7 +354,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _uncaught(state: Ranks, exc: BaseException) -> None:
-    """An exception ends the script: tell the others, or say whose failure it comes from."""
+    """Handle an exception that ends the script: tell the other ranks, or log whose failure it comes from."""
     if state.ended is not None or isinstance(exc, RankFailure):
         return
     with _ended_later():
@@ -363,7 +367,7 @@ def _uncaught(state: Ranks, exc: BaseException) -> None:
 
 
 def report_failure(exc: BaseException) -> None:
-    """Tell the other ranks that ``exc`` ends this one. Never raises; the first report of all ranks counts."""
+    """Tell the other ranks that ``exc`` ends this one. Never raises. The first report of all ranks counts."""
     if _state is not None:
         _note_raised(_state, exc)
 
@@ -378,7 +382,7 @@ def _note_raised(state: Ranks, exc: BaseException) -> RankFailure:
 
 
 def failure_reason(grace_s: float | None = None) -> RankFailure | None:
-    """What another rank reported, or what follows from who answers within ``grace_s`` seconds (GRACE_S).
+    """Return another rank's report, or the conclusion from which ranks answer within ``grace_s`` seconds (GRACE_S).
 
     Call it when a collective broke. Returns None without ``init_process_group`` or ``watch``, and in a single process.
     """
@@ -398,14 +402,15 @@ def _failure(news: News) -> RankFailure:
 def guard(
     rank: int | None = None, call: str | None = None, passing: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turn any exception inside into a RankFailure that names the rank where it began, and let the others know.
+    """Turn any exception inside into a RankFailure that names the rank where it began, and tell the other ranks.
 
-    Afterwards no collective works in this process: its connections are closed, so that the others fail at once.
+    Afterwards no collective works in this process: its connections are closed, so that the other ranks fail at once.
 
     Args:
-        rank: this process's rank; default: that of the process group.
-        call: what the rank does inside, for the messages of all ranks; they are counted ("step 12").
-        passing: errors of arguments, which pass as they are, as every error does then where there are no other ranks.
+        rank: this process's rank; default: its rank in the process group.
+        call: what the rank does inside, for the messages of all ranks; calls are counted ("step 12").
+        passing: classes of argument errors, which pass unchanged. If any are given and there are no other ranks, every
+            Exception passes.
 
     Raises:
         RankFailure: for every Exception inside, which is its cause. An AgreedError or an error marked by ``agreed``,
@@ -447,7 +452,7 @@ def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[C
 
 @contextlib.contextmanager
 def _calling(call: str | None) -> Iterator[None]:
-    """Note what this rank does, for whoever asks. An inner call is part of the outer one."""
+    """Note this rank's call, for ranks that ask. An inner call is part of the outer one."""
     if call is None or _call.get():
         yield
         return
@@ -464,8 +469,9 @@ def _calling(call: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_later() -> Iterator[None]:
-    """Let SIGTERM wait until what is inside is done: torchrun sends it as soon as one rank has ended, and this rank is
-    about to say why. Only where nobody handles it, and in the main thread."""
+    """Delay SIGTERM until the code inside is done: torchrun sends it as soon as one rank has ended, and this rank is
+    about to report why. Applies only in the main thread and if SIGTERM has no handler.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -484,8 +490,8 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
     if state is None or state.world == 1:
         return RankFailure(rank if state is None or rank is not None else state.rank, _describe(exc))
     if state.ended is not None and not dist.is_initialized():
-        return RankFailure(*state.ended)  # what it does after a failure fails for that reason
-    if not is_broken_collective(exc) and not state.aborted:  # aborted, the device may say anything
+        return RankFailure(*state.ended)  # everything after a failure fails for the same reason
+    if not is_broken_collective(exc) and not state.aborted:  # after an abort the device may report anything
         return _note_raised(state, exc)
     place = activity.of_traceback(exc.__traceback__)
     other = _failure(state.find_out(GRACE_S))
@@ -494,7 +500,9 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
 
 
 def is_broken_collective(exc: BaseException | None) -> bool:
-    """Whether ``exc``, or what caused it, says that another rank is gone or silent, rather than name a fault here."""
+    """Return True if ``exc`` or a cause of it says that another rank is gone or silent, rather than naming a fault
+    here.
+    """
     while exc is not None:
         if isinstance(exc, dist.DistError):
             return True
@@ -505,17 +513,17 @@ def is_broken_collective(exc: BaseException | None) -> bool:
 
 
 def _leave(failure: RankFailure) -> None:
-    """Write the reason, tell the others, and close this rank's connections."""
+    """Log the reason, tell the other ranks, and close this rank's connections."""
     state = _state
     if state is not None and state.world > 1:
         state.ended = (failure.rank, failure.reason)
         if failure.rank != state.rank:
-            logger.error("%s", failure)  # now: who started the ranks may end them before the exception is shown
+            logger.error("%s", failure)  # now: the launcher may end the ranks before the exception is shown
         state.known.leave([state.rank])
         with contextlib.suppress(OSError):
             state.tell()
         if not state.aborted and private.nccl_groups():
-            # torch's watchdog ends the processes that see connections of NCCL break: their own watch comes first
+            # torch's watchdog ends processes whose NCCL connections break: let their own watch act first
             time.sleep(HEAD_START_S)
     with contextlib.suppress(Exception):
         private.abort_process_groups()
@@ -523,10 +531,10 @@ def _leave(failure: RankFailure) -> None:
 
 @contextlib.contextmanager
 def work_of_first(what: str) -> Iterator[None]:
-    """Work of rank 0 (inside) that takes as long as it takes: the others wait at the entry until it is done.
+    """Run work of rank 0 (the body) that takes as long as it takes; the other ranks wait at the entry until it is done.
 
-    Enter it on every rank, before the collective that hands out the result. Waiting is no collective, so that it counts
-    against no timeout: the others ask rank 0, and write a line after WAIT_NOTE_S, then after twice as long each time.
+    Enter it on every rank, before the collective that hands out the result. Waiting is not a collective, so no timeout
+    applies: the others ask rank 0, and log a line after WAIT_NOTE_S, then after twice as long each time.
 
     Raises:
         DistError: (which ``guard`` explains) rank 0 is gone or has not answered within the timeout (or LEAST_SILENCE_S,
@@ -542,7 +550,7 @@ def work_of_first(what: str) -> Iterator[None]:
             state.works_done += 1
     else:
         state.works_awaited += 1
-        if state.addresses[0].host in state.known.reached:  # else: it cannot be asked, and the collective waits
+        if state.addresses[0].host in state.known.reached:  # otherwise rank 0 cannot be asked, and the collective waits
             state.waits = True
             _await_first(state, what)
             state.waits = False
@@ -573,7 +581,9 @@ def _await_first(state: Ranks, what: str) -> None:
 
 
 def _describe(exc: BaseException) -> str:
-    """Type and message; of a pipeline's wrapper, those of its cause, which is what a reader looks for."""
+    """Return type and message of an exception; of a RuntimeError with a cause (a pipeline's wrapper), those of the
+    cause.
+    """
     while isinstance(exc, RuntimeError) and exc.__cause__ is not None:
         exc = exc.__cause__
     return f"{type(exc).__name__}: {' '.join(str(exc).split())}"

@@ -1,7 +1,7 @@
 """Operators that are one kernel on a GPU: ``torch.ops.autoplan_fused.*``, written in Triton (triton_kernels.py).
 
-Where there is no Triton the callers compute the same from torch's operators: on the CPU always. On ``meta`` the
-operators stand for the GPU's: that is how kernels and bytes are counted without one.
+Without Triton, and always on the CPU, the callers compute the same from torch's operators. On ``meta`` the operators
+stand for the GPU's: this is how kernels and bytes are counted without a GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["has_triton", "one_kernel"]
 
 _LIBRARY = torch.library.Library("autoplan_fused", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
-    # x with the mask of autoplan.runtime.dropout, drawn at the positions first + rng[2] * batch_stride + the sum of
-    # (digit * stride) over the digits of the element's number to the bases `sizes`
+    # x with the mask of autoplan.runtime.dropout, drawn at positions first + rng[2] * batch_stride + the sum of (digit
+    # * stride) over the digits of the element's number in the mixed radix `sizes`
     "dropout(Tensor x, Tensor rng, int site, int[] sizes, int[] strides, int first, int batch_stride, int kept, "
     "float scale) -> Tensor",
     # `_statistics` and `_gradient` of autoplan.runtime.loss
@@ -37,7 +37,7 @@ for _schema in _SCHEMAS:
 
 
 def _lacking() -> str | None:
-    """What Triton needs to build a kernel here and does not find; None if nothing."""
+    """Return what Triton needs to build a kernel and does not find here; None if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton"
     compiler = os.environ.get("CC")
@@ -55,7 +55,7 @@ def _lacking() -> str | None:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether kernels written in Triton can be built here, inductor's among them. Warns once where they cannot."""
+    """Return True if Triton kernels (including inductor's) can be built here. Warns once if they cannot."""
     lacking = _lacking()
     if lacking is not None:
         warnings.warn(
@@ -68,7 +68,7 @@ def has_triton() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look into it
 def one_kernel(device: torch.device) -> bool:
-    """True if the operators here are to be used for tensors on this device. Warns once of a GPU that does without."""
+    """Return True if these operators are to be used for tensors on this device. Warns once of a GPU without Triton."""
     return device.type == "meta" or (device.type == "cuda" and has_triton())
 
 

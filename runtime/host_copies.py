@@ -1,7 +1,7 @@
-"""Numbers that only the device knows and the host needs: copied once, also where a forward runs again.
+"""Numbers that only the device knows and the host needs: copied once, even if a forward is recomputed.
 
-A copy of a tensor to the host waits until the device has made it. Where a block is computed again for its backward the
-numbers are those of the first time: :func:`kept_copies` keeps them.
+A copy of a tensor to the host waits until the device has made it. A recomputed block uses the numbers of its first
+forward, which :func:`kept_copies` keeps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["kept_copies", "to_host"]
 
 
 class _Kept:
-    """Copies of one forward, in order; each time it is entered they are given out from the first one on."""
+    """Copies made in one forward, in order; each time it is entered they are returned from the first one on."""
 
     def __init__(self) -> None:
         self._copies: list[list[int]] = []
@@ -28,7 +28,7 @@ class _Kept:
 
 
 class _Entered:
-    """A context in which copies are those of `kept`. Backwards of parts of a graph enter it several times."""
+    """A context that takes copies from `kept`. Backwards of parts of a graph enter it several times."""
 
     def __init__(self, kept: _Kept) -> None:
         self._kept = kept
@@ -46,13 +46,17 @@ _current: ContextVar[_Kept | None] = ContextVar("kept copies", default=None)
 
 
 def kept_copies() -> tuple[_Entered, _Entered]:
-    """Contexts of a forward and of its repetition: `context_fn` of `torch.utils.checkpoint`. In the second, `to_host`
-    returns what it returned in the first, call by call."""
+    """Return contexts for a forward and for its recompute: the `context_fn` of `torch.utils.checkpoint`.
+
+    In the second context `to_host` returns its results of the first, call by call.
+    """
     kept = _Kept()
     return _Entered(kept), _Entered(kept)
 
 
 def to_host(x: torch.Tensor) -> list[int]:
-    """The integers of `x`, [n]; the host waits for them, but for those that a forward that runs again had before."""
+    """Return the integers of `x`, [n]. The host waits for them, except in a recomputed forward, which reuses the first
+    copy.
+    """
     kept = _current.get()
     return x.tolist() if kept is None else kept.copy(x)

@@ -1,12 +1,12 @@
 """Cross entropy as a local sum, with whole or class-sharded logits.
 
-A sum, not a mean: the caller divides by the number of valid tokens of the whole batch, which is known before the first
-backward, so that the result depends neither on micro-batches nor on the data-parallel split.
+It is a sum, not a mean: the caller divides by the number of valid tokens of the whole batch, which is known before the
+first backward. So the result depends neither on micro-batches nor on the data-parallel split.
 
-On GPUs one kernel reads the logits for a token's maximum, sum of exponentials and target, and one reads them again for
-the gradient (autoplan.runtime.fused). Elsewhere the sharded loss does so in chunks of tokens. Maximum and sum are those
-of the local classes first, rescaled by exp(local maximum - maximum) after the all-reduce of maxima, as online softmax
-does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
+On GPUs one kernel reads the logits for a token's maximum, sum of exponentials and target logit, and another reads them
+for the gradient (autoplan.runtime.fused). Elsewhere the sharded loss does so in chunks of tokens. Maximum and sum are
+first taken over the local classes, then rescaled by exp(local maximum - maximum) after the all-reduce of maxima, as
+online softmax does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def cross_entropy_sum(
     """``F.cross_entropy(logits, target, reduction='sum', ...)``, except that bf16 and fp16 are summed in float32.
 
     A sum over thousands of tokens does not fit the 8 bits of bf16; its gradient is unaffected. On GPUs the softmax of
-    16-bit logits is computed in float32 too, and nothing as large as the logits is kept beside them.
+    16-bit logits is computed in float32 too, and no second tensor of the size of the logits is kept.
 
     Args:
         logits: [N, C], or [N, C, ...] as ``F.cross_entropy`` takes it.
-        target: int64 [N] or [N, ...], class numbers or ``ignore_index``. On GPUs others make the sum NaN.
-        ignore_index: targets that count neither in the sum nor in the gradient.
+        target: int64 [N] or [N, ...], class numbers or ``ignore_index``. On GPUs other values make the sum NaN.
+        ignore_index: targets with this value count neither in the sum nor in the gradient.
         label_smoothing: mass spread evenly over the classes.
 
     Returns:
-        [], float32 for bf16 and fp16 logits, else of the dtype of the logits; 0 if every target is ignored.
+        [], float32 for bf16 and fp16 logits, else in the dtype of the logits; 0 if every target is ignored.
     """
     if one_kernel(logits.device) and logits.dim() == 2 and target.dim() == 1:
         _check(logits, target, label_smoothing, "cross_entropy_sum")
@@ -69,24 +69,24 @@ def vocab_parallel_cross_entropy_sum(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The sum of cross entropies over valid tokens from logits whose class dim is sharded: V -> I on ``axis``.
+    """Sum the cross entropies of valid tokens from logits whose class dim is sharded: V -> I on ``axis``.
 
-    Forward: an all-reduce (max) of one number per token and one all-reduce (sum) of two, three with label smoothing.
-    Backward: no communication. bf16 and fp16 logits are computed in float32.
+    Forward: one all-reduce (max) of one number per token, and one all-reduce (sum) of two, or three with label
+    smoothing. Backward: no communication. bf16 and fp16 logits are computed in float32.
 
     Args:
         logits_local: [..., C / size(axis)], an even contiguous chunk of the classes; V on ``axis``.
         target: int64 [...], global class numbers or ``ignore_index``; R or I on ``axis``. Other numbers outside
             ``range(C)`` make the sum NaN (``F.cross_entropy`` raises).
         axis: the axis or axes that shard the classes, major to minor.
-        ignore_index: targets that count neither in the sum nor in the gradient.
+        ignore_index: targets with this value count neither in the sum nor in the gradient.
         label_smoothing: mass spread evenly over all C classes.
 
     Returns:
-        [], the same on every rank of ``axis``, float32 for bf16 and fp16 logits, else of the dtype of the logits.
+        [], the same on every rank of ``axis``, float32 for bf16 and fp16 logits, else in the dtype of the logits.
 
     Raises:
-        ValueError: a target whose shape is not that of the tokens, or label_smoothing outside [0, 1].
+        ValueError: a target whose shape is not the tokens' shape, or label_smoothing outside [0, 1].
     """
     _check(logits_local, target, label_smoothing, "vocab_parallel_cross_entropy_sum")
     loss: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, n
 
 
 def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
-    # The raw operators: their python wrappers return an asynchronous tensor subclass.
+    # The raw operators: their Python wrappers return an asynchronous tensor subclass.
     for group in groups:
         x = torch.ops._c10d_functional.all_reduce(x, op, group.group_name)
         x = torch.ops._c10d_functional.wait_tensor(x)
@@ -115,7 +115,7 @@ def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...])
 
 @dataclass(frozen=True)
 class _Classes:
-    """Of which classes the logits are: ``count`` of ``total``, from ``first`` on (a tensor for simulated ranks)."""
+    """The classes of the local logits: ``count`` of ``total``, from ``first`` on (a tensor for simulated ranks)."""
 
     count: int
     total: int
@@ -123,34 +123,38 @@ class _Classes:
     ignore_index: int
 
     def here(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(local class numbers, True where the target is one of them): of the others the numbers are 0."""
+        """Return (local class numbers, True where the target is a local class); elsewhere the number is 0."""
         local = target - self.first
         inside = (local >= 0) & (local < self.count) & (target != self.ignore_index)
         return local.masked_fill_(~inside, 0), inside
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
-    """Rows that are computed at a time: on the CPU as many as stay in the cache, elsewhere to bound what is transient.
+    """Return the rows that are computed at a time: on the CPU what fits in the cache, elsewhere a bound on temporary
+    memory.
 
-    Not too many, for FakeTensorMode, where each operation costs the same whatever its size.
+    There are not too many chunks, for FakeTensorMode, where each operation costs the same whatever its size.
     """
     rows, classes = logits.shape
     size = max(CHUNK[logits.device.type == "cpu"] // max(classes, 1), 1)
-    if 0 < rows <= size:  # of any such number where it is a symbol
+    if 0 < rows <= size:  # one chunk for every such number, if it is a symbol
         return [slice(None)]
     size = max(size, -(-rows // CHUNKS))
     return [slice(i, i + size) for i in range(0, rows, size)]
 
 
 CHUNK = {True: 1 << 18, False: 1 << 26}
-"""Logits of a chunk, if they are on the CPU or not."""
+"""Logits per chunk; the key is True on the CPU."""
 CHUNKS = 256
-"""As many chunks at most."""
+"""Largest number of chunks."""
 
 
 def _statistics(logits: torch.Tensor, target: torch.Tensor, classes: _Classes, summed: bool) -> torch.Tensor:
-    """[3 or 4, tokens], in float32 or wider: maximum, sum of exponentials beneath it, logit of the target where it is
-    here (else 0; NaN for a target that is no class), and with ``summed`` the sum, all over the local classes."""
+    """Return statistics per token over the local classes: [3 or 4, tokens], in float32 or wider.
+
+    The rows are: the maximum; the sum of exponentials relative to it; the logit of the target if it is a local class
+    (else 0; NaN for a target that is no class); with ``summed``, the sum of the logits.
+    """
     if one_kernel(logits.device):
         out: torch.Tensor = torch.ops.autoplan_fused.loss_statistics(
             logits, target, classes.first, classes.total, classes.ignore_index, summed
@@ -182,7 +186,7 @@ def _gradient(
     classes: _Classes,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """The gradient of the logits, given that of the sum."""
+    """Return the gradient of the logits, given the gradient of the sum."""
     if one_kernel(logits.device):
         fused: torch.Tensor = torch.ops.autoplan_fused.loss_gradient(
             logits, target, log_sum_exp, grad, classes.first, classes.total, classes.ignore_index, label_smoothing
@@ -210,7 +214,7 @@ def _gradient_of(
     *,
     uniform: float,
 ) -> None:
-    """Some rows: `out` gets (softmax - uniform + hit at the target) * scale. The other arguments are [rows, 1]."""
+    """Write (softmax - uniform + hit at the target) * scale to some rows of `out`. Other arguments are [rows, 1]."""
     if logits.dtype in _HALF:
         probability = logits.float().sub_(log_sum_exp).exp_()
     else:
@@ -218,7 +222,7 @@ def _gradient_of(
     if uniform > 0:
         probability.sub_(uniform)
     probability.scatter_add_(-1, local, hit).mul_(scale)
-    # not left to the product: an ignored token with non-finite logits must not give NaN
+    # the product would not do: an ignored token with non-finite logits must not give NaN
     probability.masked_fill_(~valid, 0)
     if logits.dtype in _HALF:
         out.copy_(probability)
@@ -283,5 +287,5 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """[tokens, local classes], each row contiguous."""
+    """Reshape to [tokens, local classes], each row contiguous."""
     return logits.reshape(-1, logits.shape[-1]).contiguous()

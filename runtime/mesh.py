@@ -1,16 +1,17 @@
 """Mesh axes by name.
 
-Emitted programs say ``'tp'`` or ``'dp'``; an :class:`AxisMesh` binds those names at start-up to ranks and process
+Emitted programs say ``'tp'`` or ``'dp'``. An :class:`AxisMesh` binds those names at start-up to ranks and process
 groups, because the names of process groups are counters that differ between runs. The device grid is a product of
-atomic sub-axes, listed major to minor over the ranks; a *group* is a named product of some of them (``'tp'`` =
-``('tp0', 'tp1')``) with one communicator of its own.
+atomic sub-axes, listed major to minor over the ranks. A *group* is a named product of some of them (``'tp'`` =
+``('tp0', 'tp1')``) with its own communicator.
 
-Communicators are made when the mesh is, on every rank in the same order, and connected before the first step: one that
-forms beside running kernels waits for them. Axes of size 1 have none, and axes that span the same ranks share one (that
-of the whole world is the default group): each costs device memory (`cost_models/memory`). ``close`` gives them back.
+Communicators are made with the mesh, on every rank in the same order, and connected before the first step: a
+communicator that forms beside running kernels waits for them. Each costs device memory (`cost_models/memory`), so axes
+of size 1 have none, and axes that span the same ranks share one (for the whole world: the default group). ``close``
+destroys them.
 
 The same mesh serves real processes (gloo, NCCL), the fake process group, and ``LocalTensorMode``, where one process
-plays all ranks: whatever depends on the rank must then be a tensor that differs per rank
+simulates all ranks. A value that depends on the rank must then be a tensor that differs per rank
 (:meth:`AxisMesh.index_tensor`).
 """
 
@@ -47,13 +48,13 @@ class AxisMesh:
         axes: (name, size) of the atomic sub-axes, major to minor over the ranks: the last one varies fastest.
         groups: (name, atomic names) of the flattened groups. The atomic names must be in mesh order, since torch sorts
             the ranks of a group.
-        only: the axes that something is sent over; the others have no communicator. None: all may be.
-        device_type: ``'cpu'`` or ``'cuda'``; by default ``'cuda'`` if there is a GPU and the default process group
-            is not one for the CPU.
+        only: the axes that need a communicator; the others get none. None: all axes.
+        device_type: ``'cpu'`` or ``'cuda'``; by default ``'cuda'`` if there is a GPU and the default process group is
+            not one for the CPU.
 
     Raises:
-        ValueError: a name twice or unknown, a size below 1, a product of sizes that is not the world size, or a group
-            out of mesh order.
+        ValueError: a name that is unknown or occurs twice, a size below 1, sizes whose product is not the world size,
+            or a group out of mesh order.
         RuntimeError: ``torch.distributed`` is not initialised.
     """
 
@@ -70,7 +71,7 @@ class AxisMesh:
         self._sizes = _checked_axes(axes)
         self._members: dict[str, tuple[str, ...]] = {name: (name,) for name in self._sizes}
         self._members |= _checked_groups(groups, tuple(self._sizes))
-        # Ranks per step of each atomic axis: the product of the sizes after it.
+        # Distance in ranks between neighbours along each atomic axis: the product of the sizes after it.
         names = tuple(self._sizes)
         self._steps = {n: math.prod(self._sizes[m] for m in names[i + 1 :]) for i, n in enumerate(names)}
         if device_type is None:
@@ -78,7 +79,7 @@ class AxisMesh:
             on_cpu = dist.get_backend() in ("gloo", "fake", "mpi") or not torch.cuda.is_available()
             device_type = "cpu" if on_cpu else "cuda"
         self.device_type = device_type
-        self._groups: dict[str, dist.ProcessGroup] = {}  # by canonical name, of the axes larger than 1
+        self._groups: dict[str, dist.ProcessGroup] = {}  # by canonical name; only axes larger than 1
         self._alone: dist.ProcessGroup | None = None
         self._made: list[dist.ProcessGroup] = []
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
@@ -94,11 +95,11 @@ class AxisMesh:
         self._axis_types = {n: MeshAxis.of(self.group(n)) for n in names if self._canonical[n] in self._groups}
 
     def _live(self, axes: Axes) -> tuple[str, ...]:
-        """The sub-axes of `axes` that are larger than 1."""
+        """Return the sub-axes of `axes` that are larger than 1."""
         return tuple(a for a in self.atoms(axes) if self._sizes[a] > 1)
 
     def _own_ranks(self, atoms: Sequence[str]) -> list[int]:
-        """The ranks that differ from this one along these sub-axes only, the last of which varies fastest."""
+        """Return the ranks that differ from this one only along the sub-axes `atoms`; the last one varies fastest."""
         own, found = dist.get_rank(), [0]
         for atom, size in self._sizes.items():
             own_step = own // self._steps[atom] % size * self._steps[atom]
@@ -108,7 +109,7 @@ class AxisMesh:
         return found
 
     def _partition(self, atoms: Sequence[str]) -> list[list[int]]:
-        """The ranks of every group along these sub-axes."""
+        """Return the ranks of every group along the sub-axes `atoms`."""
         ranks = torch.arange(self.world_size).reshape(tuple(self._sizes.values()))
         names = list(self._sizes)
         inside, outside = ([names.index(n) for n in names if (n in atoms) is there] for there in (True, False))
@@ -117,7 +118,7 @@ class AxisMesh:
         return groups
 
     def _form(self, partition: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
-        """This rank's group of a partition of the ranks. A collective over all ranks."""
+        """Return this rank's group of a partition of all ranks. A collective over all ranks."""
         if len(partition) == 1 and len(partition[0]) == self.world_size:
             whole: dist.ProcessGroup = private.default_group()
             return whole
@@ -127,9 +128,9 @@ class AxisMesh:
         return made
 
     def group_of_some(self, groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
-        """This rank's group of several that have no rank in common; None if it is in none of them.
+        """Return the one of these disjoint groups that contains this rank; None if none does.
 
-        A collective over all ranks, which give the same groups. Those that exist are taken.
+        A collective over all ranks, which must pass the same groups. Existing groups are reused.
         """
         mine = next((tuple(g) for g in groups if dist.get_rank() in g), None)
         for axis, members in self._members.items():
@@ -141,7 +142,7 @@ class AxisMesh:
         return made
 
     def connect(self, device: torch.device) -> None:
-        """Let every communicator form now, in one order on all ranks. A collective; nothing to do without NCCL."""
+        """Connect every communicator, in the same order on all ranks. A collective; does nothing except on CUDA."""
         if device.type != "cuda":
             return
         token = torch.zeros(1, device=device)
@@ -150,7 +151,9 @@ class AxisMesh:
         torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Give the communicators of this mesh back; it can be used no more. On every rank, with nothing running."""
+        """Destroy the communicators of this mesh, which is unusable afterwards. Call it on every rank, with nothing
+        running.
+        """
         self._meshes.clear()
         for group in reversed(self._made):
             dist.destroy_process_group(group)
@@ -168,7 +171,7 @@ class AxisMesh:
         return {name: members for name, members in self._members.items() if name not in self._sizes}
 
     def has(self, name: str) -> bool:
-        """True if ``name`` is an atomic sub-axis or a group."""
+        """Return True if ``name`` is an atomic sub-axis or a group."""
         return name in self._members
 
     @property
@@ -181,7 +184,7 @@ class AxisMesh:
         return f"AxisMesh({sizes}; groups={self.groups})"
 
     def atoms(self, axes: Axes) -> tuple[str, ...]:
-        """The atomic sub-axes of ``axes``, major to minor.
+        """Return the atomic sub-axes of ``axes``, major to minor.
 
         Raises:
             ValueError: an unknown name, or an atomic axis named twice.
@@ -197,11 +200,11 @@ class AxisMesh:
         return tuple(found)
 
     def size(self, axes: Axes) -> int:
-        """Number of ranks along ``axes``."""
+        """Return the number of ranks along ``axes``."""
         return math.prod(self._sizes[a] for a in self.atoms(axes))
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of ``axis`` that holds this rank.
+        """Return the process group of ``axis`` that holds this rank.
 
         Raises:
             ValueError: an unknown name, or an axis that was left out of ``only``.
@@ -210,7 +213,7 @@ class AxisMesh:
         if name not in self._groups:
             if self._live(axis):
                 raise ValueError(f"mesh axis {axis!r} was made without a communicator; name it in only=")
-            # of size 1: seldom asked for
+            # an axis of size 1: its group is made on first use, which is rare
             if self._alone is None:
                 self._alone = private.group_alone(self.world_size)
                 self._made.append(self._alone)
@@ -218,9 +221,9 @@ class AxisMesh:
         return self._groups[name]
 
     def groups_of(self, axes: Axes) -> tuple[dist.ProcessGroup, ...]:
-        """The fewest process groups that together span ``axes``; none when its size is 1.
+        """Return the fewest process groups that together span ``axes``; none if its size is 1.
 
-        One group when a named group has exactly these sub-axes, whatever their order (reductions do not see it).
+        It is a single group if a named group has exactly these sub-axes, in any order (reductions do not depend on it).
         """
         live = {a for a in self.atoms(axes) if self._sizes[a] > 1}
         if not live:
@@ -231,9 +234,10 @@ class AxisMesh:
         return tuple(self.group(a) for a in self._sizes if a in live)
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """A mesh with one dim per axis, in this order, over the groups that exist. One axis of size 1 has no group.
+        """Return a DeviceMesh with one dim per axis, in this order, over existing groups. A single axis of size 1 has
+        no group.
 
-        No slice of a mesh of everything: torch wants the dims of slices in the order of the ranks.
+        It is not a slice of a mesh of all axes: torch requires the dims of slices in the order of the ranks.
 
         Raises:
             ValueError: an unknown name, or a sub-axis named twice.
@@ -252,17 +256,19 @@ class AxisMesh:
         return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
 
     def canonical(self, axis: str) -> str:
-        """The name under which the ledger reports ``axis``: the first axis that spans the same ranks."""
+        """Return the name under which the ledger reports ``axis``: the first axis that spans the same ranks."""
         self.atoms(axis)
         return self._canonical[axis]
 
     def axis_of_group(self, group: dist.ProcessGroup) -> str | None:
-        """The (canonical) axis that ``group`` communicates over, by name or else by ranks; None if there is none."""
+        """Return the (canonical) axis that ``group`` communicates over, found by name or else by ranks; None if there
+        is none.
+        """
         found = self._by_group_name.get(group.group_name)
         return found if found is not None else self._by_ranks.get(tuple(dist.get_process_group_ranks(group)))
 
     def coordinate(self, axes: Axes, rank: int | None = None) -> int:
-        """Index of ``rank`` (default: this process) along ``axes``, in ``range(size(axes))``.
+        """Return the index of ``rank`` (default: this process) along ``axes``, in ``range(size(axes))``.
 
         Under LocalTensorMode this process is rank 0: use :meth:`index_tensor` for a value that enters the computation.
         """
@@ -273,7 +279,7 @@ class AxisMesh:
         return index
 
     def index_tensor(self, axes: Axes, device: torch.device | str) -> torch.Tensor:
-        """Index along ``axes`` as an int64 tensor of shape [], right per rank also under LocalTensorMode.
+        """Return the index along ``axes`` as an int64 tensor of shape [], right per rank also under LocalTensorMode.
 
         Its type is V on ``axes`` and R on every other axis of the mesh.
         """
@@ -285,7 +291,7 @@ class AxisMesh:
         return index
 
     def type_axes(self, axes: Axes) -> tuple[MeshAxis, ...]:
-        """The keys under which spmd_types stores the types of ``axes``: one per atomic sub-axis larger than 1.
+        """Return the keys under which spmd_types stores the types of ``axes``: one per atomic sub-axis larger than 1.
 
         A collective over a flattened group finds its sub-axes by itself, an assertion does not.
         """
@@ -293,13 +299,13 @@ class AxisMesh:
 
 
 _current: ContextVar[AxisMesh | None] = ContextVar("autoplan_mesh", default=None)
-# Autograd runs the backward of CUDA tensors, and with it every recomputed forward, in threads of its own, which see
-# neither context variables nor thread-locals of the thread that entered the mesh.
+# Autograd runs the backward of CUDA tensors, and with it every recomputed forward, in its own threads. They see neither
+# context variables nor thread-locals of the thread that entered the mesh.
 _entered: list[AxisMesh] = []
 
 
 def current_mesh() -> AxisMesh:
-    """The mesh of the innermost :func:`use_mesh`.
+    """Return the mesh of the innermost :func:`use_mesh`.
 
     Raises:
         RuntimeError: no mesh is in use.
@@ -318,8 +324,11 @@ def use_mesh(mesh: AxisMesh, *, untyped: Sequence[str] = ()) -> Iterator[AxisMes
 
     Args:
         mesh: the mesh.
-        untyped: atomic axes along which the ranks run different programs, so that values have no type on them; the
-            pipeline axis.
+        untyped: atomic axes along which the ranks run different programs (the pipeline axis): values have no type on
+            them.
+
+    Raises:
+        ValueError: a name in ``untyped`` that is not an atomic axis.
     """
     for name in untyped:
         if name not in mesh.axes:

@@ -51,24 +51,26 @@ class ParallelModel:
         spec: the program.
         sources: file name -> emitted text of every stage.
         parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied).
-        num_micro_batches: into how many equal parts `step` cuts this rank's batch.
+        num_micro_batches: the number of equal parts into which `step` cuts this rank's batch.
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
         device: where to run.
         folder: where the emitted modules are written; a fresh temporary folder by default.
-        seed: of dropout.
-        dtype: run in another floating dtype than captured (parity in float64).
+        seed: seed of dropout.
+        dtype: a floating dtype to run in instead of the captured one (for parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
-        extra_state: persistent buffers of the original model and what else the loss does not need, for `state_dict`.
+        extra_state: persistent buffers and other state that the loss does not need, for `state_dict`.
+        mesh: the device mesh; by default one is made from `spec.axes` and `spec.groups`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
-        async_tp: compiled blocks hide the collectives of tensor parallelism behind pieces of products (inductor).
-        gradient_compression: of the all-reduce of ZeRO 0 (`autoplan.runtime.compression`).
+        async_tp: let compiled blocks (inductor) overlap tensor-parallel collectives with pieces of matrix products.
+        gradient_compression: compression of ZeRO 0's all-reduce (`autoplan.runtime.compression`).
 
     Attributes:
         plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
-        stages: this rank's modules by stage, in model order; with virtual stages several.
-        optimizer: the optimizer over the local parts of this rank's shards, or None. loss_scaler: of a program in
-            float16, else None. precision: the dtypes of a program in mixed precision, else None. data_rank, data_world:
-            which part of the global batch is ours.
+        stages: this rank's modules by stage index, in model order; several if there are virtual stages.
+        optimizer: the optimizer over the local parts of this rank's shards, or None.
+        loss_scaler: the loss scaler of a float16 program, else None.
+        precision: the dtypes of a mixed-precision program, else None.
+        data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class ParallelModel:
             guard_step(self.optimizer)
 
     def _make_loss_scaler(self) -> LossScaler | None:
-        """Of a program in float16: it scales what the last stage returns."""
+        """Make the scaler of a float16 program and let it scale the output of the last stage. Otherwise return None."""
         if self.precision is None or not self.precision.scales_loss:
             return None
         scaler = LossScaler()
@@ -144,7 +146,7 @@ class ParallelModel:
         return scaler
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        """An optimizer over the local parts, all copies of tied parameters included."""
+        """Return an optimizer over the local parts of all trained parameters and all copies of tied parameters."""
         trained = [(s, p) for s, p in self._places() if p.requires_grad]
         given: list[nn.Parameter] = []
 
@@ -158,11 +160,11 @@ class ParallelModel:
         return optimizer
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
-        """ZeRO of every stage, and the 16-bit copies of the parameters that it does not gather."""
+        """Apply ZeRO to every stage; return its syncs and the 16-bit copies of parameters that it does not gather."""
         precision, copies, syncs = self.precision, None, {}
         if self._replicas.plain:
             copies = self._make_copies()
-        # 16-bit sums are reduced as such, where they are: in the copies
+        # gradients summed in 16 bits are reduced in the 16-bit copies
         in_copies = copies is not None and precision is not None and precision.gradients != MASTER
         leaf = copies.leaf if copies is not None else _itself
         with copies.in_place() if copies is not None and in_copies else nullcontext():
@@ -180,11 +182,11 @@ class ParallelModel:
                     offload=PARAMETERS in self._on_host,
                     beside=leaf if reduces_beside(self.device.type) else None,
                 )
-        # of what fully_shard leaves alone: experts without replicas
+        # copies of the parameters that fully_shard ignores: experts without replicas
         return syncs, copies if copies is not None else self._make_copies()
 
     def _host_shards(self) -> HostShards | None:
-        """What of the trained shards is on the host, unless `fully_shard` has them there."""
+        """Return the trained shards that stay on the host (except those that `fully_shard` offloads), or None."""
         if not self._on_host:
             return None
         moved = PARAMETERS in self._on_host
@@ -196,13 +198,13 @@ class ParallelModel:
         return host
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        """The trained parameters that the blocks hold, on the device unless `fully_shard` has them on the host."""
+        """Yield the trained parameters that the blocks hold: on the device, unless `fully_shard` offloads them."""
         for _, parameter in self._places():
             if parameter.requires_grad:
                 yield parameter
 
     def _held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer works on of a parameter: itself, or its copy on the host."""
+        """Return the tensor that the optimizer updates: the parameter itself, or its copy on the host."""
         return parameter if self._host is None else self._host.of(parameter)
 
     def _make_copies(self) -> Copies | None:
@@ -217,7 +219,7 @@ class ParallelModel:
 
     @property
     def stage(self) -> nn.Module:
-        """The module of this rank's first stage in model order: without virtual stages its only one."""
+        """The module of this rank's first stage in model order (its only stage, unless there are virtual stages)."""
         return next(iter(self.stages.values()))
 
     def _coordinate(self, axis: str) -> int:
@@ -242,7 +244,7 @@ class ParallelModel:
         return stage
 
     def _dispatched(self, mine: StageSpec) -> list[nn.Parameter]:
-        """Parameters of experts that tokens travel to: sharded over `ep`, replicated over `edp`."""
+        """Return the experts' parameters under token dispatch: sharded over `ep`, replicated over `edp`."""
         return [
             self.stages[mine.index].get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
             for p in mine.params
@@ -252,7 +254,7 @@ class ParallelModel:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def _find_owners(self) -> list[tuple[ParamSpec, nn.Module]]:
-        """Every parameter of this rank once, with the block that holds it: ZeRO exchanges parameters, never modules."""
+        """Return each parameter of this rank once, with its block (blocks, not tensors: ZeRO replaces the tensors)."""
         seen: set[int] = set()
         out: list[tuple[ParamSpec, nn.Module]] = []
         for index, mine in self._specs.items():
@@ -265,20 +267,20 @@ class ParallelModel:
         return out
 
     def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Every parameter object of this rank once, with the spec of its first use."""
+        """Yield each parameter object of this rank once, with the spec of its first use."""
         for p, block in self._owners:
             yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(original name, this rank's shard), each name once; several copies of a tied parameter follow the first.
+        """Yield (original name, this rank's shard), each name once: of a tied parameter the first copy.
 
-        Where the program splits parameters they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
+        If the program splits parameters, they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
         """
         for p, parameter in self._first_copies():
             yield p.name, self._shards_shown.of(p, self._held(parameter), parameter)
 
     def _first_copies(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """`_places`, of several copies of a tied parameter only the first."""
+        """Yield from `_places`, but only the first copy of each tied parameter."""
         seen: set[str] = set()
         for p, parameter in self._places():
             if p.name not in seen:
@@ -286,7 +288,7 @@ class ParallelModel:
                 yield p, parameter
 
     def _follow_first_copies(self) -> None:
-        """Give all copies of a tied parameter the values of the first, which is the one that is shown."""
+        """Give all copies of a tied parameter the values of the first copy, which is the one that users see."""
         if len({p.name for p, _ in self._owners}) == len(self._owners):
             return
         first = {p.name: parameter for p, parameter in self._first_copies()}
@@ -297,8 +299,8 @@ class ParallelModel:
                     local_of(copy).copy_(local_of(source))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards that are trained: what an optimizer takes. Where the optimizer's state is offloaded they
-        are on the host, with their gradients once `step` has returned; `step` copies them to the device."""
+        """Yield this rank's trained shards, for an optimizer. If the optimizer's state is offloaded, the shards are on
+        the host, with their gradients once `step` has returned; `step` copies them to the device."""
         for _, parameter in self.named_parameters():
             if parameter.requires_grad:
                 yield parameter
@@ -306,20 +308,19 @@ class ParallelModel:
     # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Forward and backward of all micro-batches of this data-parallel rank's part of the batch.
+        """Run forward and backward of all micro-batches of this data-parallel rank's part of the batch.
 
-        Gradients of the step before are dropped; the new ones are complete (summed over ranks, micro-batches and tied
-        copies) when this returns. Follow with `clip_grad_norm_` and `optimizer.step()`.
+        Gradients of the previous step are dropped. The gradients are complete (summed over ranks, micro-batches and
+        tied copies) when this returns. Follow with `clip_grad_norm_` and `optimizer.step()`.
 
         Args:
-            batch: name -> tensor [B, ...] with the names the model was captured with; the same on all ranks with equal
-                `data_rank`; B divisible by `num_micro_batches`, and equal on all ranks.
+            batch: name -> tensor [B, ...] with the names the model was captured with. Ranks with equal `data_rank` give
+                the same batch. B is the same on all ranks and divisible by `num_micro_batches`.
 
-        Returns: the loss of the global batch, a 0-dim tensor, on every rank: the mean over all valid tokens.
+        Returns: the loss of the global batch (the mean over all valid tokens) on every rank, a 0-dim tensor.
         Raises:
-            ValueError: a batch that does not fit, on this rank or on another, ranks of one `data_rank` with different
-                batches (contents are compared now and then), a step under `torch.no_grad`. The same on all ranks, which
-                can go on with another batch.
+            ValueError: a batch that does not fit (on any rank), different batches on ranks of one `data_rank` (compared
+                now and then), or a step under `torch.no_grad`. All ranks raise it and can continue with another batch.
             RankFailure: this or another rank failed.
         """
         with guard(call="step"):
@@ -341,7 +342,7 @@ class ParallelModel:
         with use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ()):
             size = next(iter(parts[0].values())).shape[0]
             first = self.data_rank * size * len(parts)
-            # one copy for all micro-batches, which nothing waits for
+            # one copy to the device for all micro-batches, without synchronisation
             numbers = [[self.seed, self._num_steps, first + i * size] for i in range(len(parts))]
             generators = torch.tensor(numbers).to(self.device, non_blocking=True)
             for part, generator in zip(parts, generators, strict=True):
@@ -366,7 +367,7 @@ class ParallelModel:
         return total.to(denominator.dtype)
 
     def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Forward and backward, with the copies in place where there are any."""
+        """Run forward and backward, with the 16-bit copies in place if there are any."""
         if self._copies is None:
             return self._runner_for(parts[0]).run(parts)
         self._copies.drop_gradients()
@@ -376,11 +377,11 @@ class ParallelModel:
         return losses
 
     def _denominator(self, counts: Counts) -> torch.Tensor:
-        """What means are divided by: counted over all ranks. Where the loss is a mean over the samples of a
-        micro-batch, too, all ranks must have as many of them.
+        """Return the denominator of the loss mean: the number of valid labels over all ranks.
 
         Raises:
-            AgreedValueError: (on all ranks) no label is valid, or ranks have different numbers of samples.
+            AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
+                micro-batch and ranks have different numbers of samples.
         """
         if self.spec.loss_share and counts.samples is None:
             raise AgreedValueError(
@@ -395,7 +396,7 @@ class ParallelModel:
         return torch.full((), counts.labels, dtype=self._loss_dtype, device=self.device)
 
     def _count(self, parts: list[dict[str, torch.Tensor]]) -> int | torch.Tensor:
-        """What the mean of the loss runs over, in this rank's micro-batches."""
+        """Return the number of valid labels in this rank's micro-batches."""
         if self.spec.loss_count == "none":
             return 0
         count_valid: Any = self.stage.count
@@ -430,13 +431,14 @@ class ParallelModel:
 
     def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype, bool]:
         dtype: torch.dtype = getattr(torch, c.dtype)
-        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts stay what they are
+        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts keep their dtype
             dtype = self._dtype
         return tuple(evaluate_terms(s, env) for s in c.shape), dtype, c.requires_grad
 
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
-        """L2 norm of the whole gradient, each logical element once, on every rank; inf where the step is skipped."""
+        """Return the L2 norm of the whole gradient, each logical element once, on every rank; inf if the step is
+        skipped."""
         if self.loss_scaler is not None and self.loss_scaler.skipped:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = square_sum((grad for p, grad in self._gradients() if self._replicas.counts_here(p)), self.device)
@@ -446,14 +448,14 @@ class ParallelModel:
 
     @guarded("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, as torch's does."""
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, as torch does."""
         norm = self.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_((grad for _, grad in self._gradients()), factor)
         return norm
 
     def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """Every gradient of this rank once, its own part, where the optimizer finds it."""
+        """Yield this rank's part of each gradient once, from where the optimizer finds it."""
         for p, parameter in self._places():
             grad = self._held(parameter).grad
             if grad is not None:
@@ -463,13 +465,13 @@ class ParallelModel:
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Full tensors by original name, on the host of every rank (a collective): `pick` chooses parameter or
-        gradient. Tensor by tensor: of the memory of a device it takes a bucket (`autoplan.runtime.whole`)."""
+        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
+        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
         mine = self._own_tensors(pick)
         return mine if self.mesh.size("pp") == 1 else self._of_all_stages(mine)
 
     def _own_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Those of this rank's stages."""
+        """Return the full tensors of this rank's stages."""
         mine: dict[str, torch.Tensor] = {}
         for p, parameter in self._places():
             tensor = pick(self._held(parameter))
@@ -478,13 +480,13 @@ class ParallelModel:
             local = local_of(tensor).detach()
             if isinstance(parameter, DTensor):
                 local = of_shards(local, parameter, self.device)
-            full = unshard(local, p, self.mesh, self.device)  # of every copy of a tied one: its ranks take part alike
+            full = unshard(local, p, self.mesh, self.device)  # for every copy of a tied one: ranks take part alike
             if p.name not in mine:
                 mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of what trains
         return mine
 
     def _of_all_stages(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same of all stages, each sent by the rank of the pipeline that holds it."""
+        """Return the full tensors of all stages; the pipeline rank that holds a stage broadcasts its tensors."""
         out: dict[str, torch.Tensor] = {}
         group = self.mesh.group("pp")
         for index, stage in enumerate(self.spec.stages):
@@ -514,10 +516,10 @@ class ParallelModel:
 
     @guarded("state_dict")
     def state_dict(self) -> dict[str, Any]:
-        """Full parameters and persistent buffers under the original model's names, on every rank (a collective).
+        """Return full parameters and persistent buffers under the original model's names, on every rank (a collective).
 
         The tensors are on the host, whatever the model runs on (as FSDP's full state with `cpu_offload`): every rank's
-        host holds the whole model, its device a bucket at a time. `load_state_dict` takes them from any device.
+        host holds the whole model, its device one bucket at a time. `load_state_dict` takes them from any device.
         """
         out: dict[str, Any] = dict(self.full_tensors(lambda p: p))
         for name, others in self._aliases.items():
@@ -527,7 +529,7 @@ class ParallelModel:
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients under the original names, on the host of every rank (a collective)."""
+        """Return full gradients under the original names, on the host of every rank (a collective)."""
         return self.full_tensors(lambda p: p.grad)
 
     @guarded("load_state_dict")
@@ -535,13 +537,12 @@ class ParallelModel:
         """Load full tensors by original name, as `nn.Module.load_state_dict` does (a collective).
 
         Args:
-            state: as `state_dict` returns it, the same on all ranks. Of several names of a tied parameter the last one
-                given counts.
-            strict: missing and unexpected keys are errors.
+            state: as `state_dict` returns it, equal on all ranks; of a tied parameter's names the last one counts.
+            strict: True if missing and unexpected keys are errors.
 
         Returns: missing and unexpected keys.
         Raises:
-            RuntimeError: missing or unexpected keys if `strict`, other shapes; the same on all ranks, and nothing is
+            RuntimeError: missing or unexpected keys if `strict`, or other shapes; all ranks raise it, and nothing is
                 loaded.
             ValueError: the ranks were given different states.
         """
@@ -562,7 +563,7 @@ class ParallelModel:
         return keys
 
     def _state_shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Shapes of all that `state_dict` holds, of every stage."""
+        """Return the shapes of everything in `state_dict`, of all stages."""
         out: dict[str, tuple[int, ...] | None] = {}
         for stage in self.spec.stages:
             for p in stage.params:
@@ -572,7 +573,7 @@ class ParallelModel:
         return out
 
     def _load(self, p: ParamSpec, parameter: nn.Parameter, full: torch.Tensor) -> None:
-        """This rank's part of a tensor, cut where the tensor is; the ranks' states are the same."""
+        """Copy this rank's part of a full tensor into a parameter; the part is cut on the full tensor's device."""
         local = shard_param(full.detach().reshape(p.shape), p, self.mesh.size, self._coordinate)
         if isinstance(parameter, DTensor):
             local = own_shard(local, parameter)
@@ -593,7 +594,7 @@ def _itself(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _like(value: Any, old: Any) -> Any:
-    """A value of a state as the model keeps it: of the shape, dtype and device that it has there."""
+    """Return a loaded value in the shape, dtype and device of the model's value `old`."""
     if not isinstance(old, torch.Tensor):
         return value
     return value.detach().reshape(old.shape).to(device=old.device, dtype=old.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""What a rank knows of the state of the others: failures, ends, and what they were last seen to do."""
+"""A rank's knowledge of the other ranks: failures, ends, and what they were last seen doing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 
 class NewsKind(enum.Enum):
-    """How a rank failed, or what speaks for it."""
+    """How a rank failed, as far as the evidence goes."""
 
-    RAISED = "raised"  # an exception there, which it reported itself
-    GONE = "gone"  # there is no such process any more, and it said nothing
-    EXITED = "exited"  # it said that it ends: the end of its script, or sys.exit
-    SILENT = "silent"  # its machine lets connections in or not, but nothing answers
-    LATE = "late"  # it lives and does something else, while the others wait
+    RAISED = "raised"  # it raised an exception and reported it
+    GONE = "gone"  # its process is gone without a report
+    EXITED = "exited"  # it reported its end: the end of its script, or sys.exit
+    SILENT = "silent"  # nothing answers, whether or not its machine accepts connections
+    LATE = "late"  # it lives and does something else while the others wait
     UNKNOWN = "unknown"
 
 
-# The order in which evidence counts. A rank that exits is a failure only where another waited for it in vain.
+# The strength of evidence, strongest first. A rank that exits is a failure only if another waited for it in vain.
 _WEIGHT = {
     NewsKind.RAISED: 0,
     NewsKind.GONE: 0,
@@ -34,19 +34,19 @@ _WEIGHT = {
 
 @dataclass(frozen=True)
 class News:
-    """That `ranks` failed, and how. `reason`: with "it" for a single rank as subject, else "they"."""
+    """The report that `ranks` failed. `reason`: the rest of a sentence, with "it" for a single rank, else "they"."""
 
     ranks: tuple[int, ...]
     kind: NewsKind
     reason: str
 
     def to_plain(self) -> dict[str, Any]:
-        """The news as JSON can say them."""
+        """Return the news as plain JSON data."""
         return {"ranks": list(self.ranks), "kind": self.kind.value, "reason": self.reason}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> News:
-        """The news that `to_plain` wrote."""
+        """Return the news that `to_plain` wrote."""
         return cls(tuple(plain["ranks"]), NewsKind(plain["kind"]), plain["reason"])
 
 
@@ -54,8 +54,8 @@ class Knowledge:
     """Everything heard of other ranks so far; used from several threads.
 
     Attributes:
-        left: ranks that took leave because another failed: their silence says nothing.
-        reached: hosts from which a rank has answered, so that a refused connection means that a process is gone.
+        left: ranks that left because another failed: their silence proves nothing.
+        reached: hosts from which a rank has answered: from them a refused connection means that a process is gone.
     """
 
     def __init__(self) -> None:
@@ -66,45 +66,47 @@ class Knowledge:
         self.reached: set[str] = set()
 
     def add(self, news: News) -> None:
-        """Take note of news, unless the same ranks are known to have failed."""
+        """Record news, unless the same ranks are already known to have failed."""
         with self._lock:
             if all(news.ranks != known.ranks for known in self._news):
                 self._news.append(news)
 
     def first(self, *, exits: bool) -> News | None:
-        """The news that explain a broken collective: of the strongest evidence the earliest. `exits`: ends count."""
+        """Return the news that explain a broken collective: the earliest with the strongest evidence. `exits`: ends
+        count.
+        """
         with self._lock:
             found = [n for n in self._news if exits or n.kind is not NewsKind.EXITED]
             return min(found, key=lambda n: _WEIGHT[n.kind], default=None)
 
     def explains(self, rank: int) -> bool:
-        """Whether it is known why `rank` does not answer."""
+        """Return True if it is known why `rank` does not answer."""
         with self._lock:
             return rank in self.left or any(rank in news.ranks for news in self._news)
 
     def see(self, rank: int, doing: str) -> None:
-        """Take note of what a rank just answered."""
+        """Record a rank's latest answer."""
         with self._lock:
             self._seen[rank] = time.monotonic(), doing
 
     def last_seen(self, rank: int) -> tuple[float, str] | None:
-        """Seconds since `rank` last answered, and what it did then; None if it never did."""
+        """Return (seconds since `rank` last answered, what it did then); None if it never answered."""
         with self._lock:
             seen = self._seen.get(rank)
         return None if seen is None else (time.monotonic() - seen[0], seen[1])
 
     def to_plain(self) -> dict[str, Any]:
-        """News and leaves, as parts of a question or an answer."""
+        """Return news and leaving ranks as plain data, for a question or an answer."""
         with self._lock:
             return {"news": [news.to_plain() for news in self._news], "left": sorted(self.left)}
 
     def learn(self, plain: Mapping[str, Any]) -> None:
-        """Take note of what another rank knows."""
+        """Record what another rank knows."""
         for news in plain.get("news", ()):
             self.add(News.from_plain(news))
         self.leave(plain.get("left", ()))
 
     def leave(self, ranks: Iterable[int]) -> None:
-        """Take note of ranks that end because of the failure of another."""
+        """Record ranks that end because of the failure of another."""
         with self._lock:
             self.left.update(ranks)

@@ -1,4 +1,4 @@
-"""The norm of gradients, and scaling them: a few kernels for all tensors, no copy of any, no wait for the device."""
+"""The norm of gradients, and scaling them: a few kernels for all tensors, without copies or waiting for the device."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-_ON_CPU = 1 << 16  # elements per sum: what torch widens there before it adds stays in the cache
+_ON_CPU = 1 << 16  # elements per sum: torch's widened copy of them stays in the cache
 
 
 def square_sum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of the squares of all elements.
+    """Return the sum of the squares of all elements.
 
-    Each element is widened to float64 on its way into the sum; no wide copy is made (on the CPU: of 65,536 elements at
-    a time). So ranks, shards and micro-batches that hold the same gradient otherwise agree on its norm to some 1e-15,
-    and on what it is clipped by to the bit; in float32 they would to 1e-7 (and 10**8 elements of one tensor, added one
-    after the other, to 1e-2).
+    Each element is widened to float64 on its way into the sum, without a wide copy (on the CPU: 65,536 elements at a
+    time). Ranks, shards and micro-batches that partition the same gradient differently thus agree on its norm to some
+    1e-15, and bit by bit on the clipped gradient. In float32 they would agree to 1e-7 (and for 10**8 elements of one
+    tensor, added one after the other, to 1e-2).
 
     Args:
-        tensors: of any shapes, dtypes and devices, without complex ones.
-        device: of the result. Tensors elsewhere are summed where they are; one number per device travels.
+        tensors: of any shapes, devices and dtypes, except complex ones.
+        device: device of the result. Tensors elsewhere are summed there; one number per device is copied.
 
     Returns:
         float64 [].
@@ -38,15 +38,14 @@ def square_sum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
 def scale_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all elements in place by a factor of shape [], rounded to the dtype of each tensor.
 
-    For tensors on another device than the factor it is copied there once: for those on the host the device is waited
-    for.
+    The factor is copied once to each other device; for tensors on the host this waits for the device.
     """
     for same in _alike(tensors):
         torch._foreach_mul_(same, factor.to(same[0]))
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
-    """The tensors by device and dtype, in order."""
+    """Group the tensors by device and dtype, in order."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.device, t.dtype), []).append(t)

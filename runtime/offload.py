@@ -1,8 +1,8 @@
 """Optimizer state and parameters in the memory of the host (ZeRO-Offload).
 
-`optimizer`: of every trained shard of this rank a copy lies on the host, and that copy is what the optimizer is given
-(`ParallelModel.parameters`): its moments and its step are on the host. When a step has summed its gradients they are
-moved there, and before the next one what the optimizer wrote is copied back:
+`optimizer`: every trained shard of this rank has a copy on the host, which the optimizer gets
+(`ParallelModel.parameters`): its moments and its step are on the host. When a step has summed its gradients, they are
+moved there; before the next step the optimizer's results are copied back:
 
 | | on the device | on the host |
 |---|---|---|
@@ -11,19 +11,19 @@ moved there, and before the next one what the optimizer wrote is copied back:
 | optimizer | - | moments, step |
 
 A float32 master that no block computes with (mixed precision without shards: `autoplan.runtime.precision.Copies`) gives
-up its memory on the device; its 16-bit copy is read from the host. A master that `fully_shard` gathers from stays.
+up its memory on the device, and its 16-bit copy is read from the host. A master that `fully_shard` gathers from stays.
 
-`parameters`: what `fully_shard` shards (ZeRO 1 to 3) lies on the host altogether, by its CPUOffloadPolicy: a shard is
-copied to the device before every gather, a shard of gradients to the host after every reduction; the optimizer works on
-both there. What it does not shard (experts without replicas) is as above.
+`parameters`: everything that `fully_shard` shards (ZeRO 1 to 3) lies on the host, by its CPUOffloadPolicy. A shard is
+copied to the device before every gather, and a shard of gradients to the host after every reduction. The optimizer
+works on both there. Parameters that it does not shard (experts without replicas) are treated as under `optimizer`.
 
-On a CPU "device" and "host" are both its memory. The first form copies between distinct tensors all the same; torch's
-policy finds its shards where they are. Pinned memory, copies beside computing, and collectives of gradients that are on
-the host are for GPUs and were not run on one. There the host waits once a step, for the gradients; parameters follow
-each other in the stream that computes, and what the optimizer changes next it changes behind that wait.
+On a CPU "device" and "host" are both its memory. `optimizer` still copies between distinct tensors; torch's policy
+finds its shards where they are. Pinned memory, copies beside computation, and collectives of gradients on the host are
+for GPUs and were not run on one. There the host waits once per step, for the gradients. Parameters are copied one after
+the other in the computing stream, and the optimizer changes them next only after that wait.
 
-Source: Ren et al., ZeRO-Offload, 2021, section 3 (what goes where) and 4.2 (the order of copies); they hide copies of
-gradients behind the backward, here none is hidden.
+Source: Ren et al., ZeRO-Offload, 2021, section 3 (what goes where) and 4.2 (the order of copies). They hide the copies
+of gradients behind the backward; here none is hidden.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from torch.distributed.tensor import DTensor
 from autoplan.runtime.params import local_of
 
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
-# What a program may keep on the host beside activations (`recompute` says those, by block); the second includes the
-# first.
+# State that a program may keep on the host, besides activations (`recompute` offloads those, by block). The second kind
+# includes the first.
 STATE_OFFLOADS = (OPTIMIZER, PARAMETERS)
 
 HOST = torch.device("cpu")
 
 
 def check_offload(offload: Iterable[str]) -> tuple[str, ...]:
-    """The same. ValueError for what is not of OFFLOADS."""
+    """Return `offload` as a tuple. Raises ValueError for an entry that is not in STATE_OFFLOADS."""
     for name in offload:
         if name not in STATE_OFFLOADS:
             raise ValueError(f"offload of {name!r} is not known; use {' or '.join(STATE_OFFLOADS)}")
@@ -54,14 +54,14 @@ def check_offload(offload: Iterable[str]) -> tuple[str, ...]:
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, pinned where a GPU will read it."""
+    """Return a copy on the host, pinned if `x` is on a GPU."""
     out = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=x.device.type == "cuda")
     out.copy_(x)
     return out
 
 
 def like_shard(local: torch.Tensor, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`local` on `device`, laid out over ranks as `shard` is: what can be gathered there."""
+    """Return `local` on `device`, laid out over ranks as `shard` is, so that it can be gathered there."""
     local = local.to(device)
     if not isinstance(shard, DTensor):
         return local
@@ -75,15 +75,15 @@ class _Pair:
     device: nn.Parameter
     host: nn.Parameter
     released: bool
-    grad: torch.Tensor | None = None  # on the host, made when there is one
+    grad: torch.Tensor | None = None  # on the host, made with the first gradient
 
 
 class HostShards:
     """The trained shards of a rank on the host, beside those on its device.
 
     Args:
-        parameters: on the device, of this rank; each once.
-        released: ids of those that nothing computes with; their memory on the device is given up.
+        parameters: this rank's parameters on the device, each once.
+        released: ids of parameters that nothing computes with; their memory on the device is freed.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], released: Set[int] = frozenset()) -> None:
@@ -101,23 +101,25 @@ class HostShards:
         return ((pair.device, pair.host) for pair in self._pairs.values())
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The host's part of a shard (this rank's, a plain tensor); of what is not here the parameter itself."""
+        """Return the host's part of a shard (this rank's, a plain tensor), or the parameter itself if it is not
+        offloaded.
+        """
         pair = self._pairs.get(id(parameter))
         return parameter if pair is None else pair.host
 
     @property
     def sources(self) -> Mapping[int, torch.Tensor]:
-        """By id of the parameters that have no memory on the device: their values."""
+        """Values of parameters whose device memory is freed, keyed by id(parameter)."""
         return {key: pair.host.detach() for key, pair in self._pairs.items() if pair.released}
 
     def drop_gradients(self) -> None:
-        """Forget those of the step before."""
+        """Drop the gradients of the previous step."""
         for pair in self._pairs.values():
             pair.host.grad = None
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Move all gradients to the host. A parameter without one has none there either."""
+        """Move all gradients to the host. A parameter without a gradient has none there either."""
         devices = set()
         for pair in self._pairs.values():
             if pair.device.grad is None:
@@ -137,14 +139,14 @@ class HostShards:
 
     @torch.no_grad()
     def give_parameters(self) -> None:
-        """Copy what the optimizer left to the device, but for what is released."""
+        """Copy the optimizer's results to the device, except for released parameters."""
         for pair in self._pairs.values():
             if not pair.released:
                 local_of(pair.device).copy_(pair.host, non_blocking=True)  # the stream that computes waits for it
 
     @torch.no_grad()
     def load(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
-        """Set the values of one, everywhere."""
+        """Set the values of one parameter, on host and device."""
         pair = self._pairs[id(parameter)]
         pair.host.copy_(local)
         if not pair.released:
@@ -152,6 +154,6 @@ class HostShards:
 
 
 def _wait(device: torch.device) -> None:
-    """Until what was copied from a device is there."""
+    """Wait until copies from a device have arrived."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

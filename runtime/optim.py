@@ -1,5 +1,8 @@
-"""Optimizers on shards: which may, those that update each element from that element's own gradient and state; and
-without DTensor's dispatch, which costs the host several times what a small update does."""
+"""Optimizers on shards.
+
+Only optimizers that update each element from its own gradient and state are allowed. They work on local parts, without
+DTensor's dispatch, which costs the host several times as much as a small update.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ ELEMENTWISE = frozenset("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSp
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
-    """Refuse an optimizer that needs whole tensors (LBFGS, Adafactor, Muon, ...) when tensors are sharded.
+    """Refuse an optimizer that needs whole tensors (LBFGS, Adafactor, Muon, ...) if tensors are sharded.
 
-    A class of your own that is element-wise says so with a class attribute `autoplan_elementwise = True`.
+    An element-wise class of your own declares it by a class attribute `autoplan_elementwise = True`.
 
     Raises:
-        AgreedValueError: (on every rank alike) names the class and what works.
+        AgreedValueError: (on every rank alike) names the class and the alternatives.
     """
     name = type(optimizer).__name__
     known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
@@ -38,11 +41,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Non
 def on_local_shards(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """`make(parameters)`, where DTensors are replaced by plain parameters that share the memory of their local parts.
+    """Return `make(parameters)`, with DTensors replaced by plain parameters that share the memory of their local parts.
 
-    Element by element the update is the same. `optimizer.step()` reads the gradients of `parameters` when it begins
-    (and again after its closure, if it is given one) and forgets them when it ends; `optimizer.zero_grad()` does not
-    reach them. State and param_groups hold the local parts. Without parameters: an optimizer of one without elements.
+    The update is the same, element by element. `optimizer.step()` reads the gradients of `parameters` when it begins
+    (and after its closure, if there is one) and forgets them when it ends; `optimizer.zero_grad()` does not reach them.
+    State and param_groups hold the local parts. Without parameters the optimizer gets a single parameter without
+    elements.
     """
     given = list(parameters)
     if not given:  # all of this rank's parameters are frozen
@@ -53,7 +57,7 @@ def on_local_shards(
     if not pairs:
         return optimizer
 
-    @torch.no_grad()  # to_local is then the local part itself, not a node of autograd
+    @torch.no_grad()  # so that to_local is the local part itself, not a node of autograd
     def read() -> None:
         for whole, mine in pairs:
             local = whole.to_local()
@@ -86,8 +90,8 @@ def on_local_shards(
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run `optimizer.step` under `guard`: what fails in it on this rank is told to the others."""
-    # bound, as schedulers of the learning rate expect it
+    """Run `optimizer.step` under `guard`, which tells the other ranks of a failure in it."""
+    # bound to the optimizer, as schedulers of the learning rate expect
     step = guarded("optimizer.step")(getattr(optimizer.step, "__func__", type(optimizer).step))
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

@@ -1,5 +1,4 @@
-"""Parameters: cutting full tensors into local shards by factors, putting them back together, and reducing deferred
-gradients."""
+"""Parameters: cut full tensors into local shards by factors, reassemble them, and reduce deferred gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from autoplan.runtime.whole import CPU, gather
 
 
 def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
-    """Factor shape of the full tensor, flattened, and where (dim, position) ended up."""
+    """Return the flattened factor shape of the full tensor, and the index of each (dim, position) in it."""
     shape: list[int] = []
     where: dict[tuple[int, int], int] = {}
     for dim, factors in enumerate(spec.factor_shape):
@@ -27,7 +26,7 @@ def _open(spec: ParamSpec) -> tuple[list[int], dict[tuple[int, int], int]]:
 
 
 def local_param_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple[int, ...]:
-    """Shape of one rank's shard. ValueError if a factor does not divide."""
+    """Return the shape of one rank's shard. Raises ValueError if a factor does not divide."""
     factors = [list(f) for f in spec.factor_shape]
     for shard in spec.shards:
         size, parts = factors[shard.dim][shard.position], axis_size(shard.axis)
@@ -46,11 +45,11 @@ def local_param_shape(spec: ParamSpec, axis_size: Callable[[str], int]) -> tuple
 def shard_param(
     full: torch.Tensor, spec: ParamSpec, size: Callable[[str], int], coordinate: Callable[[str], int]
 ) -> torch.Tensor:
-    """This rank's shard of a full tensor, contiguous.
+    """Return this rank's shard of a full tensor, contiguous.
 
     Args:
-        full: shape `spec.shape`.
-        size, coordinate: of a sub-axis by name.
+        full: a tensor of shape `spec.shape`.
+        size, coordinate: size of a sub-axis and this rank's index on it, by name.
 
     Raises:
         ValueError: `full` has another shape.
@@ -67,9 +66,9 @@ def shard_param(
 
 
 def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh, device: torch.device | None = None) -> torch.Tensor:
-    """The full tensor, on the host, from the shards of all ranks of its sub-axes. A collective over them.
+    """Return the full tensor, on the host, from the shards of all ranks of its sub-axes. A collective over them.
 
-    `device`: of the groups' tensors; None: that of `local`, which may be on the host.
+    `device`: the device of the groups' tensors; None: the device of `local` (`local` itself may be on the host).
     """
     device = local.device if device is None else device
     shape, where = _open(spec)
@@ -86,7 +85,7 @@ def unshard(local: torch.Tensor, spec: ParamSpec, mesh: AxisMesh, device: torch.
 
 
 def buffer_owner(stage: nn.Module, spec: BufferSpec) -> nn.Module:
-    """The module of a stage that holds a buffer: one of its blocks, or a parameter-free table beside them."""
+    """Return the module of a stage that holds a buffer: one of its blocks, or a parameter-free table beside them."""
     inside = spec.block in stage.get_submodule("blocks")._modules
     return stage.get_submodule(f"blocks.{spec.block}" if inside else spec.block)
 
@@ -102,11 +101,12 @@ def materialise(
     dtype: torch.dtype | None = None,
     stored: Callable[[ParamSpec, torch.dtype], torch.dtype] | None = None,
 ) -> None:
-    """Give a freshly built stage its values, in place.
+    """Give a freshly built stage its parameters and buffers, in place.
 
     Args:
         dtype: replaces every floating dtype (parity runs).
-        stored: the dtype of a parameter, given that of its values (mixed precision); None: the latter.
+        stored: returns the dtype to store a parameter in, given the dtype of its values (mixed precision); None: the
+            values' dtype.
     """
 
     def cast(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def materialise(
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The rank's own part of a ZeRO-sharded tensor, or the tensor."""
+    """Return the rank's own part of a ZeRO-sharded tensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -135,8 +135,9 @@ def reduce_deferred(
 ) -> None:
     """Sum the gradients that are pending on a sub-axis, once per step, several in one message.
 
-    `dtype`: they are sent and summed in (16-bit gradients); None: in their own. `device`: of the collective, where
-    gradients may be elsewhere (on the host).
+    Args:
+        dtype: the dtype to send and sum in (16-bit gradients); None: each gradient's own.
+        device: the device of the collective, if gradients may be elsewhere (on the host).
     """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter, spec in pairs:
@@ -154,8 +155,12 @@ def all_reduce_flat(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """In-place sum of several tensors over a group, one message per dtype; `dtype`, `device`: what they are sent in,
-    and from where."""
+    """Sum several tensors over a group, in place, with one message per dtype.
+
+    Args:
+        dtype: the dtype to send and sum in; None: the tensors' own.
+        device: the device to send from; None: the tensors' own.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for t in tensors:
         by_dtype.setdefault(t.dtype, []).append(t)

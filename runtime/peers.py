@@ -1,13 +1,13 @@
-"""Ranks ask each other, over sockets of their own, whether they live, what they do and what they know of failures.
+"""Questions between ranks over their own sockets: whether they live, what they do, what they know of failures.
 
-Apart from the collectives and from the key-value store, because both end or hang together with the rank in question:
+This is apart from the collectives and the key-value store, because both end or hang together with the rank in question:
 rank 0 usually hosts the store, and a call to the store of a stopped process never returns. A question is one line of
 JSON over a new TCP connection, the answer another. Three outcomes tell the state of a process:
 
-- it answers: it lives, whatever its main thread waits for (the answer comes from a thread);
-- the connection is refused: there is no such process any more, which the kernel of its machine says;
-- nothing comes, or the connection ends without an answer: the process is stopped, its machine hangs, a C call holds
-  Python's lock for that long, or it is just ending; asked again, the last one refuses.
+- It answers: it lives, whatever its main thread waits for (a separate thread answers).
+- The connection is refused: the process is gone, as the kernel of its machine reports.
+- Nothing comes, or the connection ends without an answer: the process is stopped, its machine hangs, a C call holds
+  Python's lock for that long, or the process is just ending. In the last case the next question is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 # Connections opened at the same time by one question to many.
 _AT_ONCE = 256
-# How long a connection may take to bring its question; the others wait meanwhile.
+# Seconds that a connection may take to bring its question; the others wait meanwhile.
 _QUESTION_S = 1.0
 logger = logging.getLogger(__name__)
 
@@ -42,26 +42,26 @@ class Silence(enum.Enum):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank answers. `token`: a secret of the job, so that strangers on the network are not listened to."""
+    """Where a rank answers. `token`: a secret of the job, so that questions of strangers on the network are ignored."""
 
     host: str
     port: int
     token: str
 
     def to_json(self) -> str:
-        """The address as text, for the store."""
+        """Return the address as text, for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Address:
-        """The address that `to_json` wrote."""
+        """Return the address that `to_json` wrote."""
         return cls(**json.loads(text))
 
 
 class Listener:
-    """Answers the questions of other ranks from a thread of its own until `close`, one after the other.
+    """Answers the questions of other ranks, one after the other, from its own thread until `close`.
 
-    Whoever asks itself has therefore taken note of everything that was told to it before.
+    A rank that asks itself has therefore taken note of everything that it was told before.
 
     Args:
         host: IP address of this machine on which to listen.
@@ -98,7 +98,7 @@ class Listener:
                 connection.sendall(json.dumps(self._answer(question)).encode() + b"\n")
 
     def close(self) -> None:
-        """Stop answering; from now on the others are refused."""
+        """Stop answering; later questions are refused."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._thread.join()
@@ -122,7 +122,7 @@ def _read_line(connection: socket.socket) -> bytes:
 def ask(
     addresses: Mapping[int, Address], question: Mapping[str, Any], timeout_s: float
 ) -> dict[int, dict[str, Any] | Silence]:
-    """Ask ranks at the same time; what each answered, within about `timeout_s` seconds. Starts no thread."""
+    """Ask ranks at the same time and return each one's answer, within about `timeout_s` seconds. Starts no thread."""
     found: dict[int, dict[str, Any] | Silence] = {}
     ranks = list(addresses)
     for first in range(0, len(ranks), _AT_ONCE):
@@ -132,7 +132,7 @@ def ask(
 
 @dataclass
 class _Call:
-    """One question on its way."""
+    """One open question."""
 
     rank: int
     socket: socket.socket
@@ -140,7 +140,7 @@ class _Call:
     received: bytes = b""
 
     def advance(self) -> dict[str, Any] | Silence | None:
-        """Send or receive what is possible without waiting; the outcome, or None if it is still open."""
+        """Send or receive what is possible without waiting; return the outcome, or None if it is still open."""
         error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             return Silence.GONE if error == errno.ECONNREFUSED else Silence.NO_ANSWER
@@ -197,7 +197,7 @@ def _ask_some(
 
 
 def route_to(host: str, port: int) -> str:
-    """The IP address of this machine from which packets to `host` leave; nothing is sent.
+    """Return the IP address of this machine from which packets to `host` leave; nothing is sent.
 
     Raises:
         OSError: `host` is not known or there is no route to it.
@@ -209,6 +209,6 @@ def route_to(host: str, port: int) -> str:
 
 
 def neighbours(rank: int, world: int, reach: int) -> Iterable[int]:
-    """Up to `reach` ranks on either side of `rank` on the ring of all ranks, the nearest first, without itself."""
+    """Return up to `reach` ranks on either side of `rank` on the ring of all ranks, nearest first, without `rank`."""
     near = (place % world for step in range(1, reach + 1) for place in (rank + step, rank - step))
     return [r for r in dict.fromkeys(near) if r != rank]

@@ -22,12 +22,12 @@ class PipelineStagePart:
 
     Attributes:
         index: its place in the model, counted over the whole pipeline.
-        module: called as ``module(*carried, **inputs)``, ``apply_zero`` already done.
-        sync: what ``apply_zero`` returned for it.
-        carried_in, carried_out: (shape, dtype) of each tensor received from the stage before and sent to the one after,
-            for one micro-batch; none into the first stage and none out of the last. They are required: torch's way to
-            infer them runs the stages once on uninitialised memory, collectives and all. Floating point ones carry
-            a gradient back, but for those with False behind the dtype.
+        module: called as ``module(*carried, **inputs)``, after ``apply_zero``.
+        sync: the GradientSync that ``apply_zero`` returned for it.
+        carried_in, carried_out: (shape, dtype) of each tensor received from the previous stage and sent to the next,
+            for one micro-batch; none into the first stage and none out of the last. They are required: torch infers
+            them by running the stages once on uninitialised memory, with all collectives. Floating point tensors carry
+            a gradient back, except those with False after the dtype.
     """
 
     index: int
@@ -38,28 +38,27 @@ class PipelineStagePart:
 
 
 class PipelineRunner:
-    """Forward and backward of all micro-batches of a step, on this rank's stages of a pipeline or on all of the model.
+    """Forward and backward of all micro-batches of a step, on this rank's stages of a pipeline or on the whole model.
 
     A stage is called as ``stage(*carried, **inputs)``: ``carried`` comes from the previous stage, ``inputs`` are this
-    micro-batch's tensors, which every stage is given. It returns what the next stage is called with, or on the last
-    stage the loss: a 0-dim tensor, divided by the token count of the whole batch. Gradients are added to what
-    ``parameter.grad`` holds and reduced as each stage's ``sync`` says; the caller sets them to None between steps.
+    micro-batch's tensors, which every stage gets. It returns the next stage's ``carried``, or on the last stage the
+    loss: a 0-dim tensor, divided by the token count of the whole batch. Gradients are added to ``parameter.grad`` and
+    reduced as each stage's ``sync`` says; the caller sets them to None between steps.
 
     Under 1F1B, stage i of pp holds the activations of at most ``min(M, pp - i)`` micro-batches. With fewer
-    micro-batches than stages, the order is that of GPipe (all forwards, then all backwards) and every stage holds all
-    M: stock 1F1B refuses, and its pairs of sends and receives would not match on NCCL.
+    micro-batches than stages, the order is GPipe's (all forwards, then all backwards) and every stage holds all M:
+    stock 1F1B refuses this case, and its pairs of sends and receives would not match on NCCL.
 
     Args:
-        stages: of this rank, in model order. Which ones, the schedule's placement says
-            (`ProgramSpec.stage_ranks`).
+        stages: stages of this rank, in model order, as placed by the schedule (`ProgramSpec.stage_ranks`).
         pp_mesh: the pipeline's ranks, one axis; None or size 1 for a model in one stage.
-        num_stages: of the whole pipeline. Default: one per rank.
+        num_stages: stages of the whole pipeline. Default: one per rank.
         device: where the stages run. Default: the device of the first parameter, else the CPU.
-        schedule: of a pipeline of several ranks; None for a model in one stage.
+        schedule: schedule of a pipeline of several ranks; None for a model in one stage.
 
     Raises:
-        ValueError: no schedule, one that torch does not have or that a ZeRO stage forbids, a mesh of several axes, or
-            carried tensors that do not fit a stage's place in the pipeline.
+        ValueError: no schedule, a schedule that torch does not have or that a ZeRO stage forbids, a mesh of several
+            axes, or carried tensors that do not fit a stage's place in the pipeline.
     """
 
     def __init__(
@@ -106,17 +105,17 @@ class PipelineRunner:
         """Run one step.
 
         Args:
-            micro_batches: for each micro-batch its named input tensors, the same shapes in all of them and the same
-                number of them on every stage.
+            micro_batches: the named input tensors of each micro-batch, with the same shapes in all micro-batches and
+                the same number of micro-batches on every stage.
 
         Returns:
-            Where the last stage is one 0-dim loss per micro-batch, in order and detached; elsewhere nothing. Their sum
-            over micro-batches and data-parallel ranks is the mean loss of the batch.
+            On the rank of the last stage one 0-dim loss per micro-batch, in order and detached; elsewhere nothing.
+            Their sum over micro-batches and data-parallel ranks is the mean loss of the batch.
 
         Raises:
             ValueError: no micro-batch, or a number of them that the schedule does not take.
-            RuntimeError: from torch's pipeline, caused by whatever the stage raised; by a ValueError if its outputs
-                are not the declared ``carried_out``.
+            RuntimeError: from torch's pipeline, caused by the exception of a stage; by a ValueError if the stage's
+                outputs are not the declared ``carried_out``.
         """
         if not micro_batches:
             raise ValueError("a step needs at least one micro-batch")
@@ -148,7 +147,7 @@ def _check_place(part: PipelineStagePart, count: int) -> None:
 
 
 def class_of(schedule: ScheduleSpec) -> type[TorchSchedule]:
-    """Torch's class of a schedule. ValueError if this torch has none of that name."""
+    """Return torch's class of a schedule. Raises ValueError if this torch has none of that name."""
     kind = getattr(pipelining, schedule.torch_class, None)
     if not (isinstance(kind, type) and issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti))):
         known = ", ".join(name for name in pipelining.__all__ if name.startswith("Schedule"))

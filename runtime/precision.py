@@ -1,18 +1,18 @@
 """Mixed precision: float32 parameters, forward and backward in 16 bits.
 
-What the optimizer, `state_dict` and `load_state_dict` see are the float32 parameters, the *masters*. The emitted
-modules compute with copies of them in the compute dtype, made when a step begins; norms, tables and the loss are in the
-dtype that the captured graph gives them. Per step of M micro-batches and data-parallel ranks:
+The optimizer, `state_dict` and `load_state_dict` see float32 parameters, the *masters*. The emitted modules compute
+with copies of them in the compute dtype, made when a step begins. Norms, tables and the loss are in the dtype that the
+captured graph gives them. Per step of M micro-batches and data-parallel ranks:
 
 | gradients | summed over micro-batches | summed over ranks | what the optimizer sees |
 |---|---|---|---|
 | float32 | in float32, each micro-batch's as it comes out of the backward | in float32 | float32 |
 | 16 bits (`-grad16`) | ZeRO 0, 1: in 16 bits; ZeRO 2, 3: as float32 shards | in 16 bits | float32 |
 
-ZeRO 1 to 3 leave this to `fully_shard` (its MixedPrecisionPolicy): shards are the masters, what is gathered is the
-16-bit copy, and a backward that does not reduce adds to a float32 tensor (`FSDPParam.unsharded_accumulated_grad`). All
-other parameters are `Copies` of this module. Sources: Micikevicius et al., Mixed Precision Training, 2018, section 3.1
-(masters), 3.2 (scaling); Megatron-LM's `main_grad` (sums in float32).
+ZeRO 1 to 3 leave this to `fully_shard` (its MixedPrecisionPolicy): shards are the masters, the gathered parameter is
+the 16-bit copy, and a backward that does not reduce adds to a float32 tensor (`FSDPParam.unsharded_accumulated_grad`).
+All other parameters use `Copies` of this module. Sources: Micikevicius et al., Mixed Precision Training, 2018, section
+3.1 (masters), 3.2 (scaling); Megatron-LM's `main_grad` (sums in float32).
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtypes a program computes and sums gradients.
+    """The dtypes in which a program computes and sums gradients.
 
     Attributes:
-        compute: of parameters and activations in the forward and backward; float32: the masters themselves are used.
-        gradients: of sums of gradients over micro-batches and ranks: float32, or `compute`.
+        compute: dtype of parameters and activations in forward and backward; float32: the masters themselves are used.
+        gradients: dtype of gradient sums over micro-batches and ranks: float32, or `compute`.
 
-    Raises: ValueError for other dtypes.
+    Raises:
+        ValueError: another dtype.
     """
 
     compute: torch.dtype
@@ -58,7 +59,7 @@ class MixedPrecision:
 
     @staticmethod
     def of(spec: ProgramSpec) -> MixedPrecision | None:
-        """That of a program; None if it computes in the dtypes that its parameters have."""
+        """Return the mixed precision of a program; None if it computes in the dtypes of its parameters."""
         if spec.compute_dtype is None:
             return None
         gradients = getattr(torch, spec.gradient_dtype) if spec.gradient_dtype is not None else MASTER
@@ -66,14 +67,16 @@ class MixedPrecision:
 
     @property
     def scales_loss(self) -> bool:
-        """float16 gradients below 2^-24 are lost unless the loss is scaled; the others have float32's exponents."""
+        """True for float16, whose gradients below 2^-24 are lost unless the loss is scaled (other dtypes have float32's
+        exponents).
+        """
         return self.compute == torch.float16
 
     def stored(self, spec: ParamSpec, given: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter is kept between steps, `given` with that of the model.
+        """Return the dtype in which a parameter is stored between steps; `given`: its dtype in the model.
 
-        What is not trained needs no master and stays as it was given; what the model computes in another dtype than
-        most of its parameters is no copy.
+        An untrained parameter needs no master and keeps the given dtype. A parameter that the model uses in another
+        dtype than `compute` is stored in that dtype, without a copy.
         """
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if dtype != self.compute:
@@ -81,11 +84,12 @@ class MixedPrecision:
         return MASTER if spec.trainable else given
 
     def policies(self, params: Iterable[ParamSpec]) -> dict[str, MixedPrecisionPolicy]:
-        """For `fully_shard`, by block: those with parameters that are copied.
+        """Return the policies for `fully_shard` by block, for the blocks with parameters that have 16-bit copies.
 
-        Inputs are not cast: the graph says in which dtype every value is.
+        Inputs are not cast: the graph defines the dtype of every value.
 
-        Raises: ValueError for a block with parameters of several dtypes, which `fully_shard` would cast alike.
+        Raises:
+            ValueError: a block with parameters of several dtypes, which `fully_shard` would cast alike.
         """
         copied: dict[str, set[str]] = {}
         for p in params:
@@ -111,19 +115,19 @@ class _Copy:
     master: nn.Parameter
     copy: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    source: torch.Tensor | None = None  # its values, where the master has no memory of its own
+    source: torch.Tensor | None = None  # its values, if the master has no memory
 
 
 class Copies:
-    """Copies in the compute dtype of those parameters that `fully_shard` does not hold.
+    """Copies, in the compute dtype, of the parameters that `fully_shard` does not hold.
 
-    Between steps the blocks hold the masters. `in_place` puts the copies there, with the masters' present values; what
-    a backward then leaves in a copy's `.grad` is added to the master's at once (float32 sums), or when `collect` is
-    called (16-bit sums).
+    Between steps the blocks hold the masters. `in_place` puts the copies there, with the masters' present values.
+    Gradients that a backward leaves in a copy's `.grad` are added to the master's at once (float32 sums), or when
+    `collect` is called (16-bit sums).
 
     Args:
         places: every use of every parameter; a parameter that several blocks share has one copy.
-        precision: of the program.
+        precision: the mixed precision of the program.
     """
 
     def __init__(self, places: Iterable[ParamPlace], precision: MixedPrecision) -> None:
@@ -144,20 +148,22 @@ class Copies:
                     copy.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[no-untyped-call]
             found[id(master)].places.append((block, spec.attr))
         self._copies, self._of_master = list(found.values()), found
-        # masters that no block computes with, by id
+        # ids of masters that no block computes with
         self.unused = frozenset(found) - direct
 
     def __len__(self) -> int:
         return len(self._copies)
 
     def leaf(self, master: nn.Parameter) -> nn.Parameter:
-        """What autograd gives the gradient of a master to: its copy, whose hooks add it to the master's, or itself."""
+        """Return the leaf that receives the gradient of a master: its copy, whose hooks add it to the master's, or
+        itself.
+        """
         found = self._of_master.get(id(master))
         return master if found is None else found.copy
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the blocks compute with copies of what the masters are now."""
+        """Let the blocks compute with copies of the masters' present values inside the context."""
         self.refresh()
         self._put(lambda c: c.copy)
         try:
@@ -171,10 +177,10 @@ class Copies:
                 block._parameters[attr] = which(c)
 
     def refresh(self) -> None:
-        """The values of the masters, rounded."""
+        """Copy the values of the masters, rounded."""
         with torch.no_grad():
             for c in self._copies:
-                # from pinned memory the stream that computes waits, not the host, and the device rounds
+                # from pinned memory only the computing stream waits, not the host, and the device rounds
                 c.copy.copy_(c.master if c.source is None else c.source, non_blocking=True)
 
     def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
@@ -183,9 +189,9 @@ class Copies:
             c.source = sources.get(id(c.master))
 
     def collect(self) -> None:
-        """Add to the masters' gradients what backwards left in those of the copies.
+        """Add the gradients that backwards left in the copies to the masters' gradients.
 
-        For 16-bit sums, after their reduction over ranks; and for schedules that write `.grad` without autograd's
+        Called after the reduction over ranks of 16-bit sums, and for schedules that write `.grad` without autograd's
         hooks.
         """
         for c in self._copies:
@@ -193,7 +199,7 @@ class Copies:
                 _add(c.master, c.copy)
 
     def drop_gradients(self) -> None:
-        """Forget what an interrupted step left."""
+        """Drop gradients left by an interrupted step."""
         for c in self._copies:
             c.copy.grad = None
 
@@ -214,7 +220,7 @@ def _add(master: nn.Parameter, copy: nn.Parameter) -> None:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied: the loss that is reported stays what it is."""
+    """Identity whose gradient is multiplied by the scale, so that the reported loss does not change."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: float) -> torch.Tensor:
@@ -228,16 +234,17 @@ class _ScaledGradient(torch.autograd.Function):
 
 @dataclass
 class LossScaler:
-    """Dynamic scaling of the loss, for float16: what `torch.amp.GradScaler` does, for all ranks of a program together.
+    """Dynamic scaling of the loss for float16: like `torch.amp.GradScaler`, but for all ranks of a program together.
 
-    `ParallelModel.step` scales, unscales what the backward left, and decides: where any rank of the whole job has a
+    `ParallelModel.step` scales the loss, unscales the gradients, and decides: if any rank of the whole job has a
     gradient that is not finite, the gradients of all ranks are dropped, so that `optimizer.step()` changes nothing
-    anywhere (torch's optimizers leave out parameters without a gradient, their state and weight decay included).
+    anywhere (torch's optimizers leave out parameters without a gradient, with their state and weight decay).
 
     Attributes:
-        scale: what the next loss is multiplied by. Set it on all ranks alike, or not at all.
+        scale: the factor of the next loss. Set it on all ranks alike, or not at all.
         growth_factor, backoff_factor, growth_interval: as in torch.amp.GradScaler, with its defaults.
-        skipped: True if the last step was dropped; `num_skipped`: how many were.
+        skipped: True if the last step was dropped.
+        num_skipped: number of dropped steps.
     """
 
     scale: float = 2.0**16
@@ -258,13 +265,13 @@ class LossScaler:
             raise ValueError(f"growth_interval={self.growth_interval}: must be at least 1")
 
     def scaled(self, output: Any) -> Any:
-        """The output of the last stage, its gradient to be multiplied by `scale`."""
+        """Return the output of the last stage, with its gradient multiplied by `scale` in the backward."""
         if isinstance(output, torch.Tensor):
             return _ScaledGradient.apply(output, self.scale)  # type: ignore[no-untyped-call]
         return (_ScaledGradient.apply(output[0], self.scale), *output[1:])  # type: ignore[no-untyped-call]
 
     def unscale_(self, parameters: Iterable[nn.Parameter], device: torch.device, num_ranks: int) -> None:
-        """Divide the gradients of this rank by the scale, or drop all ranks' alike; then adapt the scale.
+        """Divide the gradients of this rank by the scale, or drop those of all ranks alike; then adapt the scale.
 
         A collective over all ranks of the job, of one number.
         """
@@ -283,7 +290,7 @@ class LossScaler:
                 p.grad = None
 
     def _update(self, overflow: bool) -> None:
-        # torch._amp_update_scale_, with whose states this must agree
+        # as torch._amp_update_scale_, whose states these must match
         self.skipped = overflow
         if overflow:
             self.num_skipped += 1
@@ -297,7 +304,7 @@ class LossScaler:
             self.growth_tracker = 0
 
     def state_dict(self) -> dict[str, float | int]:
-        """In the form of torch.amp.GradScaler's; the same on every rank."""
+        """Return the state in the form of torch.amp.GradScaler's; the same on every rank."""
         return {
             "scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -307,7 +314,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of this class or of torch.amp.GradScaler. KeyError names what is missing."""
+        """Load a state of this class or of torch.amp.GradScaler. Raises KeyError that names a missing entry."""
         for name in self.state_dict():
             if name not in state:
                 raise KeyError(f"the state of the loss scaler has no {name!r}")
@@ -320,7 +327,7 @@ class LossScaler:
 def check_precision(
     spec: ProgramSpec, precision: MixedPrecision | None, dtype: torch.dtype | None, compression: Compression | None
 ) -> None:
-    """Raise ValueError for what a program in mixed precision does not take."""
+    """Raise ValueError for arguments that a mixed-precision program does not take."""
     if precision is None:
         return
     if dtype is not None:

@@ -1,6 +1,6 @@
-"""What emitted modules are made of: the base of a block, and everything their text names.
+"""Names for emitted modules: the base class of a block, and everything that emitted text uses.
 
-`from autoplan.runtime.program import *`.
+Emitted modules begin with `from autoplan.runtime.program import *`.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ class Block(nn.Module):
     """A unit of recompute and of ZeRO gathering. Sub-classes define `compute`.
 
     Args:
-        recompute: what is dropped and computed again in the backward: `none`; `full`, all that is inside the block;
-            names of its regions joined by `+` (`attention+norms`); `selective`, the attention region, of which the
-            result stays. Or `offload`: what the block keeps waits in the memory of the host.
+        recompute: which activations are dropped and recomputed in the backward: `none`; `full`, all inside the block;
+            names of its regions joined by `+` (`attention+norms`); `selective`, those inside the attention region,
+            except its result. Or `offload`: the activations wait in the memory of the host.
         site: number of the block's first dropout in the whole program.
-        gathered: under ZeRO 3, of what a forward gathered: `again`, it is dropped and gathered again for the backward;
-            `keep`, the backward follows at once; `drop`, the backward needs no parameter.
+        gathered: what happens under ZeRO 3 to parameters gathered for the forward: `again`, they are dropped and
+            gathered again for the backward; `keep`, the backward follows at once; `drop`, the backward needs no
+            parameter.
     """
 
     def __init__(self, *, recompute: str = "none", site: int = 0, gathered: str = "again") -> None:
@@ -94,18 +95,18 @@ class Block(nn.Module):
         self._offloads, self._follows = Offloads(), False
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """The block itself."""
+        """Compute the block's outputs."""
         raise NotImplementedError(f"{type(self).__name__} defines no compute")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`compute`, with what `recompute` says of its activations."""
+        """Run `compute`, with activations treated as `recompute` says."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)
         run: Callable[..., Any] = _RUNS.get(self.recompute, Block._run_regions)
         return run(self, *args, **kwargs)
 
     def _run_full(self, *args: Any, **kwargs: Any) -> Any:
-        # no generator state to restore: dropout here is a function of its position
+        # no generator state to restore: dropout is a function of position
         return checkpoint(
             self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept_copies, **kwargs
         )
@@ -125,18 +126,18 @@ class Block(nn.Module):
 
     @property
     def whole_backward(self) -> bool:
-        """True where a split backward of a schedule would repeat work for each part: of what is computed again, and of
-        compiled code, which has one backward for inputs and parameters.
+        """True if the two parts of a split backward would each repeat work: recompute, or the one backward that
+        compiled code has for inputs and parameters together.
         """
         return self.compiled or self.recompute != "none"
 
     def let_go(self) -> None:
-        """After a backward that keeps its graph: drop what was computed again or came back from the host for it."""
+        """Free recomputed and fetched activations after a backward with retain_graph=True."""
         for kept in self._ran:
             kept.let_go()
 
     def again(self, region: str, fn: Callable[..., Any], *args: Tensor) -> Any:
-        """`fn(*args)`, in the backward once more if `recompute` names its region."""
+        """Return `fn(*args)`; recompute it in the backward if `recompute` names its region."""
         if self._regions is not None:
             if self.recompute == "selective" and region == "attention":
                 return self._regions.run(fn, args, drop_result=False)
@@ -145,12 +146,12 @@ class Block(nn.Module):
         return fn(*args)
 
 
-# How a choice of recompute runs a block; all others name its regions.
+# How each kind of recompute runs a block; any other text names regions.
 _RUNS: Mapping[str, Callable[..., Any]] = {"full": Block._run_full, "offload": Block._run_offloaded}
 
 
 def copy_beside_computing(stage: nn.Module, device: torch.device) -> None:
-    """Let the blocks of a stage that send activations of a CUDA device to the host share a stream for that."""
+    """Let all blocks of a stage that offload activations from a CUDA device share one stream for the copies."""
     blocks = [m for m in stage.modules() if isinstance(m, Block)]
     if all(block.recompute != "offload" for block in blocks):
         return
@@ -161,22 +162,25 @@ def copy_beside_computing(stage: nn.Module, device: torch.device) -> None:
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, trainable: bool) -> nn.Parameter:
-    """An uninitialised local shard."""
+    """Return an uninitialised local shard."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
 
 
 def load_module(path: Path, name: str, text: str) -> ModuleType:
     """Run `text`, the emitted source of the file at `path`, as the module `name`.
 
-    The file is not read: whoever else writes to it, what runs is `text`, and tracebacks, `inspect` and debuggers show
-    its lines. That it is in the file is for the caller to see to, and for whoever opens it.
+    The file is not read: `text` runs even if something else writes to the file, and tracebacks, `inspect` and debuggers
+    show the lines of `text`. The caller makes sure that the file has the same text, for readers.
+
+    Raises:
+        ValueError: `path` does not end in .py.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise ValueError(f"emitted module {path} has no name that Python imports: it needs to end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # no modification time: the entry never counts as outdated
+    # without a modification time the entry never counts as outdated
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module

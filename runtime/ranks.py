@@ -1,4 +1,4 @@
-"""This rank's view of the others: it asks them, answers them, and finds out who is to blame for a broken collective."""
+"""This rank's view of the others: it asks them, answers them, and finds the cause of a broken collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoplan.runtime import activity
 from autoplan.runtime.news import Knowledge, News, NewsKind
 from autoplan.runtime.peers import Address, Listener, Silence, ask, neighbours
 
-# How long telling the neighbours may hold up a rank that ends.
+# Seconds that telling the neighbours may delay a rank that ends.
 TELL_S = 1.0
 # Ranks on either side that are told of a failure; the others learn it when they ask.
 _REACH = 8
@@ -20,18 +20,21 @@ _REACH = 8
 
 @dataclass
 class Ranks:
-    """What this rank knows of all ranks of the default process group, which was made with `store`, and does itself.
+    """This rank's knowledge of all ranks of the default process group (made with `store`), and its own activity.
 
     Attributes:
-        turn: how many groups this process watched before.
-        thread: the one that calls autoplan. call: what it is in, "" outside; since: when that began; after: the call
-            before.
+        turn: number of groups that this process watched before.
+        thread: the thread that calls autoplan.
+        call: the call it is in, "" outside.
+        since: when that call began.
+        after: the previous call.
         ended: rank and reason of the failure that ended the collectives of this process.
-        waits: for another rank, in a collective that broke or outside of any.
-        aborted: the communicators of this process were aborted because of a rank that failed: what its main thread got
-            out of them since is worth nothing.
-        made_here: the process group, by autoplan, which gives it back at the end.
-        works_done, works_awaited: by rank 0 for the others, and how many this rank has waited for.
+        waits: True while it waits for another rank, in a collective that broke or outside of any.
+        aborted: True once the communicators of this process were aborted because a rank failed: later results of
+            collectives are worthless.
+        made_here: True if autoplan made the process group, and so destroys it at the end.
+        works_done: pieces of work that rank 0 did for the others.
+        works_awaited: pieces of work that this rank waited for.
     """
 
     store: Any
@@ -56,33 +59,33 @@ class Ranks:
     works_awaited: int = 0
 
     def begin(self, call: str) -> None:
-        """Note that this thread is in a call now."""
+        """Record that this thread is in a call."""
         self.counts[call] = self.counts.get(call, 0) + 1
         self.thread, self.since = threading.get_ident(), time.monotonic()
         self.call = f"{call} {self.counts[call]}"
 
     def end(self) -> None:
-        """Note that the call is over."""
+        """Record that the call is over."""
         self.after, self.call = self.call, ""
 
     @property
     def others(self) -> dict[int, Address]:
-        """Where the other ranks answer."""
+        """The addresses of the other ranks."""
         return {r: a for r, a in self.addresses.items() if r != self.rank}
 
     def doing(self) -> str:
-        """What this rank does now."""
+        """Return what this rank is doing, as text."""
         return self.where(activity.of_thread(self.thread))
 
     def where(self, place: activity.StackPlace) -> str:
-        """The call this rank is in and the place there, or where it is instead."""
+        """Return this rank's call and the place in it, or its place outside of calls, as text."""
         if self.call:
             return f"in {self.call} ({place})" if str(place) else f"in {self.call}"
         at = f" at {place.line}" if place.line else ""
         return f"outside autoplan's calls{at}, after {self.after or 'the start'}"
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to another rank's question."""
+        """Return the answer to another rank's question."""
         self.known.learn(question)
         found = {"works_done": self.works_done, **self.known.to_plain()}
         if not question.get("brief"):
@@ -95,7 +98,8 @@ class Ranks:
     ) -> dict[int, dict[str, Any] | Silence]:
         """Ask ranks; a refused connection counts only if a rank of that host has ever answered.
 
-        `brief`: not what they do, for which the stack of a thread is read that runs on: not for every look of many.
+        `brief`: do not ask for their activity, which reads the stack of a running thread; for frequent questions by
+        many ranks.
         """
         found = ask(ranks, {**self.known.to_plain(), "brief": brief}, timeout_s)
         for rank, answer in found.items():
@@ -114,9 +118,9 @@ class Ranks:
         ask({r: self.addresses[r] for r in near if r not in self.known.left}, self.known.to_plain(), TELL_S)
 
     def find_out(self, grace_s: float) -> News:
-        """Who is to blame for a broken collective: what was reported, else what follows from the answers of the others.
+        """Return the cause of a broken collective: a report, else a conclusion from the answers of the others.
 
-        Certain evidence (a report, a process that is gone) ends it at once, silence after `grace_s` seconds.
+        Certain evidence (a report, a process that is gone) decides at once, silence after `grace_s` seconds.
         """
         self.waits = True
         begin = time.monotonic()
@@ -126,7 +130,7 @@ class Ranks:
             news = self.known.first(exits=False)
             if news is not None:
                 return news
-            # itself too: its own answer means that it has read what the others told it before they went
+            # itself too: its own answer means that it has read everything the others told it before they ended
             left_s = begin + grace_s - time.monotonic()
             answers = self.ask(self.addresses, max(0.3, min(left_s, 2.0)))
             news = self.known.first(exits=False)
@@ -140,7 +144,7 @@ class Ranks:
             if news is not None:
                 return news
             heard.update((r, a) for r, a in answers.items() if not isinstance(a, Silence))
-            # one answer is enough: on a busy machine the next may take long
+            # one answer per rank is enough: on a busy machine the next may take long
             silent = self._not_left(r for r in answers if r not in heard)
             if silent and left_s < 0:
                 return self._note_silent(silent, grace_s)
@@ -149,17 +153,17 @@ class Ranks:
                 continue
             lives = {r: heard[r] for r in self._not_left(heard)}
             elsewhere = [r for r, a in lives.items() if not a["waits"]]
-            if elsewhere == late:  # twice: not on the way from one collective to the next
+            if elsewhere == late:  # twice, so they are not just between two collectives
                 return self._note_late(elsewhere, lives)
             late = elsewhere
             time.sleep(0.5)
 
     def _not_left(self, ranks: Iterable[int]) -> list[int]:
-        """Those that have not ended as they should."""
+        """Return the ranks that have not left because of another's failure."""
         return [r for r in ranks if r not in self.known.left]
 
     def note_gone(self, ranks: list[int]) -> News:
-        """Take note that there are no such processes any more."""
+        """Record that the processes of these ranks are gone."""
         whose = "its process is" if len(ranks) == 1 else "their processes are"
         reason = f"{whose} gone without a word: killed, out of memory, crashed or os._exit{self.last(*ranks)}"
         return self._note(ranks, NewsKind.GONE, reason)
@@ -185,6 +189,6 @@ class Ranks:
         return news
 
     def last(self, *ranks: int) -> str:
-        """When these ranks were last heard, and what they did then, as the end of a sentence."""
+        """Return when these ranks were last heard and what they did then, as the end of a sentence."""
         seen = {r: found for r in ranks if (found := self.known.last_seen(r)) is not None and found[1]}
         return "".join(f"; last heard {seconds:.1f} s before, {doing}" for seconds, doing in seen.values())

@@ -1,19 +1,20 @@
-"""Regions of a block that are computed again in the backward, and activations that wait on the host.
+"""Regions of a block that are recomputed in the backward, and activations that are offloaded to the host.
 
-`torch.utils.checkpoint` drops what is made *inside* a function and keeps its result if a later operation needs it. A
-norm or an activation function has little inside: what costs memory is its result, which the product after it keeps.
-Here the result is dropped as well (as Megatron-Core's output-discarding recompute of `layernorm` and `moe_act` does):
+`torch.utils.checkpoint` drops tensors made *inside* a function, but keeps the function's result if a later operation
+needs it. A norm or an activation function makes few tensors inside: its cost is its result, which the next product
+keeps. Here the result is dropped as well (as in Megatron-Core's output-discarding recompute of `layernorm` and
+`moe_act`):
 
     def mlp(gate, up):
         return F.silu(gate) * up
 
     product = self.again("mlp", mlp, gate, up)   # autograd keeps gate and up
 
-How: autograd hands every tensor that it keeps to a hook (`torch.autograd.graph.saved_tensors_hooks`). Inside a region
-the hook keeps a numbered empty slot; outside, a tensor that lies in the storage of a region's result becomes a slot
-with its strides. The first slot that is asked for runs the region once more, which fills all of them; a slot goes with
-the operation that holds it. A region whose arguments are results of others asks those first. No state of a random
-generator is kept: dropout here is a function of its position.
+How: autograd hands every tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`). Inside a region
+the hook saves an empty, numbered slot instead. Outside, a tensor in the storage of a region's result becomes a slot
+with its strides. The first slot that is asked for recomputes the region, which fills all slots. A slot is freed with
+the operation that holds it. If a region's arguments are results of other regions, those are recomputed first. No random
+generator state is kept: dropout here is a function of its position.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Outs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or the tensor of the first simulated rank."""
+    """Return `x`, or the tensor of the first simulated rank."""
     parts = getattr(x, "_local_tensors", None)
     return x if parts is None else next(iter(parts.values()))
 
@@ -52,7 +53,7 @@ def _gone(storage: StorageWeakRef) -> bool:
 
 
 class _Slot:
-    """Place of a tensor that is computed again; `value` is there once its region ran."""
+    """Stands for a recomputed tensor; `value` is set once its region has been recomputed."""
 
     __slots__ = ("__weakref__", "region", "value", "view")
 
@@ -69,10 +70,10 @@ class _Slot:
 
 
 class _Region:
-    """One execution of a region: what to run again, its arguments, and the slots it fills."""
+    """One execution of a region: the function and arguments to recompute it, and the slots it fills."""
 
     def __init__(self, fn: Callable[..., Outs], args: list[tuple[Any, bool]]) -> None:
-        self.fn, self.args = fn, args  # what the hook outside made of each argument; whether it needs a gradient
+        self.fn, self.args = fn, args  # per argument: what the outer hook saved, and whether it needs a gradient
         self.inner: list[weakref.ref[_Slot]] = []
         self.outer: list[tuple[int, weakref.ref[_Slot]]] = []
 
@@ -82,7 +83,7 @@ class _Region:
         return slot
 
     def result(self, index: int, x: torch.Tensor) -> _Slot:
-        """Slot of `x`, which lies in the storage of result `index`."""
+        """Return a slot for `x`, which lies in the storage of result `index`."""
         slot = _Slot(self, (tuple(x.shape), x.stride(), _local(x).storage_offset()))
         self.outer.append((index, weakref.ref(slot)))
         return slot
@@ -126,10 +127,11 @@ def _nothing(_: Any) -> torch.Tensor:
 
 
 class Regions:
-    """Open around one forward of a block: `run` computes a region that is to be computed again in the backward."""
+    """Context of one forward of a block: `run` computes a region that will be recomputed in the backward."""
 
     def __init__(self) -> None:
-        # address of a storage -> it (so that the address is not given out again), its region and which result it is
+        # address of a storage -> the storage (so that the address is not reused), its region, and the index of the
+        # result
         self._made: dict[int, tuple[StorageWeakRef, _Region, int]] = {}
         self._regions: list[weakref.ref[_Region]] = []
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -140,10 +142,10 @@ class Regions:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        self._made.clear()  # operations that keep something hold this object through its hook
+        self._made.clear()  # operations with saved tensors hold this object through its hook
 
     def let_go(self) -> None:
-        """Drop what was computed again: it is there for every part of a graph that is kept, until the graph goes."""
+        """Free recomputed tensors; otherwise they stay until a retained graph is freed."""
         for reference in self._regions:
             if (region := reference()) is not None:
                 region.let_go()
@@ -155,7 +157,7 @@ class Regions:
         return found[1].result(found[2], x)
 
     def run(self, fn: Callable[..., Outs], args: tuple[torch.Tensor, ...], drop_result: bool) -> Outs:
-        """`fn(*args)`, of which only the arguments are kept (and, unless `drop_result`, the result if it is needed)."""
+        """Return `fn(*args)` and keep only the arguments (unless `drop_result`, also the result if it is needed)."""
         region = _Region(fn, [(self._pack(x.detach()), x.requires_grad) for x in args])
         self._regions.append(weakref.ref(region))
         with saved_tensors_hooks(region.pack, _unpack):
@@ -164,23 +166,24 @@ class Regions:
             given = {_storage(x)._cdata for x in args}
             for index, out in enumerate(outs if isinstance(outs, tuple) else (outs,)):
                 storage = _storage(out)
-                if storage._cdata not in given:  # a view of an argument is there anyway
+                if storage._cdata not in given:  # a view of an argument stays anyway
                     self._made[storage._cdata] = (_watch(storage), region, index)
         return outs
 
 
 class OffloadedActivations:
-    """Open around one forward of a block: what autograd keeps waits in the host's memory, each storage once.
+    """Context of one forward of a block: tensors that autograd saves are offloaded to the host, each storage once.
 
-    As `torch.autograd.graph.save_on_cpu`, but without copies of parameters and of several views of one storage. On the
-    CPU itself it copies too, so that the same code runs everywhere. On CUDA copies run beside what is computed
-    (`autoplan.runtime.side_stream`): what may change such a tensor in place after autograd has kept it would be seen.
+    Like `torch.autograd.graph.save_on_cpu`, but without copying parameters or several views of one storage. On a CPU it
+    copies too, so that the same code runs everywhere. On CUDA the copies run beside the computation
+    (`autoplan.runtime.side_stream`), so an operation that changes a tensor in place after autograd saved it would
+    corrupt it.
 
     Args:
-        resident: parameters and buffers, which stay where they are.
+        resident: parameters and buffers, which stay on the device.
         side: where copies run; None: they block.
-        before: of the block that ran just before in the same forward. What it sent comes back, as far as there is room,
-            while the backward of this one runs.
+        before: the context of the block that ran just before in the same forward. Its tensors are fetched, as far as
+            there is room, while the backward of this block runs.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class OffloadedActivations:
             self._side.end_block(self._sent_bytes)
 
     def let_go(self) -> None:
-        """Drop what came back: it stays for every part of a graph that is kept, until the graph goes."""
+        """Free fetched tensors; otherwise they stay until a retained graph is freed."""
         for reference in self._all:
             if (waiting := reference()) is not None:
                 waiting.here = waiting.arrived = None
@@ -232,7 +235,7 @@ class OffloadedActivations:
         return out
 
     def get(self, waiting: Waiting, device: torch.device) -> torch.Tensor:
-        """It again, on the device."""
+        """Return the storage, fetched to the device."""
         if self._side is None:
             waiting.here = waiting.host.to(device, copy=True) if waiting.here is None else waiting.here
             return waiting.here
@@ -242,14 +245,14 @@ class OffloadedActivations:
 
 
 class Offloads:
-    """Of all blocks of a stage: the one stream of their copies, and which block's were made last."""
+    """Shared by all blocks of a stage: the stream of their copies, and the most recent block context."""
 
     def __init__(self, side: SideStream | None = None) -> None:
         self._side = side
         self._last: weakref.ref[OffloadedActivations] | None = None
 
     def open(self, resident: Iterable[torch.Tensor], follows: bool) -> OffloadedActivations:
-        """For one forward of a block; `follows`: the one before it in the stage sends to the host, too."""
+        """Open a context for one forward of a block; `follows`: True if the block before it offloads too."""
         before = self._last() if follows and self._last is not None else None
         out = OffloadedActivations(resident, self._side, before)
         self._last = weakref.ref(out)
@@ -257,7 +260,7 @@ class Offloads:
 
 
 class _Moved:
-    """A storage on the host. It comes back for the first operation that needs it, and stays for the others."""
+    """A storage on the host. It is fetched for the first operation that needs it, and stays for the others."""
 
     def __init__(self, x: torch.Tensor, offload: OffloadedActivations) -> None:
         self.device, self._offload = x.device, offload

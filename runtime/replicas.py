@@ -1,4 +1,4 @@
-"""The ranks with the same parameters, and those of them that ZeRO shards over."""
+"""The ranks that hold the same parameters, and the ranks among them that ZeRO shards over."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from autoplan.runtime.spec import ParamSpec, ProgramSpec
 
 
 class Replicas:
-    """Of one program.
+    """The replicas of one program.
 
     Attributes:
-        all: the axis of all ranks with the same parameters: of data and, together with them, of context parallelism.
-        plain: no parameter is sharded by ZeRO.
+        all: the axis of all ranks with the same parameters: the data-parallel ranks, together with the context-parallel
+            ones.
+        plain: True if ZeRO shards no parameter.
     """
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh) -> None:
@@ -21,25 +22,27 @@ class Replicas:
         self._hybrid = "rdp" in mesh.axes
         self.all = "replicas" if "replicas" in mesh.groups else "dp"
         self.plain = spec.zero_stage == 0 or mesh.size(self.all) == 1
-        # the ranks that ZeRO shards over: all replicas, or the neighbours among them; and of experts that tokens
-        # travel to
+        # the ranks that ZeRO shards over: all replicas, or neighbours among them; and the same for experts under token
+        # dispatch
         self._shards, self._expert_shards = self.all, "edp"
         if self._hybrid:
             self._shards, self._expert_shards = "shards" if "shards" in mesh.groups else "sdp", "sedp"
 
     def submesh(self) -> DeviceMesh:
-        """The ranks that ZeRO shards over; under hybrid ZeRO together with those that have copies of the shards."""
+        """Return the ranks that ZeRO shards over; under hybrid ZeRO together with the ranks that have copies of the
+        shards.
+        """
         return self._mesh.submesh("rdp", self._shards) if self._hybrid else self._mesh.submesh(self._shards)
 
     def submesh_of_experts(self) -> DeviceMesh | None:
-        """The same of experts that tokens travel to, if there are any."""
+        """Return the ranks over which ZeRO shards experts under token dispatch; None if there are none."""
         if not self._mesh.has("edp"):
             return None
         shards = self._expert_shards
         return self._mesh.submesh("redp", shards) if self._hybrid else self._mesh.submesh(shards)
 
     def counts_here(self, p: ParamSpec) -> bool:
-        """True on exactly one of the ranks that hold the same elements."""
+        """Return True on exactly one of the ranks that hold the same elements."""
         for tied in self._spec.tied:
             if tied.name == p.name and tied.places[0][1:] != (p.block, p.attr):
                 return False

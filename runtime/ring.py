@@ -1,18 +1,19 @@
-"""Ring attention: keys and values travel from rank to rank while attention works on those that are there.
+"""Ring attention: keys and values travel from rank to rank while each rank attends to those it holds.
 
-Every rank has chunks i and 2 c - 1 - i of 2 c (``autoplan.runtime.context``). In step r it has the keys and values of
-rank i - r: it sends them on, receives the next, and meanwhile attends. What the steps give is joined by the
-log-sum-exp of their scores (online softmax; Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023):
+Every rank has chunks i and 2 c - 1 - i of 2 c (``autoplan.runtime.context``). In step r rank i holds the keys and
+values of rank i - r: it sends them on, receives the next ones, and meanwhile attends. The results of the steps are
+joined by the log-sum-exp of their scores (online softmax; Liu, Zaharia, Abbeel, Ring Attention with Blockwise
+Transformers, 2023):
 
     lse = log(e^lse_1 + e^lse_2),    out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)
 
-The backward needs nothing of a step but that: with the final out and lse the probabilities of any part are
-``exp(scores - lse)``, so that keys and values go around once more and their gradients behind them, each rank adding its
-own. A gradient ends where it belongs. Key-value heads travel as they are, not repeated for the query heads they serve.
+The backward needs only the final out and lse: with them the probabilities of any part are ``exp(scores - lse)``. Keys
+and values go around once more, followed by their gradients, to which each rank adds its share. A gradient ends at the
+rank that owns the keys and values. Key-value heads travel as they are, not repeated for the query heads they serve.
 
-Of a causal mask only pairs of chunks that see each other are computed (:func:`parts_of`), as many on every rank: 2 c of
-its 4 c, half of them. A window leaves out further pairs; keys and values travel all the way all the same. All ranks
-learn before the first step which document every token of the sequence belongs to.
+Under a causal mask only pairs of chunks that see each other are computed (:func:`parts_of`): 2 c of a rank's 4 c pairs,
+the same number on every rank. A window excludes further pairs, but keys and values still travel all the way. Before the
+first step all ranks learn which document every token of the sequence belongs to.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ import torch.distributed as dist
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.sdpa import HALVES, LARGEST_HEAD, multiple_of_head, padded
 
-Documents = tuple[torch.Tensor, torch.Tensor]  # of queries and keys, [b, l] and [b, t]
+Documents = tuple[torch.Tensor, torch.Tensor]  # the documents of queries and keys, [b, l] and [b, t]
 
-_BLOCK = 512  # queries whose scores are held at a time where no kernel can be used
+_BLOCK = 512  # queries whose scores are held at a time if no kernel can be used
 
 
 @dataclass(frozen=True)
 class Part:
-    """Queries and keys of one product, in chunks (0, 1 or both of the two that a rank has).
+    """Queries and keys of one product, in chunks (0, 1 or both of a rank's two chunks).
 
-    ``kind``: ``full`` (all see all), ``causal`` (aligned at the start), or ``band`` (a query sees the keys from
-    ``distance`` 0 to below ``window``, where query 0 is ``offset`` tokens behind key 0).
+    Attributes:
+        kind: ``full`` (all see all), ``causal`` (aligned at the start), or ``band`` (a query sees the keys from
+            ``distance`` 0 to below ``window``, where query 0 is ``offset`` tokens after key 0).
     """
 
     queries: tuple[int, int]
@@ -49,16 +51,16 @@ class Part:
 
     @property
     def num_pairs(self) -> float:
-        """Pairs of chunks that are computed; a causal one of a chunk with itself counts as half."""
+        """Number of pairs of chunks that are computed; a causal pair of a chunk with itself counts as half."""
         rows, columns = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
         return rows * columns / (2 if self.kind == "causal" else 1)
 
 
 def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, window: int | None) -> tuple[Part, ...]:
-    """What rank ``index`` computes with the keys of rank ``source``; chunks have ``length`` tokens."""
+    """Return the products of rank ``index`` with the keys of rank ``source``; chunks have ``length`` tokens."""
     if not causal:
         return (Part((0, 2), (0, 2), "full"),)
-    if window is None:  # chunks are in order: its own two are causal together, the second sees all before it
+    if window is None:  # chunks are in order: a rank's two are causal together, the second sees all earlier ones
         if source == index:
             return (Part((0, 2), (0, 2), "causal"),)
         return (Part((0, 2), (0, 1), "full") if source < index else Part((1, 2), (0, 2), "full"),)
@@ -66,7 +68,7 @@ def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, win
     out = []
     for i, place in enumerate(mine):
         for j, other in enumerate(theirs):
-            apart = (place - other) * length  # of equal places in both chunks
+            apart = (place - other) * length  # distance between equal places in both chunks
             nearest, farthest = max(0, apart - length + 1), apart + length - 1
             if apart < 0 or nearest >= window:
                 continue
@@ -95,8 +97,8 @@ def ring_attention(
     Args:
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
         k: [b, kv, 2 l, d]; v: [b, kv, 2 l, e]; kv a divisor of h.
-        causal, scale, window: of ``autoplan.runtime.attention.attention``; a window needs ``causal``.
-        documents: [b, 2 l] of this rank's tokens.
+        causal, scale, window: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        documents: [b, 2 l], the documents of this rank's tokens.
 
     Returns:
         [b, h, 2 l, e].
@@ -110,8 +112,8 @@ def ring_attention(
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
-    """[b, ...] of every rank -> [ranks, b, ...]. No gradients."""
-    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo wants the ranks inside the first dim
+    """Gather [b, ...] of every rank -> [ranks, b, ...], without gradients."""
+    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo needs the ranks inside the first dim
     dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
     return parts.view(ranks, *x.shape)
 
@@ -123,7 +125,7 @@ class _Ring:
     index: int
 
     def pass_on(self, sent: torch.Tensor, received: torch.Tensor, tag: int = 0) -> list[dist.Work]:
-        """Start to send to the next rank and to receive from the one before."""
+        """Start to send to the next rank and to receive from the previous one."""
         after, before = (self.index + 1) % self.ranks, (self.index - 1) % self.ranks
         works: list[dist.Work] = dist.batch_isend_irecv(
             [
@@ -134,7 +136,8 @@ class _Ring:
         return works
 
     def rotate(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(rank, what it has), from this rank on backwards. The next is on its way while one is worked on.
+        """Yield (rank, its packed keys and values), from this rank on backwards, while the next ones are already on
+        their way.
 
         A buffer is overwritten two steps later.
         """
@@ -159,17 +162,17 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a packed buffer with the shapes of `k` and `v`."""
+    """Return views of a packed buffer with the shapes of `k` and `v`."""
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
 def same_document(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[b, l] and [b, t] -> [b, l, t], True where a query sees a key (``documents`` of ``attention``)."""
+    """Compare [b, l] with [b, t] -> [b, l, t], True where a query sees a key (``documents`` of ``attention``)."""
     return torch.where(queries < 0, ~queries, queries)[:, :, None] == keys[:, None, :]
 
 
 def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part, length: int) -> Documents | None:
-    """Those of a part's queries and keys."""
+    """Return the documents of a part's queries and keys."""
     if ids is None:
         return None
     spans = ((ids[ring.index], part.queries), (ids[source], part.keys))
@@ -217,9 +220,9 @@ class _RingAttention(torch.autograd.Function):
         length = q.shape[2] // 2
         wide = lse.dtype
         for_q = torch.zeros_like(q, dtype=wide)
-        own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # of this rank's keys and values
+        own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # gradients of own keys and values
         back = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        behind: list[dist.Work] = []  # gradients of other ranks' keys follow them, a step later
+        behind: list[dist.Work] = []  # gradients of other ranks' keys and values follow them, a step later
         received = k.new_empty(0)
         for source, buffer in ring.rotate(_packed(k, v)):
             keys, values = _unpacked(buffer, k, v)
@@ -236,7 +239,7 @@ class _RingAttention(torch.autograd.Function):
             if not back or source == ring.index:
                 continue
             _wait(behind)
-            if received.numel():  # none before the first step: this rank is the first to add to them
+            if received.numel():  # empty at first, when this rank is the first to add to them
                 mine += received
             sent, received = mine.to(k.dtype), k.new_empty(own.numel())
             behind = ring.pass_on(sent, received, tag=1)
@@ -248,7 +251,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add what a part gives to `out` and `lse`, in place. Rows that saw no key have -inf, and weigh nothing."""
+    """Join the result of a part into `out` and `lse`, in place. Rows that saw no key have lse -inf and weight 0."""
     new = torch.logaddexp(lse, part_lse)
     base = new.masked_fill(new == -math.inf, 0.0)
     out.mul_((lse - base).exp_().unsqueeze(-1)).add_(part * (part_lse - base).exp_().unsqueeze(-1))
@@ -259,7 +262,7 @@ def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same: Documents | None) -> str:
-    """Which of torch's fused kernels that give the log-sum-exp takes this part; "" if none does."""
+    """Name the fused kernel of torch (one that gives the log-sum-exp) that takes this part; "" if none does."""
     if part.kind == "band" or same is not None:
         return ""
     if q.device.type == "cpu":
@@ -269,7 +272,7 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same:
 
 
 def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Head dim that the kernel sees: one for keys and values."""
+    """Return the head dim that the kernel sees, the same for keys and values."""
     size = max(k.shape[3], v.shape[3])
     return multiple_of_head(size) if kernel == "cuda" else size
 
@@ -277,11 +280,14 @@ def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one part alone: [b, h, l, e] and the log-sum-exp of its scores, [b, h, l] (float32 for halves).
+    """Attention of one part alone.
 
     Args:
         q: [b, h, l, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
-        same: a query sees keys of its own document only.
+        same: documents of queries and keys: a query sees keys of its own document only. None: no documents.
+
+    Returns:
+        [b, h, l, e], and the log-sum-exp of the scores, [b, h, l] (float32 for halves).
     """
     kernel = _kernel(q, k, v, part, same)
     if not kernel:
@@ -306,7 +312,7 @@ def attend_backward(
     scale: float,
     same: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What one part adds to the gradients of q, k and v, from `out` and `lse` of all parts together."""
+    """Return what one part adds to the gradients of q, k and v, given `out` and `lse` of all parts together."""
     kernel = _kernel(q, k, v, part, same)
     if not kernel:
         return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, same)
@@ -317,7 +323,7 @@ def attend_backward(
             grad, q_, k_, v_, out, lse, 0.0, causal, scale=scale
         )
     else:
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: nothing of its generator
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout, so no generator state
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q_, k_, v_, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
             scale=scale,
@@ -326,7 +332,7 @@ def attend_backward(
 
 
 def _seen(part: Part, first: int, rows: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """[rows, keys], True where query `first` + row sees the key; None: everywhere."""
+    """[rows, keys], True where query `first` + row sees the key; None if all see all."""
     if part.kind == "full":
         return None
     query = torch.arange(first, first + rows, device=device)[:, None] + part.offset
@@ -348,7 +354,7 @@ def _scores(
     wide: torch.dtype,
     same: Documents | None,
 ) -> torch.Tensor:
-    """[b, kv, g, rows, t] of some queries; -inf where a query does not see a key."""
+    """[b, kv, g, rows, t], the scores of the query rows `rows`; -inf where a query does not see a key."""
     grouped = _grouped(q[:, :, rows], k.shape[1])
     scores = (grouped @ k.unsqueeze(2).mT).to(wide) * scale
     seen = _seen(part, rows.start, rows.stop - rows.start, k.shape[2], q.device)

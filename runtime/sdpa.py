@@ -1,6 +1,6 @@
-"""Which of torch's kernels computes attention, and what it must be given for that.
+"""The choice of torch's attention kernel, and the inputs that it needs.
 
-Which kernels take what on CUDA (aten/native/transformers/cuda/sdp_utils.cpp of torch 2.13):
+The CUDA kernels and what they take (aten/native/transformers/cuda/sdp_utils.cpp of torch 2.13):
 
 | kernel | dtypes | masks | fewer key heads | causal, other numbers of keys | head dims |
 |---|---|---|---|---|---|
@@ -8,11 +8,11 @@ Which kernels take what on CUDA (aten/native/transformers/cuda/sdp_utils.cpp of 
 | memory-efficient | 16 and 32 bits | yes | no | aligned at the start | multiples of 16 bytes |
 | math | all | yes | yes | aligned at the start | all, but it holds all scores |
 
-So that math is not what is left over: keys and values are repeated for all query heads where flash does not do
-(32 heads of 128 in 16 bits over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores), windows and causal
-masks that end with the keys go to flash as they are, and large scores are refused. On a CPU all is as torch has it.
+To avoid math: keys and values are repeated for all query heads where flash does not apply (32 heads of 128 in 16 bits
+over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores). Windows and causal masks that end with the
+keys go to flash as they are. Large scores are refused. On a CPU torch's own choice is used.
 
-The rows of the table were read; none of this was run on a GPU.
+The table was read from the source; none of this was run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["HALVES", "LARGEST_HEAD", "choose", "choose_for", "flash", "multiple_
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_MULTIPLE = 8  # of the head dims that CUDA's kernels take
 LARGEST_HEAD = 256
-_LARGEST_ANYWHERE = 192  # larger ones have no backward on all devices
+_LARGEST_ANYWHERE = 192  # larger dims lack a backward on some devices
 _LARGE_SCORES_BYTES = 1 << 30
 
 Kernel = Literal["torch", "repeated", "flash", "masked"]
@@ -47,21 +47,21 @@ def choose(
     square: bool = True,
     window: bool = False,
 ) -> Kernel:
-    """How attention is computed.
+    """Return how attention is computed.
 
     Args:
         capability: compute capability of a CUDA device, None elsewhere.
         sizes: head dims of keys and of values.
-        grouped: there are fewer key heads than query heads.
-        masked: there is a mask besides what follows.
-        causal: aligned with the first query at the first key, or with the last one at the last key.
-        square: there are as many keys as queries.
-        window: a query sees a fixed number of keys up to its own only.
+        grouped: True if there are fewer key heads than query heads.
+        masked: True if there is a mask besides the following.
+        causal: "start": the first query is aligned with the first key; "end": the last query with the last key.
+        square: True if there are as many keys as queries.
+        window: True if a query sees only a fixed number of keys, up to its own.
 
     Returns:
-        ``flash``: flash attention by itself; ``masked``: a mask has to be made for what torch has no word for, then the
-        choice is made again; ``repeated``: torch's own choice, keys and values repeated for all query heads; ``torch``:
-        torch's own choice.
+        ``flash``: call flash attention directly. ``masked``: make a mask for what torch has no argument for, then
+            choose once more. ``repeated``: torch's own choice, with keys and values repeated for all query heads.
+            ``torch``: torch's own choice.
     """
     cuda, half = device_type == "cuda", dtype in HALVES
     if window or causal == "end":
@@ -84,7 +84,7 @@ def choose_for(
     causal: Literal["", "start", "end"] = "",
     window: bool = False,
 ) -> Kernel:
-    """`choose` for these tensors, [b, h, s, d], [b, kv, t, d] and [b, kv, t, e]."""
+    """Apply `choose` to these tensors, [b, h, s, d], [b, kv, t, d] and [b, kv, t, e]."""
     capability = None
     if q.device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(q.device)
@@ -102,12 +102,12 @@ def choose_for(
 
 
 def padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Zeros behind the head dim: of keys and queries they add nothing to scores, of values they are columns to drop."""
+    """Pad the head dim with zeros: they add nothing to scores, and in values they are columns to drop."""
     return x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3]))
 
 
 def multiple_of_head(size: int) -> int:
-    """The head dim that a kernel of CUDA is given."""
+    """Return the head dim to which CUDA kernels need tensors padded."""
     return -(-size // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
@@ -120,14 +120,15 @@ def sdpa(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention``, grouped where there are fewer key heads, by a kernel that holds no scores.
+    """``F.scaled_dot_product_attention``, grouped if there are fewer key heads, by a kernel that does not hold the
+    scores.
 
     Args:
         q: [b, h, s, d]; k: [b, kv, t, d]; v: [b, kv, t, e].
         mask: bool or additive, broadcastable to [b, h, s, t]; not together with ``causal`` (aligned at the start).
 
     Raises:
-        ValueError: on CUDA no kernel takes it but the one that holds all scores, and these are large.
+        ValueError: on CUDA only the kernel that holds all scores takes the inputs, and the scores are large.
     """
     grouped, value_size = q.shape[1] != k.shape[1], v.shape[3]
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -139,7 +140,7 @@ def sdpa(
         refuse_large_scores(q, k, v, mask, causal, scale, grouped)
     out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, scale=scale, enable_gqa=grouped
-    )  # a mask of unaligned rows is copied by torch to one that the kernel takes
+    )  # torch copies a mask of unaligned rows to one that the kernel takes
     return _columns(out, value_size)
 
 
@@ -153,7 +154,7 @@ def refuse_large_scores(
     grouped: bool,
     limit_bytes: int = _LARGE_SCORES_BYTES,
 ) -> None:
-    """ValueError where torch would compute all scores at once, and they take more than `limit_bytes`."""
+    """Raise ValueError if torch would compute all scores at once and they take more than `limit_bytes`."""
     num_bytes = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.itemsize
     if num_bytes <= limit_bytes:
         return
@@ -170,11 +171,11 @@ def refuse_large_scores(
 def flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """Flash attention by itself, causal with the last query at the last key; where `choose` says so.
+    """Flash attention called directly, causal with the last query at the last key. Call it only if `choose` says so.
 
     Args:
         q: [b, h, s, d]; k: [b, kv, t, d]; v: [b, kv, t, e]; s <= t.
-        window: keys that a query sees, its own among them; None: all up to it.
+        window: number of keys that a query sees, including its own; None: all keys up to its own.
     """
     size = multiple_of_head(max(k.shape[3], v.shape[3]))
     queries, keys, values = (padded(x, size).transpose(1, 2) for x in (q, k, v))

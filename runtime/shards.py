@@ -1,19 +1,19 @@
-"""Parameters as PyTorch's users know them: DTensors that say which elements of the whole parameter a rank holds.
+"""Parameters as PyTorch users know them: DTensors that say which elements of the whole parameter a rank holds.
 
-The emitted blocks and `fully_shard` compute with plain local shards. What `ParallelModel.parameters` hands out are
-`ParameterShard`s over the same memory: DTensors whose shape is that of the model's own parameter and whose placements
-are the true ones, so that a norm, a `full_tensor` or `torch.distributed.checkpoint` sees the whole parameter.
+The emitted blocks and `fully_shard` compute with plain local shards. `ParallelModel.parameters` returns
+`ParameterShard`s over the same memory: DTensors with the shape of the model's own parameter and the true placements, so
+that a norm, a `full_tensor` or `torch.distributed.checkpoint` sees the whole parameter.
 
 A dim is an ordered product of factors, and a shard cuts one of them. With the dim as a mixed-radix number, an axis cuts
-one digit; the digits before it that are not cut yet make the `split_factor` of a `_StridedShard` (1: a plain `Shard`).
-ZeRO cuts dim 0 of what is left, so its axes are the last of the mesh.
+one digit. The digits before it that are not cut yet make the `split_factor` of a `_StridedShard` (1: a plain `Shard`).
+ZeRO cuts dim 0 of the local shard, so its axes are the last of the mesh.
 
-What a DTensor cannot say is refused by name (`ForeignUseError`) instead of being wrong:
+Uses that a DTensor cannot express are refused by name (`ForeignUseError`) instead of giving wrong results:
 
-- A pipeline stage holds some of the parameters. A reduction over its gradients, such as the norm in
-  `torch.nn.utils.clip_grad_norm_`, is not that of the model.
-- A hook on a parameter would never run: a step's backward passes through the blocks.
-- Experts that tokens travel to lie on other axes than the rest: nothing adds the two up.
+- A pipeline stage holds only some of the parameters. A reduction over its gradients, such as the norm in
+  `torch.nn.utils.clip_grad_norm_`, is not the model's.
+- A hook on a parameter would never run: the backward of a step passes through the blocks.
+- Experts under token dispatch lie on other axes than the other parameters: nothing adds the two up.
 - Optimizer states of several stages have equal keys in a checkpoint unless the key names the parameter.
 
 `pm.optimizer` works on local parts; its `state_dict` shows the moments as shards too (`show_states`).
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-# Private torch API (see private.py): a DTensor over memory that exists, without its checks and copies.
+# Private torch API (see private.py): a DTensor over existing memory, without its checks and copies.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Private torch API (see private.py): a dim whose outer factors are not cut.
@@ -49,16 +49,16 @@ from autoplan.runtime.spec import ParamSpec
 
 
 class ForeignUseError(RuntimeError):
-    """A use of a shard whose result would be that of this rank's part, not of the model."""
+    """A use of a shard whose result would hold for this rank's part, not for the model."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a shard comes from.
+    """The source of a shard.
 
     Attributes:
-        name: of the parameter in the model; "" for a result computed from several.
-        num_stages: of the pipeline; where there are several, the others hold other parameters.
+        name: name of the parameter in the model; "" for a result computed from several parameters.
+        num_stages: number of pipeline stages; if there are several, the others hold other parameters.
     """
 
     name: str
@@ -76,7 +76,7 @@ def _reduces(func: Any) -> bool:
 
 
 class TensorShard(DTensor):
-    """A DTensor that knows where it comes from: a parameter's shard, its gradient, or what is computed from them."""
+    """A DTensor that knows its origin: a parameter's shard, its gradient, or a result computed from them."""
 
     origin: Origin
 
@@ -115,10 +115,14 @@ class TensorShard(DTensor):
         return tree_map(same_origin, out)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank of the mesh (a collective)."""
+        """Return the whole tensor, on every rank of the mesh (a collective).
+
+        Raises:
+            ForeignUseError: `grad_placements` for an interleaved cut.
+        """
         if not any(isinstance(p, _StridedShard) for p in self.placements):
             return super().full_tensor(grad_placements=grad_placements)
-        # torch 2.13 refuses to gather a dim whose inner factor is cut and whose rest is cut again
+        # torch 2.13 refuses to gather a dim whose inner factor is cut and whose other factors are cut too
         if grad_placements is not None:
             raise ForeignUseError(f"full_tensor(grad_placements=...) of {self.origin.name}, whose cut is interleaved")
         return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
@@ -147,7 +151,7 @@ class TensorShard(DTensor):
         raise ValueError(f"{self.origin.name}: this rank holds nothing at {index.offset}")
 
     def _boxes(self) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
-        """Each box of the whole tensor that this rank holds, and where it lies in the local one."""
+        """Yield each box of the whole tensor that this rank holds, and its place in the local tensor."""
         runs = [_runs(held) for held in held_indices(self.shape, self.device_mesh, self.placements)]
         for box in product(*runs):
             offsets, sizes = torch.Size(start for start, _, _ in box), torch.Size(size for _, size, _ in box)
@@ -162,7 +166,7 @@ class TensorShard(DTensor):
 
 
 class _Whole(torch.autograd.Function):
-    """The whole tensor of a shard; its gradient, the same on all ranks, is cut alike."""
+    """The whole tensor of a shard; its gradient, the same on all ranks, is cut in the same way."""
 
     @staticmethod
     def forward(ctx: Any, shard: TensorShard) -> torch.Tensor:
@@ -187,9 +191,9 @@ def _grid(shard: DTensor) -> tuple[torch.Tensor, ...]:
 
 
 class ParameterShard(TensorShard):
-    """A parameter: `source`, which the blocks or the optimizer compute with, shown as part of the whole.
+    """A parameter (`source`, which the blocks or the optimizer compute with), shown as part of the whole.
 
-    `grad` is that of the source, shown alike; assigning it assigns the source's.
+    `grad` shows the gradient of the source in the same way; assigning it assigns the source's gradient.
     """
 
     source: nn.Parameter
@@ -206,7 +210,11 @@ class ParameterShard(TensorShard):
         return out
 
     def register_hook(self, hook: Any) -> Any:
-        """Refused: a backward of `pm.step` passes through the blocks, not through here."""
+        """Refuse every hook: a backward of `pm.step` passes through the blocks, not through this tensor.
+
+        Raises:
+            ForeignUseError: always.
+        """
         raise ForeignUseError(
             f"a hook on {self.origin.name} would never run in pm.step(): the blocks compute with local parts; read or "
             "change .grad after pm.step(), when gradients are complete"
@@ -215,14 +223,14 @@ class ParameterShard(TensorShard):
     register_post_accumulate_grad_hook = register_hook
 
     def refresh(self) -> None:
-        """Follow the source to other memory: fully_shard pads an uneven shard at its first forward."""
+        """Follow the source if its memory moved: fully_shard pads an uneven shard at its first forward."""
         local = local_of(self.source.detach())
         if local.data_ptr() != self._local_tensor.data_ptr():
             self._local_tensor = local
 
     @property
     def grad(self) -> TensorShard | None:
-        """The gradient of the whole parameter, this rank's part of it."""
+        """This rank's part of the gradient of the whole parameter."""
         found = self.source.grad
         return None if found is None else TensorShard.of(local_of(found), self._spec, self.origin)
 
@@ -239,7 +247,7 @@ class ParameterShard(TensorShard):
 
 
 def _hand_over(shard: ParameterShard) -> None:
-    """A backward of the user's own (a penalty on parameters): its gradient is added to the source's."""
+    """Add the gradient of a user's own backward (a penalty on parameters) to the source's gradient."""
     slot: Any = torch.Tensor.grad
     mine = slot.__get__(shard)
     slot.__set__(shard, None)
@@ -252,11 +260,11 @@ def _hand_over(shard: ParameterShard) -> None:
 
 
 def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
-    """Let `optimizer.state_dict()` hold shards of the whole moments, and `load_state_dict` take them.
+    """Let `optimizer.state_dict()` hold shards of the whole moments, and `load_state_dict` accept them.
 
     Args:
-        optimizer: over local parts.
-        shown: of each of its parameters, the parameter that is shown for it (`Shards.of`).
+        optimizer: an optimizer over local parts.
+        shown: pairs of an optimizer's parameter and the parameter that is shown for it (`Shards.of`).
     """
     by_id = {id(local): whole for local, whole in shown if isinstance(whole, ParameterShard)}
 
@@ -287,13 +295,13 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
 
 
 def _retyped(layout: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The same layout of a tensor of another dtype."""
+    """Return the same layout for a tensor of another dtype."""
     meta = cast(TensorMeta, layout.tensor_meta)
     return DTensorSpec(layout.mesh, layout.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 def held_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[torch.Tensor]:
-    """Per dim of a tensor of `shape`: the indices that this rank holds, in the order of its local tensor."""
+    """Return, per dim of a tensor of `shape`, the indices that this rank holds, in the order of its local tensor."""
     held = [torch.arange(size) for size in shape]
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -313,7 +321,7 @@ def held_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
 
 
 def _runs(held: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Contiguous runs of indices: (first index, length, where it begins in `held`)."""
+    """Return the contiguous runs of indices: (first index, length, where the run begins in `held`)."""
     if not held.numel():
         return []
     breaks = (held[1:] - held[:-1] != 1).nonzero().flatten() + 1
@@ -323,7 +331,7 @@ def _runs(held: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 def placements_of(spec: ParamSpec, mesh: AxisMesh, axes: Sequence[str]) -> list[Placement]:
-    """How the atomic sub-axes `axes` of a mesh, in that order, split a parameter (without ZeRO)."""
+    """Return how the atomic sub-axes `axes` of a mesh, in that order, split a parameter (without ZeRO)."""
     cuts: dict[tuple[int, int], list[str]] = {}
     for s in spec.shards:  # major to minor
         cuts.setdefault((s.dim, s.position), []).extend(mesh.atoms(s.axis))
@@ -350,10 +358,10 @@ def placements_of(spec: ParamSpec, mesh: AxisMesh, axes: Sequence[str]) -> list[
 
 
 class Shards:
-    """Shows the parameters of a rank as `ParameterShard`s; as they are if none of the program is split.
+    """Shows a rank's parameters as `ParameterShard`s, or unchanged if the program splits none.
 
     Args:
-        mesh: of the program.
+        mesh: the mesh of the program.
         params: every ParamSpec of the program, of all stages.
         split: True if ZeRO shards parameters.
     """
@@ -366,7 +374,9 @@ class Shards:
         self._shown: dict[int, ParameterShard] = {}
 
     def of(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> nn.Parameter:
-        """The parameter that is shown for `source`; `sharded`: the same on its device, a DTensor if ZeRO shards it."""
+        """Return the parameter that is shown for `source`; `sharded`: the same on its device, a DTensor if ZeRO shards
+        it.
+        """
         if self.whole:
             return source
         found = self._shown.get(id(source))
@@ -392,5 +402,5 @@ class Shards:
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of a shape."""
+    """Return the strides of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

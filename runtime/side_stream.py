@@ -1,17 +1,18 @@
-"""Copies between a device and its host beside what the device computes: a stream of their own, events, one block ahead.
+"""Copies between a device and its host beside the device's computation: a separate stream, events, one block ahead.
 
     forward     compute  block 0 | block 1 | block 2 | ...        a copy waits for the event of what made its tensor
                 copies     out 0 |  out 1  |  out 2  |
     backward    compute  block 2 | block 1 | block 0              a use waits for the event of its copy
                 copies     in 1  |  in 0   |
 
-The host waits for none of them. What has not left yet and what has come back count against one limit each, the bytes of
-the fullest block so far, so that a pass holds no more than one that copies while nothing computes: beyond it in the
-forward what computes waits for the oldest copy, and in the backward a copy waits until tensors of the block that runs
-are gone. (Plain double buffers, as those of torchtune's OffloadActivations, would hold two blocks.)
+The host waits for none of them. Tensors that have not left yet, and tensors that have come back, count against one
+limit each: the bytes of the fullest block so far. So a pass holds no more memory than one that copies while nothing
+computes. Beyond the limit, in the forward the computation waits for the oldest copy, and in the backward a copy waits
+until tensors of the running block are freed. (Plain double buffers, as in torchtune's OffloadActivations, would hold
+two blocks.)
 
-Memory is of the computing stream alone, so that the allocator gives it out again without asking other streams: that
-stream waits for a copy before what is copied from, or to, may go.
+All device memory belongs to the computing stream, so that the allocator can reuse it without asking other streams: the
+computing stream waits for a copy before the memory that is copied from, or to, may be freed.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ import torch
 
 __all__ = ["Event", "SideStream", "Stream", "Waiting"]
 
-Event = Any  # of torch.cuda, or of a test: only handed from a stream to one that waits
+Event = Any  # of torch.cuda, or of a test: only passed from one stream to another that waits for it
 
 
 class Stream(Protocol):
-    """What is used of `torch.cuda.Stream`."""
+    """The part of `torch.cuda.Stream` that is used."""
 
     def record_event(self) -> Event:
-        """Reached when all that is queued now is done."""
+        """Return an event that is reached when everything queued so far is done."""
 
     def wait_event(self, event: Event) -> None:
-        """What is queued from now on waits for it."""
+        """Let everything that is queued later wait for the event."""
 
 
 class Waiting:
@@ -47,17 +48,17 @@ class Waiting:
     def __init__(self, host: torch.Tensor) -> None:
         self.host = host
         self.here: torch.Tensor | None = None
-        self.arrived: Event | None = None  # None: what computes has waited for it
+        self.arrived: Event | None = None  # None: the computing stream has waited for it
 
 
 class SideStream:
-    """One stream for copies in both directions, in the order in which they are asked for.
+    """One stream for copies in both directions, in the order of the requests.
 
     Args:
         stream: where copies run.
-        current: the stream on which the caller computes.
+        current: returns the stream on which the caller computes.
         use: a context in which operations go to a stream.
-        device: of what is copied. On CUDA the memory of the host is pinned: others' copies would block.
+        device: device of the copied tensors. On CUDA the host's memory is pinned; otherwise copies would block.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class SideStream:
         self._stream, self._current, self._use, self._device = stream, current, use, device
         self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # the oldest first
         self._back: list[weakref.ref[Waiting]] = []
-        self._coming: list[tuple[weakref.ref[Waiting], torch.Tensor, Event]] = []  # that nobody has waited for
-        self.limit_bytes = 0  # of the fullest block that was copied
+        self._coming: list[tuple[weakref.ref[Waiting], torch.Tensor, Event]] = []  # nobody has waited for these
+        self.limit_bytes = 0  # bytes of the fullest block so far
 
     @classmethod
     def of(cls, device: torch.device) -> SideStream | None:
-        """One of a CUDA device; None elsewhere, where nothing runs beside the host."""
+        """Return a side stream of a CUDA device; None for other devices, where nothing runs beside the host."""
         if device.type != "cuda":
             return None
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -95,7 +96,7 @@ class SideStream:
         return Waiting(host)
 
     def end_block(self, sent_bytes: int) -> None:
-        """A block's forward is over; `sent_bytes`: of all that it sent."""
+        """End a block's forward; `sent_bytes`: bytes of everything that it sent."""
         self.limit_bytes = max(self.limit_bytes, sent_bytes)
 
     def _let_oldest_go(self) -> None:
@@ -105,8 +106,9 @@ class SideStream:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def get(self, waiting: Waiting, ahead: Sequence[weakref.ref[Waiting]]) -> torch.Tensor:
-        """The storage on the device, for what is queued from now on; then copies of `ahead` start, as far as there is
-        room, in this order."""
+        """Return the storage on the device, ready for work queued from now on; then start copies of `ahead`, in this
+        order, as far as there is room.
+        """
         while self._leaving:
             self._let_oldest_go()
         self._fetch(waiting)
@@ -132,7 +134,7 @@ class SideStream:
         if waiting.here is not None:
             return
         here = torch.empty(waiting.host.shape, dtype=torch.uint8, device=self._device)
-        self._stream.wait_event(self._current().record_event())  # its memory may be in use by what is queued
+        self._stream.wait_event(self._current().record_event())  # queued work may still use its memory
         with self._use(self._stream):
             here.copy_(waiting.host, non_blocking=True)
         event = self._stream.record_event()
@@ -142,7 +144,7 @@ class SideStream:
         self._coming.append((reference, here, event))
 
     def _drop_unused(self) -> None:
-        """Let go of what was used, and, once its copy is waited for, of what nobody will use: its graph is gone."""
+        """Forget used copies, and free copies that nobody will use (their graph is gone) once they are waited for."""
         coming = []
         for reference, here, event in self._coming:
             waiting = reference()

@@ -1,6 +1,9 @@
-"""ProgramSpec: what every rank needs to run a program, as plain JSON: sub-axes, parameters and how they are sharded,
-stages, what travels between them, and the ledger of collectives. Checkpoints carry it. Sizes may depend on b
-(micro-batch per data-parallel rank), s (sequence length) and t (length of the target sequence)."""
+"""ProgramSpec: everything that every rank needs to run a program, as plain JSON.
+
+It holds sub-axes, parameters and their sharding, stages, the activations sent between them, and the ledger of
+collectives. Checkpoints carry it. Sizes may depend on b (micro-batch per data-parallel rank), s (sequence length) and t
+(length of the target sequence).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ Terms = tuple[tuple[int, int, tuple[str, ...]], ...]  # numerator, denominator, 
 
 
 def evaluate_terms(size: Terms, env: Mapping[str, int]) -> int:
-    """The number behind a symbolic size. ValueError if a shard would not be whole; KeyError names a missing symbol."""
+    """Return the value of a symbolic size.
+
+    Raises:
+        ValueError: a shard would not be whole.
+        KeyError: a symbol is missing; names it.
+    """
     total = Fraction(0)
     for numerator, denominator, symbols in size:
         term = Fraction(numerator, denominator)
@@ -43,8 +51,11 @@ class ShardSpec:
 class ParamSpec:
     """A parameter of one block of a stage.
 
-    `shape` is the full shape, `factor_shape` the same dim by dim as factors; `shards` lists sub-axes major to minor.
-    `reduce_axes`: sub-axes on which its gradient is a pending sum, reduced once per step.
+    Attributes:
+        shape: the full shape.
+        factor_shape: the full shape with every dim as a tuple of factors.
+        shards: the sub-axes that split it, major to minor.
+        reduce_axes: sub-axes on which its gradient is a pending sum, reduced once per step.
     """
 
     block: str
@@ -61,7 +72,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer of one block of a stage: replicated."""
+    """A replicated buffer of one block of a stage."""
 
     block: str
     attr: str
@@ -81,7 +92,7 @@ class CarriedSpec:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One pipeline stage. `source` is the name of its module's file."""
+    """One pipeline stage. `source` is the file name of its module."""
 
     index: int
     source: str
@@ -94,10 +105,12 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One collective the program performs. `bytes`: the gathered or reduced tensor on one rank (all_to_all: the local
-    one).
+    """One collective that the program performs.
 
-    `per` is `micro_batch` or `step`; `phase` forward or backward (a recomputed forward counts its forward twice).
+    Attributes:
+        bytes: size of the gathered or reduced tensor on one rank (all_to_all: of the local tensor).
+        phase: forward or backward (a recomputed forward counts its forward twice).
+        per: `micro_batch` or `step`.
     """
 
     stage: int
@@ -112,7 +125,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class TiedSpec:
-    """Copies of one parameter in several blocks: their gradients are summed."""
+    """Copies of one parameter in several blocks, whose gradients are summed."""
 
     name: str
     places: tuple[tuple[int, str, str], ...]  # stage, block, attr
@@ -123,9 +136,9 @@ class ScheduleSpec:
     """The pipeline schedule of a program.
 
     Attributes:
-        name: in messages.
+        name: its name in messages.
         torch_class: the class of torch.distributed.pipelining that runs it.
-        splits_backward: a backward has two parts, for the inputs of a stage and for its parameters.
+        splits_backward: True if a backward has two parts, for the inputs of a stage and for its parameters.
     """
 
     name: str
@@ -135,7 +148,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """Everything a rank needs beside the emitted modules (mixed precision: `autoplan.runtime.precision`)."""
+    """Everything a rank needs besides the emitted modules (mixed precision: `autoplan.runtime.precision`)."""
 
     model: str
     axes: tuple[tuple[str, int], ...]  # sub-axes, major to minor over ranks
@@ -151,25 +164,25 @@ class ProgramSpec:
     ledger: tuple[LedgerEntry, ...]
     stage_ranks: tuple[int, ...] = ()  # the pipeline rank that holds each stage; several per rank: virtual stages
     version: int = SPEC_VERSION
-    input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; none in older programs
-    compute_dtype: str | None = None  # parameters of this dtype are copies of float32 ones; None: computes as stored
-    loss_share: bool = False  # takes `loss_share`, one over the number of micro-batches
-    gradient_dtype: str | None = None  # of sums over micro-batches and ranks; None: that of the parameter
-    offload: tuple[str, ...] = ()  # what is on the host: optimizer, parameters (autoplan.runtime.offload)
-    bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: none)
+    input_shapes: tuple[tuple[str, tuple[Terms, ...]], ...] = ()  # input -> its shape; may be empty
+    compute_dtype: str | None = None  # parameters of this dtype are copies of float32 masters; None: compute as stored
+    loss_share: bool = False  # the program takes `loss_share`, 1 / number of micro-batches
+    gradient_dtype: str | None = None  # dtype of sums over micro-batches and ranks; None: the parameter's
+    offload: tuple[str, ...] = ()  # offloaded state: optimizer, parameters (autoplan.runtime.offload)
+    bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: unlimited)
     whole: tuple[Terms, ...] = ()  # local sizes, fractions of b, s and t, that must be whole numbers
     input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
-        """The stages that a rank of the pipeline holds, in model order."""
+        """Return the stages that a rank of the pipeline holds, in model order."""
         return tuple(stage for index, stage in enumerate(self.stages) if self.rank_of(index) == rank)
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that holds a stage."""
+        """Return the rank of the pipeline that holds a stage."""
         return self.stage_ranks[stage] if self.stage_ranks else stage
 
     def axis_size(self, name: str) -> int:
-        """Size of an axis; 1 if the program has none of that name."""
+        """Return the size of an axis or group; 1 if the program has none of that name."""
         sizes = dict(self.axes)
         members = dict(self.groups).get(name, (name,))
         total = 1
@@ -178,12 +191,12 @@ class ProgramSpec:
         return total
 
     def to_json(self) -> str:
-        """Text form."""
+        """Return the spec as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> ProgramSpec:
-        """Inverse of to_json; ValueError on another version."""
+        """Return the spec that `to_json` wrote. Raises ValueError for another version."""
         data = json.loads(text)
         if data.get("version") != SPEC_VERSION:
             raise ValueError(

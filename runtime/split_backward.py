@@ -1,16 +1,16 @@
-"""A backward in two parts: first what the stage before waits for, then the gradients of parameters.
+"""A backward in two parts: first the gradients that the previous stage waits for, then the parameters' gradients.
 
-Zero-bubble schedules (Qi et al., Zero Bubble Pipeline Parallelism, 2023) put the second part where a rank would wait.
-The first follows the graph to the inputs only and remembers the gradients that arrive where parameters branch off; the
-second continues from there, one call of autograd per place. Torch's own (torch.distributed.pipelining._backward) does
-the same, and fails or computes too much where a parameter branches off at several places or where no input leads
-(stages with several inputs, as in encoder-decoders), and where a block is computed again: `torch.utils.checkpoint`
-repeats its forward in every call of autograd, here once for every product. Here such parameters get their gradients in
-the first part.
+Zero-bubble schedules (Qi et al., Zero Bubble Pipeline Parallelism, 2023) put the second part where a rank would
+otherwise wait. The first part follows the graph only to the inputs, and remembers the gradients that arrive where
+parameters branch off. The second part continues from there, with one call of autograd per branch. torch's own version
+(torch.distributed.pipelining._backward) does the same, but fails or computes too much in three cases: a parameter
+branches off at several places; a parameter lies on no way to an input (stages with several inputs, as in
+encoder-decoders); a block is recomputed, because `torch.utils.checkpoint` repeats its forward in every call of
+autograd, which would be once per matrix product. Here such parameters get their gradients in the first part.
 
-Between the parts, a graph that autograd kept as a whole would hold more than before the first: the gradients that
-arrived come on top (of a Llama layer 57 %). `Kept` lets go of what only the first part needed, which leaves about as
-much as a forward does (the paper's M_W and M_B).
+Between the parts, a graph that autograd kept whole would hold more memory than before the first part, because the
+arrived gradients come on top (57 % of a Llama layer). `Kept` frees the tensors that only the first part needed, which
+leaves about as much as a forward does (the paper's M_W and M_B).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 
 class _Slot:
-    """Place of a tensor that an operation keeps."""
+    """Holds a tensor that an operation saved for its backward."""
 
     __slots__ = ("tensor",)
 
@@ -34,7 +34,7 @@ class _Slot:
 
 
 class Kept:
-    """What operations keep for their backward, in places that can be emptied before autograd lets go of them.
+    """Tensors saved for the backward, in slots that can be emptied before autograd frees them.
 
     with kept.forward():
         outputs = module(*inputs)
@@ -42,11 +42,11 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._spent: list[_Slot] | None = None  # during a first part: what was used and is not needed again
-        self._branch = False  # inside an operation that the second part runs again
+        self._spent: list[_Slot] | None = None  # during a first part: slots that were used and are not needed later
+        self._branch = False  # inside an operation that the second part repeats
 
     def forward(self) -> saved_tensors_hooks:
-        """Open around a forward."""
+        """Return a context for a forward."""
         return saved_tensors_hooks(_Slot, self._get)
 
     def _get(self, slot: _Slot) -> torch.Tensor:
@@ -57,16 +57,16 @@ class Kept:
         return slot.tensor
 
     def enter(self, _: object) -> None:
-        """A hook before an operation that the second part runs again."""
+        """Hook that runs before an operation that the second part repeats."""
         self._branch = True
 
     def leave(self, *_: object) -> None:
-        """A hook after it."""
+        """Hook that runs after it."""
         self._branch = False
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Around a first part: empties what it used."""
+        """Context of a first part: empties the slots that it used."""
         self._spent = []
         try:
             yield
@@ -78,12 +78,12 @@ class Kept:
 
 @dataclass
 class Deferred:
-    """Parameters that branch off at one node of the graph only.
+    """Parameters that branch off at exactly one node of the graph.
 
     Attributes:
-        node: of the way from the outputs to the inputs.
-        params: what it leads to beside that way.
-        arrived: gradients of what the node made, filled in by the first part.
+        node: the node, on the way from the outputs to the inputs.
+        params: the parameters that it leads to beside that way.
+        arrived: gradients of the node's results, filled in by the first part.
     """
 
     node: Node
@@ -91,18 +91,18 @@ class Deferred:
     arrived: tuple[torch.Tensor | None, ...] = field(default=())
 
     def remember(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """A hook before the node's own backward."""
+        """Hook that runs before the node's own backward."""
         self.arrived = gradients
 
 
-# Where a backward starts: an output, or the place in the graph of one that has been let go (None: it has no gradient).
+# Where a backward starts: an output, or the graph edge of an output that was freed (None: it has no gradient).
 Root = torch.Tensor | GradientEdge | None
 
 
 def _starts(
     outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None] | None
 ) -> list[tuple[torch.Tensor | GradientEdge, torch.Tensor | None]]:
-    """The outputs that a gradient arrives at, each with it. `gradients` None: of a loss, whose gradient is one."""
+    """Return the outputs that receive a gradient, each with it. `gradients` None: a loss, whose gradient is 1."""
     arrived = [None] * len(outputs) if gradients is None else gradients
     return [
         (t, g)
@@ -114,12 +114,12 @@ def _starts(
 def backward_whole(
     outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None] | None, inputs: Sequence[object]
 ) -> tuple[torch.Tensor | None, ...]:
-    """A backward in one part: returns the gradients of the inputs; those of parameters are added to `.grad`.
+    """Run a backward in one part: return the gradients of the inputs, and add those of parameters to `.grad`.
 
     Args:
-        outputs: of a stage, or its loss.
-        gradients: of the outputs; None for one without. None instead of them all: ones, of a loss.
-        inputs: whatever the stage was called with; what needs no gradient gets None.
+        outputs: outputs of a stage, or its loss.
+        gradients: gradients of the outputs, None for an output without one. None instead of the list: ones, for a loss.
+        inputs: everything the stage was called with; an input that needs no gradient gets None.
     """
     starts = _starts(outputs, gradients)
     if starts:
@@ -140,17 +140,18 @@ def backward_input(
     at_once: Collection[nn.Parameter] = (),
     kept: Kept | None = None,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[Deferred]]:
-    """Gradients of the inputs; those of parameters that cannot wait are added to `.grad`.
+    """Return the gradients of the inputs; add the gradients of parameters that cannot wait to `.grad`.
 
     Args:
-        outputs: of a stage, or its loss. Their graph is let go: they must not be differentiated again.
-        gradients: of the outputs; None for one without. None instead of them all: ones, of a loss.
-        inputs: whatever the stage was called with; what needs no gradient gets None.
-        params: of the stage. at_once: those of them that do not wait, whatever the graph is.
-        kept: what was open around the forward, if anything.
+        outputs: outputs of a stage, or its loss. Their graph is freed: they must not be differentiated again.
+        gradients: gradients of the outputs, None for an output without one. None instead of the list: ones, for a loss.
+        inputs: everything the stage was called with; an input that needs no gradient gets None.
+        params: parameters of the stage.
+        at_once: the parameters among them that never wait.
+        kept: the Kept whose context was open around the forward, if any.
 
     Returns:
-        One gradient per input, and what `backward_weight` does.
+        One gradient per input, and the work for `backward_weight`.
     """
     made = _starts(outputs, gradients)
     given = [(i, t) for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -172,7 +173,9 @@ def backward_input(
 
 
 def _let_go(outputs: Sequence[Root], held: Set[int]) -> None:
-    """Free the graph between the outputs and the first branch; outputs that are inputs, `held` by id, keep theirs."""
+    """Free the graph between the outputs and the first branch; outputs that are also inputs (`held`, by id) keep
+    theirs.
+    """
     for t in outputs:
         if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in held and not t._is_view():
             t.detach_()
@@ -184,7 +187,7 @@ def _first_part(
     deferred: Sequence[Deferred],
     kept: Kept | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `wanted`; those that arrive where parameters branch off are remembered."""
+    """Return the gradients of `wanted`, and remember the gradients that arrive where parameters branch off."""
     handles = [d.node.register_prehook(d.remember) for d in deferred]
     if kept is not None:
         handles += [d.node.register_prehook(kept.enter) for d in deferred]
@@ -204,7 +207,7 @@ def _first_part(
 
 
 def backward_weight(deferred: Iterable[Deferred]) -> None:
-    """The rest: adds to `.grad` of the parameters, and frees their part of the graph."""
+    """Run the second part: add to `.grad` of the parameters, and free their part of the graph."""
     for d in deferred:
         edges = [GradientEdge(d.node, i) for i, g in enumerate(d.arrived) if g is not None]
         if edges:
@@ -214,7 +217,7 @@ def backward_weight(deferred: Iterable[Deferred]) -> None:
 
 
 def _add(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-    """To `.grad`, as autograd's accumulation does, with what is registered to follow it."""
+    """Add to `.grad` as autograd's accumulation does, and run the hooks that follow it."""
     for p, gradient in zip(params, gradients, strict=True):
         if gradient is None:
             continue
@@ -229,10 +232,13 @@ def _add(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None
 def _branches(
     roots: Sequence[Node], inputs: set[Node], leaves: Mapping[Node, nn.Parameter], at_once: set[int]
 ) -> tuple[list[Deferred], list[nn.Parameter]]:
-    """Where parameters branch off the ways from `roots` to `inputs`: what can wait, and the parameters that cannot.
+    """Find where parameters branch off the ways from `roots` to `inputs`.
 
-    A parameter can wait if it is reached from one node of those ways only. From several, the second part would have to
-    follow the ways between them again; and beside all ways there is nothing to remember.
+    A parameter can wait if exactly one node of those ways reaches it. If several do, the second part would have to
+    repeat the ways between them. If none does, there is nothing to remember.
+
+    Returns:
+        The deferred parameters, and the parameters that cannot wait.
     """
     walk = _walked(roots, inputs, leaves)
     times = {n: 2 if id(p) in at_once else 0 for n, p in leaves.items()}
@@ -254,9 +260,9 @@ class _Walk:
     """The graph from the roots on.
 
     Attributes:
-        followed: node -> what follows; keeps the nodes' Python objects, and with them their identity.
-        on_way: node -> whether it leads to an input.
-        reached: node -> leaves that it leads to; from a node on the way: those beside it.
+        followed: node -> the nodes after it; keeps the nodes' Python objects alive, and so their identity.
+        on_way: node -> True if it leads to an input.
+        reached: node -> the leaves that it leads to; for a node on the way: only the leaves beside the way.
     """
 
     followed: dict[Node, list[Node]] = field(default_factory=dict)
@@ -265,7 +271,7 @@ class _Walk:
 
 
 def _walked(roots: Sequence[Node], inputs: set[Node], leaves: Mapping[Node, nn.Parameter]) -> _Walk:
-    """Every node once, after all that follow it. A stack of our own: graphs are deeper than Python's."""
+    """Visit every node once, after all nodes that follow it. Uses its own stack: graphs are deeper than Python's."""
     walk = _Walk()
     stack = list(roots)
     while stack:
@@ -281,6 +287,6 @@ def _walked(roots: Sequence[Node], inputs: set[Node], leaves: Mapping[Node, nn.P
         walk.on_way[node] = node in inputs or any(walk.on_way[n] for n in after)
         beside = [walk.reached[n] for n in after if not walk.on_way[n]]
         own = frozenset({node}) if node in leaves else frozenset()
-        # mostly one set or none: shared, not copied
+        # mostly there is one set or none: shared, not copied
         walk.reached[node] = own.union(*beside) if own or len(beside) > 1 else beside[0] if beside else own
     return walk

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as torch's schedules see them, and one step of such a schedule."""
+"""The pipeline stages that torch's schedules run, and one step of such a schedule."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,12 +15,12 @@ from autoplan.runtime.program import Block
 from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight, backward_whole
 from autoplan.runtime.zero import GradientSync
 
-# Shape and dtype of one tensor that crosses from a stage to the next; False behind them: no gradient comes back.
+# Shape and dtype of one tensor sent from a stage to the next; a third entry False: no gradient comes back.
 Carried = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, bool]
 
 
 def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
-    """Stand-ins without memory, as PipelineStage wants them. Floating point tensors carry a gradient back."""
+    """Return stand-ins without memory, as PipelineStage needs them. Floating point tensors carry a gradient back."""
     return tuple(
         torch.empty(tuple(c[0]), dtype=c[1], device="meta", requires_grad=c[1].is_floating_point and c[2:] != (False,))
         for c in carried
@@ -30,10 +30,9 @@ def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
 class SyncedStage(PipelineStage):
     """A PipelineStage in which ``sync`` decides when gradients are reduced. ``splits``: backwards have two parts.
 
-    torch's schedules are given an empty module instead of the stage's own: what they do to modules that are sharded by
-    ``fully_shard`` (gather whole stages, reduce at the end of the step, drop gradients; another set of it in every
-    version of torch) then never applies, and all that touches parameters is here, in ``sync`` and in the hooks of the
-    blocks.
+    torch's schedules get an empty module instead of the stage's own. They would otherwise treat modules sharded by
+    ``fully_shard`` specially (gather whole stages, reduce at the end of the step, drop gradients), differently in every
+    version of torch. Everything that touches parameters is here, in ``sync`` and in the hooks of the blocks.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class SyncedStage(PipelineStage):
     ) -> None:
         inputs, outputs = _examples(carried_in), _examples(carried_out)
         if index == count - 1:
-            outputs = (torch.empty((), device="meta"),)  # the loss: sent nowhere, but an output must be declared
+            outputs = (torch.empty((), device="meta"),)  # the loss: it is not sent, but an output must be declared
         super().__init__(nn.Module(), index, count, device, input_args=inputs, output_args=outputs, group=group)
         self._module, self._sync = module, sync
         self._carried_out = [(tuple(c[0]), c[1]) for c in carried_out]
@@ -58,7 +57,7 @@ class SyncedStage(PipelineStage):
         self._kept = Kept() if splits else None
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of one micro-batch."""
+        """Run the forward of one micro-batch."""
         with self._kept.forward() if self._kept is not None else nullcontext():
             output = self._module(*args, **kwargs)
         if self.is_last:
@@ -66,7 +65,7 @@ class SyncedStage(PipelineStage):
         tensors = (output,) if isinstance(output, torch.Tensor) else tuple(output)
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         if found != self._carried_out:
-            # Without this check the next stage waits for bytes that never come, or reads the wrong ones.
+            # Without this check the next stage would wait for bytes that never come, or read the wrong ones.
             raise ValueError(f"stage {self.stage_index} returned {found}, its declared outputs are {self._carried_out}")
         return _sendable(tensors)
 
@@ -81,7 +80,7 @@ class SyncedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[Any] | None]:
-        """A full backward, or the part of it for the stage's inputs ("input") or that for its parameters ("weight")."""
+        """Run a full backward, or its part for the stage's inputs ("input") or for its parameters ("weight")."""
         if backward_type == "weight":
             backward_weight(bwd_kwargs["param_groups"])
             self._sync.after_backward(last_backward)
@@ -116,15 +115,17 @@ _T = TypeVar("_T", bound=torch.Tensor | None)
 
 
 def _sendable(tensors: Iterable[_T]) -> tuple[_T, ...]:
-    """What a stage hands to torch's schedules to send, activations and gradients alike: neither gloo nor NCCL sends a
-    tensor that is not contiguous, and the gradient of a `cat` or an `expand` is a view.
+    """Return the tensors contiguous, as torch's schedules need them to send activations and gradients.
+
+    Neither gloo nor NCCL sends a tensor that is not contiguous, and the gradient of a `cat` or an `expand` is a view.
     """
     return tuple(t if t is None else t.contiguous() for t in tensors)  # type: ignore[misc]  # contiguous keeps the type
 
 
 class _LateBuffers(SyncedStage):
-    """Receive buffers that live from the receive to the end of the backward, where torch allocates them for all
-    micro-batches and for good.
+    """A stage whose receive buffers live only from the receive to the end of the backward.
+
+    torch allocates them for all micro-batches and never frees them.
     """
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -151,7 +152,7 @@ class _LateBuffers(SyncedStage):
 
 
 def _without_buffers(infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
-    """``count`` copies of the descriptions of what one micro-batch receives, none with memory yet."""
+    """Return ``count`` copies of the receive infos of one micro-batch, without memory."""
     return {
         chunk: tuple(
             type(info)(info.input_name, info.source, None, info.tensor_meta, is_root_arg=info.is_root_arg)
@@ -163,13 +164,13 @@ def _without_buffers(infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any,
 
 def _allocate(infos: tuple[Any, ...], device: torch.device) -> None:
     for info in infos:
-        # No metadata: a tensor without gradient, nothing comes back.
+        # Without metadata it is a tensor without gradient: nothing comes back.
         if not info.is_root_arg and info.tensor_meta is not None:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
 
 
 def stage_class() -> type[SyncedStage]:
-    """The stage for the torch that is installed."""
+    """Return the stage class for the installed torch."""
     return SyncedStage if RECEIVES_INTO_FRESH_BUFFERS else _LateBuffers
 
 
@@ -178,12 +179,16 @@ def run_schedule(
     stages: Sequence[SyncedStage],
     micro_batches: Sequence[Mapping[str, torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Run one step with each micro-batch's tensors as keyword arguments of the stages; the losses where the last is."""
+    """Run one step with each micro-batch's tensors as keyword arguments of the stages.
+
+    Returns:
+        The losses, on the rank that holds the last stage.
+    """
     for stage in stages:
         stage.has_backward = True
         stage.clear_runtime_states()
     losses: list[torch.Tensor] = []
-    targets = [None] * len(micro_batches)  # indexed and handed to the loss function, which takes none
+    targets = [None] * len(micro_batches)  # indexed and passed to the loss function, which ignores them
     schedule._step_microbatches(
         kwarg_mbs=[dict(inputs) for inputs in micro_batches], target_mbs=targets, losses=losses, return_outputs=False
     )

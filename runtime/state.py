@@ -1,6 +1,6 @@
 """Loading a state: the semantics of `nn.Module.load_state_dict`, the same on all ranks.
 
-Every rank compares the state with the whole model, of which it holds a part; the ranks agree on what is wrong before
+Every rank compares the state with the whole model, of which it holds a part. The ranks agree on what is wrong before
 anything is changed.
 """
 
@@ -19,7 +19,7 @@ _MOST = 8  # names that one line of a message lists
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_state_dict` returns, as nn.Module's: keys that the model has and the state has not, and vice versa."""
+    """The result of `load_state_dict`, as nn.Module's: keys that the state lacks, and keys that the model lacks."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -32,15 +32,16 @@ def check_state(
     strict: bool,
     device: torch.device,
 ) -> IncompatibleKeys:
-    """Compare a state with what the model has, on all ranks alike. A collective.
+    """Compare a state with the model, on all ranks alike. A collective.
 
     Args:
-        model: its name. state: name -> tensor, the same on all ranks.
-        shapes: of every entry of the model's state; None for one that is no tensor.
-        strict: missing and unexpected keys are errors.
+        model: the model's name.
+        state: name -> tensor, the same on all ranks.
+        shapes: shape of every entry of the model's state; None for an entry that is not a tensor.
+        strict: True if missing and unexpected keys are errors.
 
     Raises:
-        AgreedRuntimeError: with the text of nn.Module: missing and unexpected keys, other shapes.
+        AgreedRuntimeError: missing and unexpected keys, or other shapes; with nn.Module's text.
         AgreedValueError: the ranks were given different states.
     """
     if not isinstance(state, Mapping):
@@ -81,7 +82,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _check_alike(state: Mapping[str, Any], device: torch.device) -> None:
-    """AgreedValueError if ranks have different states, which would make copies of one parameter differ."""
+    """Raise AgreedValueError if ranks have different states, which would make copies of one parameter differ."""
     prints = {name: fingerprint({name: value}, _SAMPLED) for name, value in state.items()}
     found = first_difference(prints, device)
     if found is not None:

@@ -1,4 +1,4 @@
-"""Tied parameters: one tensor where uses see it alike, and one gradient of all copies where they do not."""
+"""Tied parameters: one tensor if all uses see it alike, else copies with one summed gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoplan.runtime.spec import ProgramSpec, StageSpec, TiedSpec
 
 
 def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> None:
-    """One tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
+    """Use one tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
     specs = {(p.block, p.attr): p for p in spec.params}
     for each in tied:
         mine = [(block, attr) for index, block, attr in each.places if index == spec.index]
@@ -25,10 +25,10 @@ def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> N
 
 
 class TiedGradients:
-    """For each tied parameter this rank's copies, and the other ranks of the pipeline that hold one.
+    """For each tied parameter, this rank's copies and the group of pipeline ranks that hold one.
 
     Args:
-        stages: this rank's, by index.
+        stages: this rank's stages, by index.
     """
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, stages: Mapping[int, nn.Module]) -> None:
@@ -48,7 +48,7 @@ class TiedGradients:
             self._groups.append((mine, group))
 
     def sum_tied(self, device: torch.device) -> None:
-        """Give every copy the sum of the gradients of all."""
+        """Give every copy the sum of the gradients of all copies."""
         for mine, group in self._groups:
             if not mine:
                 continue

@@ -1,7 +1,7 @@
-"""Triton kernels of the operators in autoplan.runtime.fused; imported only where Triton is installed.
+"""Triton kernels of the operators in autoplan.runtime.fused; imported only if Triton is installed.
 
-Each reads what it needs once and writes its result once. Integers that may be any are not specialised on, so that
-another step, rank or batch size does not compile again.
+Each kernel reads its inputs once and writes its result once. Integers that vary are not specialised on, so that another
+step, rank or batch size needs no compilation.
 """
 
 # kernels are written in Triton's language, whose arguments have no Python types
@@ -170,7 +170,7 @@ def _loss_gradient(
     probability = tl.exp(x.to(COMPUTE) - tl.load(log_sum_exp_at + row))
     probability -= tl.full((), UNIFORM, COMPUTE)
     probability -= tl.where(column == target - first, tl.full((), HIT, COMPUTE), 0.0)
-    # not left to a product with 0: an ignored token with non-finite logits must not give NaN
+    # a product with 0 would not do: an ignored token with non-finite logits must not give NaN
     out = tl.where(valid, probability * grad, 0.0)
     tl.store(out_at + row * classes + column, out.to(x.dtype), mask=column < classes)
 

@@ -1,7 +1,7 @@
-"""Whole tensors on the host: gathered from the ranks, or brought from one rank to all, a bucket at a time.
+"""Whole tensors on the host: gathered from the ranks, or broadcast from one rank, a bucket at a time.
 
-A model that is spread over devices need not fit one of them. What crosses a device on the way is at most BUCKET_BYTES
-of a tensor, sent and received together; on the CPU nothing is copied on the way.
+A model that is spread over devices need not fit on one of them. At most HOST_BUCKET_BYTES of a tensor, sent and
+received together, are on a device at a time; on the CPU nothing is copied on the way.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ HOST_BUCKET_BYTES = 64 << 20
 def gather(
     local: torch.Tensor, shapes: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
 ) -> list[torch.Tensor]:
-    """Every rank's tensor, on the host, by its number in the group. A collective.
+    """Gather every rank's tensor on the host, in the order of the group. A collective.
 
     Args:
-        local: this rank's, on the host or the device. shapes: of every rank's. device: of the group's tensors.
+        local: this rank's tensor, on the host or the device.
+        shapes: the shape of every rank's tensor.
+        device: device of the group's tensors.
     """
     shapes = [tuple(s) for s in shapes]
     flat = local.contiguous().view(-1)
@@ -47,7 +49,7 @@ def gather(
 
 
 def _copy(flat: torch.Tensor, begin: int, out: torch.Tensor) -> None:
-    """The elements from `begin` on, as far as there are any."""
+    """Copy the elements from `begin` on into `out`, as far as there are any."""
     left = min(max(flat.numel() - begin, 0), out.numel())
     if left:
         out.narrow(0, 0, left).copy_(flat.narrow(0, begin, left))
@@ -56,7 +58,7 @@ def _copy(flat: torch.Tensor, begin: int, out: torch.Tensor) -> None:
 def broadcast_whole(
     tensor: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give a contiguous tensor of the host the values that it has on rank `source`. A collective."""
+    """Give a contiguous tensor on the host the values that it has on rank `source`. A collective."""
     flat = tensor.view(-1)
     if device.type == CPU.type:
         dist.broadcast(flat, source, group=group)
@@ -72,13 +74,17 @@ def broadcast_whole(
 
 
 def _length(size: int, parts: int, index: int) -> int:
-    """Of part `index` of a dim that `fully_shard` cuts: equal parts, the last ones shorter or empty."""
+    """Return the length of part `index` of a dim cut by `fully_shard`: equal parts, the last ones shorter or empty."""
     part = -(-size // parts)
     return min(max(size - index * part, 0), part)
 
 
 def _sharded(like: DTensor) -> tuple[int, int] | None:
-    """The only mesh dim that a tensor is sharded over, and its own dim; None where it is whole."""
+    """Return (mesh dim, tensor dim) of the only sharding of a tensor; None if it is whole.
+
+    Raises:
+        ValueError: it is sharded over several mesh dims.
+    """
     found = [(i, p.dim) for i, p in enumerate(like.placements) if isinstance(p, Shard)]
     if len(found) > 1:
         raise ValueError(f"a tensor sharded over several dims of a mesh, {like.placements}, cannot be gathered here")
@@ -86,7 +92,7 @@ def _sharded(like: DTensor) -> tuple[int, int] | None:
 
 
 def of_shards(local: torch.Tensor, like: DTensor, device: torch.device) -> torch.Tensor:
-    """The whole tensor, on the host, of which every rank has `local`, laid out as `like`. A collective."""
+    """Return the whole tensor, on the host, from every rank's `local`, laid out as `like`. A collective."""
     found = _sharded(like)
     if found is None or like.device_mesh.size(found[0]) == 1:
         return local.to(CPU)
@@ -97,7 +103,7 @@ def of_shards(local: torch.Tensor, like: DTensor, device: torch.device) -> torch
 
 
 def own_shard(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, laid out as `like`: a view."""
+    """Return this rank's part of a whole tensor, laid out as `like`: a view."""
     found = _sharded(like)
     if found is None:
         return whole

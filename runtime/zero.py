@@ -1,7 +1,7 @@
 """ZeRO stages of one pipeline stage over its data-parallel ranks.
 
-Gradients are SUMMED over micro-batches and data-parallel ranks, never averaged: every micro-batch's loss is already
-divided by the token count of the whole batch. With dp ranks and P parameter bytes on this rank:
+Gradients are SUMMED over micro-batches and data-parallel ranks, never averaged: the loss of every micro-batch is
+already divided by the token count of the whole batch. With dp ranks and P parameter bytes on this rank:
 
 | stage | parameters between steps | gradients between micro-batches | communication per step of M micro-batches |
 |---|---|---|---|
@@ -10,16 +10,17 @@ divided by the token count of the whole batch. With dp ranks and P parameter byt
 | 2 | as 1 | P / dp, the sum over ranks | all-gather, M reduce-scatters |
 | 3 | P / dp, gathered block by block | P / dp, the sum over ranks | 2 M all-gathers, M reduce-scatters |
 
-Of ZeRO 3 two kinds of blocks are gathered M times only (`Block.gathered`): the last of all, whose backward follows its
-forward, and those whose backward needs no parameter (an embedding).
+Under ZeRO 3 two kinds of blocks are gathered only M times (`Block.gathered`): the last block, whose backward directly
+follows its forward, and blocks whose backward needs no parameter (an embedding).
 
-Hybrid ZeRO (Zhao et al., PyTorch FSDP, 2023, section 3.2.2) shards over dp / R neighbours and keeps R copies of that:
-the table with dp / R for dp, and once per step an all-reduce of the gradients' shards over the copies.
+Hybrid ZeRO (Zhao et al., PyTorch FSDP, 2023, section 3.2.2) shards over dp / R neighbours and keeps R copies of the
+sharded state. The table then holds with dp / R instead of dp, plus one all-reduce of the gradients' shards over the
+copies per step.
 
-Parameters of experts that tokens travel to are replicated over fewer ranks, and are sharded and reduced over those.
+Parameters of experts under token dispatch have fewer replicas, and are sharded and reduced over those ranks only.
 
-Stage 0 keeps plain parameters. Stages 1 to 3 are ``fully_shard`` per block; parameters become DTensors sharded on
-dim 0 and so do their gradients, so that the optimizer works on the shards without knowing.
+Stage 0 keeps plain parameters. Stages 1 to 3 apply ``fully_shard`` to each block: parameters and gradients become
+DTensors sharded on dim 0, so that the optimizer works on shards without knowing it.
 """
 
 import enum
@@ -38,19 +39,19 @@ from autoplan.runtime.private import end_of_backward
 from autoplan.runtime.spec import ScheduleSpec
 from autoplan.streams import has_streams
 
-# What DDP uses: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
+# DDP's bucket size: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
 BUCKET_BYTES = 25 * 2**20
-# On a CPU copying a gradient into a bucket and back costs more than a collective of its own, from about this size on;
-# a GPU copies far faster than its links send.
+# From about this size on, copying a gradient into a bucket and back costs more on a CPU than a collective for it alone.
+# A GPU copies far faster than its links send.
 ALONE_BYTES = 2 * 2**20
 
 
 Leaf = Callable[[nn.Parameter], nn.Parameter]
-"""Of a parameter: the leaf after whose backward, and its hooks, the parameter's gradient is complete."""
+"""From a parameter to the leaf after whose backward (and hooks) the parameter's gradient is complete."""
 
 
 class ZeroStage(enum.IntEnum):
-    """What the data-parallel ranks share out among themselves instead of keeping a copy each."""
+    """The state that data-parallel ranks shard among themselves instead of each keeping a copy."""
 
     NOTHING = 0
     OPTIMIZER = 1
@@ -59,18 +60,18 @@ class ZeroStage(enum.IntEnum):
 
 
 def reduces_beside(device_type: str) -> bool:
-    """Whether ZeRO 0 reduces gradients beside the last backward on such a device: where there are streams to do so."""
+    """Return True if ZeRO 0 reduces gradients beside the last backward on this device type (that takes streams)."""
     return has_streams(device_type)
 
 
 def check_schedule(zero: ZeroStage | int, schedule: ScheduleSpec | None) -> None:
     """Refuse ZeRO 3 under a pipeline schedule with a split backward.
 
-    torch computes a right loss and silently wrong gradients there: parameters are resharded between the backward
-    of the inputs and the backward of the weights.
+    There torch computes a right loss and silently wrong gradients: parameters are resharded between the backward of the
+    inputs and the backward of the weights.
 
     Raises:
-        ValueError: for ZeRO 3 with a schedule that splits the backward.
+        ValueError: ZeRO 3 with a schedule that splits the backward.
     """
     if ZeroStage(zero) is ZeroStage.PARAMETERS and schedule is not None and schedule.splits_backward:
         raise ValueError(
@@ -80,38 +81,43 @@ def check_schedule(zero: ZeroStage | int, schedule: ScheduleSpec | None) -> None
 
 
 class GradientSync:
-    """Tells a pipeline stage when to reduce its gradients. This class does nothing: one data-parallel rank.
+    """Tells a pipeline stage when to reduce its gradients. This base class, for one data-parallel rank, does nothing.
 
-    The driver of the micro-batches calls ``before_backward`` right before every backward pass (of a split one: before
-    each part that follows the graph from the outputs), ``after_backward`` when its weight gradients are there, and
-    ``finish_step`` after the last one. From then on every ``parameter.grad`` holds the sum over micro-batches and ranks
-    (its shard under ZeRO 1 to 3). The driver's caller resets the gradients between steps. A parameter that no
-    micro-batch uses keeps ``grad`` None; the program is the same on every rank, so it is unused on all or on none.
+    The driver of the micro-batches calls
+
+    - ``before_backward`` right before every backward pass (of a split backward: before each part that follows the graph
+      from the outputs),
+    - ``after_backward`` when the weight gradients of the pass are there,
+    - ``finish_step`` after the last pass.
+
+    Afterwards every ``parameter.grad`` holds the sum over micro-batches and ranks (its shard under ZeRO 1 to 3). The
+    driver's caller resets the gradients between steps. The ``grad`` of a parameter that no micro-batch uses stays None;
+    the program is the same on every rank, so such a parameter is unused on all ranks.
     """
 
     def __init__(self, zero: ZeroStage) -> None:
         self.zero = zero
 
     def before_backward(self, micro_batch: int, is_last: bool) -> None:
-        """Prepare for the backward pass of ``micro_batch`` (a count from 0), the last of the step if ``is_last``."""
+        """Prepare for the backward pass of ``micro_batch`` (counted from 0), the last of the step if ``is_last``."""
 
     def after_backward(self, is_last: bool) -> None:
-        """What follows a backward pass that gave weight gradients (of a split one: its second part)."""
+        """Follow a backward pass that gave weight gradients (of a split backward: its second part)."""
 
     def finish_step(self) -> None:
         """Complete the reductions of this step.
 
         Raises:
-            RuntimeError: if the last backward of the step was never announced.
+            RuntimeError: the last backward of the step was never announced.
         """
 
 
 class _AllReduce(GradientSync):
-    """ZeRO 0: gradients accumulate locally; bucketed all-reduces once per step, per group of replicas.
+    """ZeRO 0: gradients accumulate locally, and are all-reduced in buckets once per step, per group of replicas.
 
-    On a device with streams every bucket is reduced beside the last backward, as soon as its gradients are there, in
-    the order of the buckets (the same on all ranks); copying into it and back too. On a CPU, whose threads and links
-    the backward needs itself, all follow it.
+    On a device with streams every bucket is reduced beside the last backward as soon as its gradients are there, in the
+    order of the buckets (the same on all ranks); so are the copies into the bucket and back. On a CPU all buckets are
+    reduced after the last backward, which needs the threads and links itself.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class _AllReduce(GradientSync):
         beside: Leaf | None = None,
     ) -> None:
         super().__init__(ZeroStage.NOTHING)
-        # Backward order, so that what was written last is read first and may still be in a cache.
+        # In backward order: the gradient written last is read first and may still be in a cache.
         parameters = [p for p in reversed(list(stage.parameters())) if p.requires_grad]
         self._replicas = replicas = _by_replicas(parameters, group, apart, apart_group)
         self._bucket_bytes = bucket_bytes
@@ -134,8 +140,8 @@ class _AllReduce(GradientSync):
         alone = min(ALONE_BYTES, bucket_bytes) if device.type == "cpu" else None
         self._buckets = [(g, bucket) for g, mine in replicas for bucket in buckets(mine, bucket_bytes, alone)]
         self._lane = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._open: list[set[int]] = []  # of every bucket the parameters whose gradients are not there yet
-        self._next = 0  # the first bucket that is not on its way
+        self._open: list[set[int]] = []  # per bucket: parameters without a complete gradient
+        self._next = 0  # the first bucket whose reduction has not started
         self._beside = beside is not None and compression is None
         self._pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
         if beside is not None and self._beside:
@@ -157,7 +163,7 @@ class _AllReduce(GradientSync):
 
     def before_backward(self, micro_batch: int, is_last: bool) -> None:
         self._open = [{id(p) for p in bucket} for _, bucket in self._buckets] if is_last and self._beside else []
-        self._pending, self._next = [], 0  # of a step that was interrupted
+        self._pending, self._next = [], 0  # left by an interrupted step
 
     def finish_step(self) -> None:
         if self.compressors:
@@ -165,10 +171,10 @@ class _AllReduce(GradientSync):
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 compressor.reduce(buckets(gradients, self._bucket_bytes))
             return
-        while self._next < len(self._buckets):  # all, or those with parameters that nothing used
+        while self._next < len(self._buckets):  # all buckets, or those with unused parameters
             self._start(self._next)
             if len(self._pending) == 2:
-                # Two in flight: one is sent while the next is filled; more would only hold memory.
+                # Two in flight: one is sent while the next is filled. More would only hold memory.
                 _unpack(*self._pending.pop(0))
         for entry in self._pending:
             _unpack(*entry)
@@ -177,7 +183,7 @@ class _AllReduce(GradientSync):
         self._pending, self._open, self._next = [], [], 0
 
     def _start(self, index: int) -> None:
-        """Reduce the gradients of a bucket that are there: no rank has others."""
+        """Start to reduce the gradients of a bucket that exist; the same gradients exist on all ranks."""
         self._next = index + 1
         group, parameters = self._buckets[index]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -186,10 +192,10 @@ class _AllReduce(GradientSync):
         if self._lane is None:
             self._pending.append(_all_reduce(gradients, group))
             return
-        # The optimizer waits for the lane, so that no gradient goes before it is through with it.
+        # The optimizer waits for the lane, so that no gradient is freed before the lane is done with it.
         self._lane.wait_stream(torch.cuda.current_stream(self._lane.device))
         with torch.cuda.stream(self._lane):
-            _unpack(*_all_reduce(gradients, group))  # waiting makes the lane wait, not the host
+            _unpack(*_all_reduce(gradients, group))  # this makes the lane wait, not the host
 
 
 def _by_replicas(
@@ -198,7 +204,7 @@ def _by_replicas(
     apart: Sequence[nn.Parameter],
     apart_group: dist.ProcessGroup | None,
 ) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-    """The parameters by the ranks that hold copies of them."""
+    """Group the parameters by the ranks that hold copies of them."""
     others = {id(p) for p in apart}
     out = [(group, [p for p in parameters if id(p) not in others])]
     if apart_group is not None:
@@ -210,7 +216,7 @@ def _all_reduce(
     gradients: list[torch.Tensor], group: dist.ProcessGroup
 ) -> tuple[dist.Work, torch.Tensor, list[torch.Tensor]]:
     if len(gradients) == 1 and gradients[0].is_contiguous():
-        flat = gradients[0]  # reduced where it lies, without a copy
+        flat = gradients[0]  # reduced in place, without a copy
     else:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
@@ -231,8 +237,11 @@ _T = TypeVar("_T", bound=torch.Tensor)
 
 
 def buckets(tensors: Sequence[_T], limit_bytes: int, alone_bytes: int | None = None) -> list[list[_T]]:
-    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``; a larger one goes alone, and
-    so does one of at least ``alone_bytes``, ahead of what is being gathered."""
+    """Group ``tensors``, in order, into buckets of one dtype and at most ``limit_bytes``.
+
+    A larger tensor gets a bucket of its own. So does a tensor of at least ``alone_bytes``, ahead of the bucket being
+    filled.
+    """
     open_buckets: dict[torch.dtype, tuple[list[_T], int]] = {}
     done: list[list[_T]] = []
     for tensor in tensors:
@@ -249,7 +258,7 @@ def buckets(tensors: Sequence[_T], limit_bytes: int, alone_bytes: int | None = N
 
 
 class _Sharded(GradientSync):
-    """ZeRO 1 to 3: ``fully_shard`` reduces inside the backward pass; this says in which ones."""
+    """ZeRO 1 to 3: ``fully_shard`` reduces inside the backward pass; this class selects the passes."""
 
     def __init__(self, stage: FSDPModule, zero: ZeroStage) -> None:
         super().__init__(zero)
@@ -260,7 +269,7 @@ class _Sharded(GradientSync):
         self._stage.set_is_last_backward(is_last)
         self._stage.set_reshard_after_backward(is_last or self.zero is ZeroStage.PARAMETERS)
         self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
-        self._stage.set_requires_all_reduce(is_last)  # over copies of the shards, if there are several
+        self._stage.set_requires_all_reduce(is_last)  # over the copies of hybrid ZeRO
         self._reduced = is_last
 
     def finish_step(self) -> None:
@@ -272,7 +281,7 @@ class _Sharded(GradientSync):
 class _ShardedSplit(_Sharded):
     """ZeRO 1 and 2 under a split backward: FSDP's hooks run before there are weight gradients, so they reduce nothing.
 
-    What they would do comes after each weight gradient (ZeRO 2) or after the last one.
+    Their work is done after each weight gradient pass (ZeRO 2) or after the last one (ZeRO 1).
     """
 
     def before_backward(self, micro_batch: int, is_last: bool) -> None:
@@ -285,8 +294,8 @@ class _ShardedSplit(_Sharded):
         self._stage.set_reshard_after_backward(is_last)
         self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
         self._stage.set_requires_all_reduce(is_last)
-        # Private torch API (see private.py): as PipelineStage.perform_reduce_grad, which always reshards. Where
-        # nothing is reduced, 16-bit gradients are added to float32 ones.
+        # Private torch API (see private.py): like PipelineStage.perform_reduce_grad, except that one always reshards.
+        # Where nothing is reduced, 16-bit gradients are added to float32 gradients.
         root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
@@ -313,25 +322,25 @@ def apply_zero(
 
     Args:
         stage: has ``stage.blocks``, an nn.ModuleDict in execution order that holds every parameter of the stage.
-        mesh: the data-parallel ranks, one axis. Size 1 leaves the stage untouched, whatever ``zero`` says. Two axes,
-            of ZeRO 1 to 3: copies of the sharded state, and the ranks that it is sharded over.
+        mesh: the data-parallel ranks, one axis. With size 1 the stage stays untouched, whatever ``zero`` says. Two axes
+            (ZeRO 1 to 3): the copies of the sharded state, and the ranks it is sharded over.
         zero: 0 to 3, see the table of this module.
         schedule: the pipeline schedule that the stage will run under; None: it is the whole model.
-        bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0.
-        apart: parameters with fewer replicas (experts that tokens travel to), and ``apart_mesh``: the ranks that have
-            them.
-        policies: mixed precision by block (ZeRO 1 to 3); the others compute in the dtype of their parameters.
-        compression: of the all-reduce of ZeRO 0.
-        offload: shards of parameters and gradients lie on the host (ZeRO 1 to 3 over several ranks).
-        beside: of ZeRO 0, reduce beside the last backward, unless it is split; the leaf of a parameter (`Leaf`). None:
-            after it.
+        bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0, in bytes.
+        apart: parameters with fewer replicas (experts under token dispatch).
+        apart_mesh: the ranks that hold replicas of ``apart``.
+        policies: mixed precision by block (ZeRO 1 to 3); other blocks compute in the dtype of their parameters.
+        compression: compression of the all-reduce of ZeRO 0.
+        offload: True to keep shards of parameters and gradients on the host (ZeRO 1 to 3 over several ranks).
+        beside: to reduce beside the last backward (ZeRO 0, unless the backward is split): the function from a parameter
+            to its leaf (`Leaf`). None: reduce after it.
 
     Returns:
-        What the driver of the micro-batches calls around every backward pass.
+        The GradientSync that the driver of the micro-batches calls around every backward pass.
 
     Raises:
-        ValueError: ZeRO 3 with a split backward, a mesh of several axes, a parameter outside the blocks, one shared
-            by two blocks, a block with trainable parameters of several dtypes or with a 0-dim one (ZeRO 1 to 3),
+        ValueError: ZeRO 3 with a split backward, a mesh of several axes, a parameter outside the blocks or shared by
+            two blocks, a block with trainable parameters of several dtypes or with a 0-dim parameter (ZeRO 1 to 3), or
             `offload` where nothing is sharded.
     """
     zero = ZeroStage(zero)
@@ -340,13 +349,13 @@ def apply_zero(
     _check_mesh(mesh, zero, compression, offload)
     blocks = _blocks_of(stage)
     if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
-        apart, apart_mesh = (), None  # the same replicas: FSDP wants one mesh for them
+        apart, apart_mesh = (), None  # the same ranks: FSDP wants one mesh for them
     several = bool(apart) and apart_mesh is not None and apart_mesh.size() > 1
     if mesh.size() == 1 and not several:
         return GradientSync(zero)
     if zero is ZeroStage.NOTHING:
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
-        # of a split backward the parameters' part of one micro-batch may come after the inputs' part of the last
+        # In a split backward, the weight gradients of one micro-batch may follow the input gradients of the last one.
         beside = None if splits else beside
         return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression, beside)
     _check_shardable(blocks)
@@ -376,10 +385,10 @@ def _shard(
     policies: Mapping[str, MixedPrecisionPolicy],
     offload: bool,
 ) -> FSDPModule:
-    """`fully_shard` on every block of a stage, and on the stage; arguments as for `apply_zero`."""
-    alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # nobody to share them with
+    """Apply `fully_shard` to every block of a stage and to the stage itself; arguments as for `apply_zero`."""
+    alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # no ranks to shard them over
     place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
-    # torch pins memory by the driver of an accelerator, which a CPU has not
+    # torch pins memory through an accelerator's driver; a CPU has none
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for name, block in blocks.items():
         gathered = getattr(block, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
@@ -394,7 +403,7 @@ def _shard(
         )
         if isinstance(block, FSDPModule) and gathered == "drop":
             block.set_unshard_in_backward(False)
-    # The stage itself too, although it owns no parameter: the root, which all blocks share streams and switches with.
+    # The stage itself too, although it owns no parameter: it is the root, whose streams and switches all blocks share.
     reshard = zero is ZeroStage.PARAMETERS
     root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard, ignored_params=alone, offload_policy=policy)
     for module in stage.modules():
@@ -409,8 +418,10 @@ def _shard(
 def placement_apart(
     mesh: DeviceMesh, apart: Sequence[nn.Parameter], apart_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Any]:
-    """For ``fully_shard``: those parameters are sharded over ``apart_mesh``, all others over ``mesh``."""
-    # Private torch API (see private.py): the mesh of a parameter of its own; torch exports only the placement.
+    """Return a placement function for ``fully_shard`` that shards ``apart`` over ``apart_mesh`` and other parameters
+    over ``mesh``.
+    """
+    # Private torch API (see private.py): a mesh per parameter; torch exports only the placement.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     def info(over: DeviceMesh) -> FSDPMeshInfo:
@@ -427,11 +438,11 @@ def placement_apart(
 
 
 def _prefetch_in_block_order(blocks: list[nn.Module]) -> None:
-    """In the backward pass gather block i-1 during block i.
+    """Let the backward pass gather block i-1 during block i.
 
-    The default follows the order of past forwards, which under 1F1B are those of a later micro-batch: at block 0 it
-    would gather the last block, which this backward has finished with. Naming a target turns the default off; block 0
-    names itself, and gathering what is gathered does nothing.
+    The default follows the order of past forwards, which under 1F1B belong to a later micro-batch: at block 0 it would
+    gather the last block, which this backward has finished with. Naming a target turns the default off. Block 0 names
+    itself, because gathering a gathered block does nothing.
     """
     sharded = [block for block in blocks if isinstance(block, FSDPModule)]
     for previous, block in zip([sharded[0], *sharded], sharded, strict=False):

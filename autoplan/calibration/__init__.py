@@ -1,4 +1,6 @@
 """Calibration: the cost model's global constants from measured training steps.
 
-`fit`: the fit itself, on plain numbers. `steps`: a user's own steps from a file, and what they cost at other constants.
+`fit`: the fit itself, on plain numbers.
+`steps`: a user's own steps from a file, and their prices at other constants.
+`tables`: fitted constants as tables and as the data of a file. `command`: the command `autoplan calibrate`.
 """

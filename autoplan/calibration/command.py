@@ -21,16 +21,20 @@ from autoplan.errors import PinError
 from autoplan.report.files import write_text
 from autoplan.report.text import console, paragraph
 
-_LEAST_GROUPS = 1  # a user's own machines: the prior keeps constants that few steps determine where they are
+_LEAST_GROUPS = 1  # a user's own machines: the prior holds constants that few steps determine
 
 
 def calibrate_command(
     file: Path, profile: str | None, constants: Path | None, only: str | None, write: Path | None
 ) -> Callable[[], None]:
-    """Everything but printing, which the returned function does. AutoplanError for what cannot be read or written."""
+    """Run the command, and return the function that prints its results.
+
+    Raises:
+        AutoplanError: if a file cannot be read or written.
+    """
     start = Constants.shipped() if constants is None else Constants.load(constants)
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
-    start.with_(dict.fromkeys(names, 1.0))  # a name that is not known says so before models are loaded
+    start.with_(dict.fromkeys(names, 1.0))  # an unknown name is an error before models are loaded
     if write is not None and not write.parent.is_dir():
         raise PinError(f"cannot write {write}: there is no folder {write.parent}")
     measured = read_steps(file, start, None if profile is None else Profile.load(profile))

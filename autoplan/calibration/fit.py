@@ -1,20 +1,21 @@
-"""The global constants of the cost model that measured training steps determine.
+"""Fit the global constants of the cost model to measured training steps.
 
     fitted = fit(steps, price, Constants.shipped(), least_groups=3)
     fitted.constants, fitted.rows["overlap"].groups, fitted.after
-    held_out(fitted, steps, price)                       # every group predicted by a fit without it
+    held_out_errors(fitted, steps, price)                # every group predicted by a fit without it
 
-What is minimised, over z = log(constant):
+The objective to minimise, over z = log(constant):
 
     sum over groups of mean over their steps of huber(r / SCALE) + 1/2 sum over constants of ((z - z_prior) / width)^2
 
 with r = log(predicted / measured). Steps of one group (one campaign: the same people, machines and software) err
-together, so a group counts as one observation, however many steps it has. The prior is log-normal: what the steps do
-not determine stays where it was. Huber (1964): least absolute error beyond HUBER x SCALE, so that no outlier decides.
+together, so a group counts as one observation, however many steps it has. The prior is log-normal: constants that the
+steps do not determine stay where they were. Huber (1964): least absolute error beyond HUBER x SCALE, so that no outlier
+decides.
 
 Each round takes finite differences d r / d z, solves the linear model by iteratively reweighted least squares within
-the bounds and a trust region (Conn, Gould and Toint, 2000), and prices what came out; a round that does not improve
-halves the region. A constant is fitted only if steps of `least_groups` groups depend on it. Deterministic.
+the bounds and a trust region (Conn, Gould and Toint, 2000), and prices the result; a round that does not improve halves
+the region. A constant is fitted only if steps of `least_groups` groups depend on it. The fit is deterministic.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from autoplan.errors import AutoplanError, ProfileError
 Floats = NDArray[np.float64]
 
 # Assumed, as priors are. SCALE: how far (log) a group's steps lie from a right model, which weighs groups against the
-# prior: the order of what repeated runs of one configuration in different clusters differ by.
+# prior: the order by which repeated runs of one configuration in different clusters differ.
 SCALE = 0.1
-HUBER = 0.5  # in units of SCALE: below, errors count squared
-LEAST_ELASTICITY = 0.02  # of a step's time to a constant, from which on the step says something about it
+HUBER = 0.5  # in units of SCALE: smaller errors count squared
+LEAST_ELASTICITY = 0.02  # of a step's time to a constant: smaller ones do not determine the constant
 LEAST_GROUPS = 3
-FEW_STEPS = 20  # a group of fewer counts in an interval as that share of a group
-_DIFFERENCE = 0.04  # of a constant's logarithm: wide enough to see past what a maximum of two times hides
+FEW_STEPS = 20  # a group of fewer steps counts in an interval as that share of a group
+_DIFFERENCE = 0.04  # of a constant's logarithm: wide enough to see past a maximum of two times
 _RADIUS = 0.3  # of the trust region, in logarithms
 _LEAST_RADIUS = 0.02
-_SETTLED = 2e-3  # a round that improves the objective by less, relative, is the last
+_SETTLED = 2e-3  # the last round is the first that improves the objective by less (relative)
 _REWEIGHTINGS = 60
-# Of fits without a group: how far the linear model is trusted without a look, and the shares of the way that are tried.
+# For fits without a group: how far the linear model is trusted without true prices, and the tried shares of the way.
 _NEAR = 0.1
 _SHARES = (1.0, 0.6, 0.3, 0.0)
 _CLOSE = 1e-9
@@ -72,21 +73,21 @@ StepPrice = Callable[[Sequence[Question]], Sequence[Sequence[float]]]
 
 
 def priced_by(functions: Sequence[Callable[[Constants], float]]) -> StepPrice:
-    """The price of steps that are given as a function each."""
+    """Return the price function of steps that are given as a function each."""
     return lambda questions: [[functions[i](constants) for i in steps] for constants, steps in questions]
 
 
 @dataclass(frozen=True)
 class FittedRange:
-    """Where a constant may lie, and the width (log) of the prior around the value it has."""
+    """The range of a constant, and the width (log) of the prior around its value."""
 
     low: float
     high: float
     width: float
 
 
-# By name, the first pattern that matches. A share cannot pass what it is a share of; a little above 1 where that is
-# itself fitted. Widths: 5 to 10 % where hardware settles it, a factor of 2 where software does.
+# By name, the first pattern that matches. A share cannot pass the whole; a little above 1 where the whole is itself
+# fitted. Widths: 5 to 10 % where hardware settles it, a factor of 2 where software does.
 _RANGES: tuple[tuple[str, FittedRange], ...] = (
     (r"sustained_.*", FittedRange(0.6, 1.0, 0.07)),
     (r"memory_share", FittedRange(0.5, 1.0, 0.1)),
@@ -102,20 +103,21 @@ _RANGES: tuple[tuple[str, FittedRange], ...] = (
 
 
 def range_of(name: str, value: float) -> FittedRange:
-    """Of a constant; wide enough for the value that it has."""
+    """Return the range of a constant, wide enough for its value."""
     found = next(r for pattern, r in _RANGES if re.fullmatch(pattern, name))
     return FittedRange(min(found.low, value), max(found.high, value), found.width)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the fit says of one constant.
+    """The result of the fit for one constant.
 
     Attributes:
-        before, value: as it was and as it came out; the same where it is not `fitted`.
-        groups: those with steps that depend on it; num_steps: how many such steps.
-        standard_error: of its logarithm (relative, where small), from the curvature of what is minimised: close to
-            `prior_width` means that the steps say nothing about it.
+        before, value: before and after the fit; equal if it is not `fitted`.
+        groups: the groups with steps that depend on it.
+        num_steps: how many steps depend on it.
+        standard_error: of its logarithm (relative, where small), from the curvature of the objective; close to
+            `prior_width` if the steps do not determine it.
         at_bound: it ended at the end of its range.
     """
 
@@ -137,7 +139,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Constants, what is known of each, and log(predicted / measured) of every step before and after."""
+    """Constants, a row for each, and log(predicted / measured) of every step before and after the fit."""
 
     constants: Constants
     rows: Mapping[str, Row]
@@ -149,11 +151,11 @@ class Fitted:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Of fits without one group each.
+    """The results of fits without one group each.
 
     Attributes:
         errors: log(predicted / measured) of every step by the constants of the fit without its group.
-        constants: by group that was left out.
+        constants: by the group that was left out.
         span: lowest and highest value of every constant among them.
     """
 
@@ -164,7 +166,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class _Linear:
-    """r(z) = residual + jacobian (z - at), and all that a fit of it needs; logarithms, columns by `names`."""
+    """The model r(z) = residual + jacobian (z - at), and all that a fit of it needs; logarithms, columns by `names`."""
 
     names: tuple[str, ...]
     prior: Floats
@@ -177,17 +179,18 @@ class _Linear:
     group: NDArray[np.int64]
 
     def weights(self, kept: NDArray[np.bool_]) -> Floats:
-        """One group counts once."""
+        """Return the weight of every step, so that a group counts once."""
         sizes = np.bincount(self.group[kept], minlength=int(self.group.max()) + 1)
         return np.where(kept, 1.0 / np.maximum(1, sizes[self.group]), 0.0)
 
     def determining(self, kept: NDArray[np.bool_]) -> list[set[int]]:
-        """By constant: the groups with steps that depend on it."""
+        """Return, per constant, the groups with steps that depend on it."""
         felt = (np.abs(self.jacobian) >= LEAST_ELASTICITY) & kept[:, None]
         return [set(self.group[felt[:, j]].tolist()) for j in range(len(self.names))]
 
     def solve(self, weights: Floats, free: NDArray[np.bool_], radius: float) -> tuple[Floats, Floats]:
-        """z within bounds and radius (others as in the prior), and the curvature of the objective there."""
+        """Return z within bounds and radius (constants that are not free as in the prior), and the objective's
+        curvature."""
         z = np.where(free, self.at, self.prior)
         low = np.where(free, np.maximum(self.low, self.at - radius), self.prior)
         high = np.where(free, np.minimum(self.high, self.at + radius), self.prior)
@@ -207,7 +210,7 @@ class _Linear:
 
 
 def _bounded(curvature: Floats, gradient: Floats, z: Floats, low: Floats, high: Floats) -> Floats:
-    """The least of a convex quadratic in a box, by coordinates (it converges for any positive definite curvature)."""
+    """Minimise a convex quadratic in a box, by coordinates (it converges for any positive definite curvature)."""
     step, g = np.zeros_like(z), gradient.copy()
     for _ in range(200):
         largest = 0.0
@@ -225,7 +228,7 @@ def _bounded(curvature: Floats, gradient: Floats, z: Floats, low: Floats, high: 
 
 
 def objective(residual: Floats, weights: Floats, z: Floats, prior: Floats, width: Floats) -> float:
-    """What is minimised; see the top of the file."""
+    """Return the objective of the fit; see the top of the file."""
     a = np.abs(residual) / SCALE
     huber = np.where(a <= HUBER, a**2 / 2, HUBER * (a - HUBER / 2))
     return float(np.sum(weights * huber) + np.sum(((z - prior) / width) ** 2) / 2)
@@ -253,10 +256,15 @@ def fit(
     rounds: int = 4,
     looseness: float = 1.0,
 ) -> Fitted:
-    """Constants `names` (none: all) of `start` fitted to steps. Constants that are 0 stay.
+    """Fit the constants `names` (none: all) of `start` to steps. Constants that are 0 stay.
 
-    `looseness`: factor on the widths of all priors.
-    Raises: AutoplanError for no steps, a step without a price, or a constant that is not known.
+    Args:
+        least_groups: a constant is fitted if steps of so many groups depend on it.
+        rounds: the most rounds of the fit.
+        looseness: factor on the widths of all priors.
+
+    Raises:
+        AutoplanError: for no steps, a step without a price, or an unknown constant.
     """
     _check_arguments(steps, least_groups, rounds, looseness)
     chosen = _names(names, start)
@@ -281,7 +289,7 @@ def fit(
     weights, radius, done = linear.weights(kept), _RADIUS, 0
     felt: list[Sequence[int]] = [everything] * len(chosen)
     linear = _differences(linear, steps, price, start, felt)
-    # what no step depends on in the first round is not asked again: most constants are of one family of devices
+    # constants that a step does not depend on in the first round are not priced again: most belong to one device family
     felt = [np.flatnonzero(linear.jacobian[:, j]).tolist() for j in range(len(chosen))]
     free = np.array([len(found) >= least_groups for found in linear.determining(kept)], dtype=bool)
     best = objective(before, weights, linear.at, prior, linear.width)
@@ -309,12 +317,14 @@ def fit(
 def held_out_errors(
     fitted: Fitted, steps: Sequence[MeasuredStep], price: StepPrice, *, least_groups: int = LEAST_GROUPS
 ) -> HeldOut:
-    """Fit again without each group, and price it with what came out.
+    """Fit without each group in turn, and price that group with the result.
 
-    The fits are those of the linear model where the whole fit ended; as far as they go from there, true prices of the
-    steps that are left decide (a search along the line, as in `fit`). A constant that without the group has too few
-    groups left goes back to where it was before the fit, by the same rule. Raises: AutoplanError if there is only one
-    group.
+    Each fit solves the linear model at the end of the whole fit; how far it goes from there is decided by true prices
+    of the remaining steps (a line search, as in `fit`). A constant that has too few groups left without the group
+    returns to its value before the fit, by the same rule.
+
+    Raises:
+        AutoplanError: if there is only one group.
     """
     linear, labels = fitted.linear, sorted({s.group for s in steps})
     if len(labels) < 2:
@@ -371,7 +381,7 @@ def _logs(steps: Sequence[MeasuredStep], indices: Sequence[int], seconds: Sequen
 def _differences(
     linear: _Linear, steps: Sequence[MeasuredStep], price: StepPrice, start: Constants, asked: Sequence[Sequence[int]]
 ) -> _Linear:
-    """With the jacobian at `at`, by one difference per constant, away from a bound where it is near one."""
+    """Return the model with the jacobian at `at`: one difference per constant, away from a bound that is near."""
     jacobian = np.zeros((len(steps), len(linear.names)))
     measured = np.log([s.measured_s for s in steps])
     questions: list[Question] = []
@@ -423,7 +433,7 @@ def _rows(
 
 
 def group_errors(steps: Sequence[MeasuredStep], logs: Floats) -> dict[str, float]:
-    """Mean |log(predicted / measured)| by group, in order of their names."""
+    """Return the mean |log(predicted / measured)| by group, in order of their names."""
     found: dict[str, list[float]] = {}
     for step, value in zip(steps, np.abs(logs), strict=True):
         found.setdefault(step.group, []).append(float(value))
@@ -431,15 +441,15 @@ def group_errors(steps: Sequence[MeasuredStep], logs: Floats) -> dict[str, float
 
 
 def macro(steps: Sequence[MeasuredStep], logs: Floats) -> float:
-    """Mean over groups of that, each counting once."""
+    """Return the mean over groups of `group_errors`, each group counting once."""
     return float(np.mean(list(group_errors(steps, logs).values())))
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What share of measured / predicted lies between `low` and `high` (factors), aimed at `aimed`.
+    """The factors `low` and `high` between which measured / predicted is to lie for the share `aimed` of steps.
 
-    `covered`: of steps whose group had no part in the quantiles, each group counting once.
+    `covered`: the share of steps inside, of groups that had no part in the quantiles, each group counting once.
     """
 
     aimed: float
@@ -449,16 +459,19 @@ class Interval:
 
     @property
     def width(self) -> float:
-        """Relative to the prediction."""
+        """The width relative to the prediction."""
         return self.high - self.low
 
 
 def interval(steps: Sequence[MeasuredStep], errors: Floats, aimed: float) -> Interval:
-    """Central interval of measured / predicted from held-out errors, each group counting once, but one of few steps
-    (under `FEW_STEPS`) by their share of these: a single step is no tail.
+    """Return the central interval of measured / predicted from held-out errors, each group counting once.
 
-    Its coverage is that of intervals from the other groups (leave-one-out conformal: Vovk, 2015). AutoplanError for a
-    single group or a share outside (0, 1).
+    A group of few steps (under `FEW_STEPS`) counts by their share of these: a single step is not a tail. The coverage
+    is
+    that of intervals from the other groups (leave-one-out conformal: Vovk, 2015).
+
+    Raises:
+        AutoplanError: for a single group or a share outside (0, 1).
     """
     if not 0 < aimed < 1:
         raise AutoplanError(f"aimed={aimed!r} is a share of steps; it must lie in (0, 1)")

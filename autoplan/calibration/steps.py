@@ -1,4 +1,4 @@
-"""A user's measured training steps, and what a planned step costs at other constants.
+"""A user's measured training steps, and the price of a planned step at other constants.
 
     - name: tp4                                 # optional; a YAML list of such steps
       model: llama-3.1-8b                       # as on the command line; so are the next three
@@ -9,8 +9,8 @@
       precision: bf16                           # optional from here on
       mode: fused
       options: {attention: fused, launch: graphs, overlap: [tp]}    # any of RunOptions, by its name
-      degrees: {tp: 4, recompute: full}         # what is left out: as `autoplan estimate` has it
-      group: tuesday                            # steps that err together count once; left out: each by itself
+      degrees: {tp: 4, recompute: full}         # omitted ones: as in `autoplan estimate`
+      group: tuesday                            # steps that err together count once; omitted: each by itself
 
 Files that a file names are looked for beside it.
 """
@@ -47,7 +47,7 @@ _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A configuration with its layout, found once: all that a price at other constants needs."""
+    """A configuration with its layout, found once: everything that a price at other constants needs."""
 
     request: PlanRequest
     config: ParallelConfig
@@ -55,12 +55,13 @@ class PlannedStep:
 
     @staticmethod
     def of(request: PlanRequest, config: ParallelConfig) -> PlannedStep:
-        """With the layout that is best at the request's constants. Raises what `estimate_config` raises."""
+        """Plan a step with the layout that is best at the request's constants. Raises what `estimate_config` raises."""
         found = estimate_config(request, config)
         return PlannedStep(request, found.config, found.point.workload)
 
     def step_s(self, constants: Constants) -> float:
-        """Seconds of one step; layout, stages and recompute stay, everything else is priced anew."""
+        """Return the seconds of one step at `constants`; layout, stages and recompute stay, the rest is priced
+        again."""
         request = replace(self.request, constants=constants)
         costs, config = request.costs, self.config
         times = op_times(self.workload, costs)
@@ -78,8 +79,11 @@ class Measured:
 
 
 def read_steps(path: str | Path, constants: Constants, profile: Profile | None = None) -> list[Measured]:
-    """The steps of a file, with layouts found at `constants`. PinError names the file, the step, the field and what
-    would work."""
+    """Return the steps of a file, with layouts found at `constants`.
+
+    Raises:
+        PinError: names the file, the step, the field and what would work.
+    """
     where = f"steps file {path}"
     data = read_yaml(path, where)
     if not isinstance(data, list) or not data:
@@ -167,10 +171,10 @@ def _count(name: str, value: object) -> Any:
 
 
 def _beside(text: str, folder: Path, endings: tuple[str, ...]) -> str:
-    """A file that a file names lies beside it; what is no file stays as it is."""
+    """Return the path of a file beside the steps file; text that does not name a file is returned as it is."""
     return str(folder / text) if text.partition("@")[0].endswith(endings) else text
 
 
 def functions(measured: Sequence[Measured]) -> list[Callable[[Constants], float]]:
-    """The price of each, for `fit.priced_by`."""
+    """Return the price of each step, for `fit.priced_by`."""
     return [m.planned.step_s for m in measured]

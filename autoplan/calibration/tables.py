@@ -11,18 +11,18 @@ from rich.table import Table
 from autoplan.calibration.fit import Fitted, HeldOut, Interval, MeasuredStep, Row, group_errors, macro
 from autoplan.cost_models.constants import Constants
 
-_DIGITS = 4  # of values that are stored: far finer than any error
+_DIGITS = 4  # of stored values: far finer than any error
 
 
 def rounded(constants: Constants) -> Constants:
-    """To the digits that a file holds."""
+    """Round the constants to the digits that a file holds."""
     return constants.with_({n: float(f"{v:.{_DIGITS}g}") for n, v in constants.values.items()})
 
 
 def constants_table(fitted: Fitted, held: HeldOut | None, group: str) -> Table:
-    """A row per constant that a step depends on. `group`: what a group is called.
+    """Return a table with a row per constant that a step depends on. `group`: the word for a group.
 
-    State `few steps`: those of too few groups, so that it stays; `prior holds`: fitted, but not determined.
+    State `few steps`: too few groups depend on it, so it stays. `prior holds`: fitted, but not determined.
     """
     table = Table(title="Constants", title_justify="left")
     table.add_column("constant")
@@ -48,7 +48,7 @@ def constants_table(fitted: Fitted, held: HeldOut | None, group: str) -> Table:
 
 
 def state(row: Row) -> str:
-    """What the fit did with a constant, in words."""
+    """Return a word for what the fit did with a constant."""
     if not row.fitted:
         return "few steps"
     if row.at_bound:
@@ -57,7 +57,7 @@ def state(row: Row) -> str:
 
 
 def groups_table(steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | None, group: str) -> Table:
-    """Mean |log(predicted / measured)| by group, and the mean over groups."""
+    """Return a table of mean |log(predicted / measured)| by group, and the mean over groups."""
     columns = {"before": fitted.before, "in sample": fitted.after} | ({"held out": held.errors} if held else {})
     errors = [group_errors(steps, logs) for logs in columns.values()]
     table = Table(title="Errors", title_justify="left")
@@ -72,7 +72,7 @@ def groups_table(steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | 
 
 
 def interval_text(found: Interval) -> str:
-    """One line."""
+    """Return one line about an interval."""
     return (
         f"interval from held-out errors: measured / predicted in [{found.low:.2f}, {found.high:.2f}] aims at "
         f"{found.aimed:.0%} of steps; of groups that had no part in it, it covers {found.covered:.0%}; its width is "
@@ -87,10 +87,12 @@ def stored(
     intervals: Sequence[Interval] = (),
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The data of a constants file (`Constants.load`), with where every value comes from.
+    """Return the data of a constants file (`Constants.load`), with the source of every value.
 
-    standard_error, prior_width: of the logarithm. held_out_error: mean |log(predicted / measured)| of the groups that a
-    constant depends on, each predicted without itself. error, errors: over groups and by group.
+    standard_error, prior_width: of the logarithm.
+    held_out_error: mean |log(predicted / measured)| of the groups that a constant depends on, each predicted by a fit
+    without it.
+    error, errors: over groups and by group.
     """
     by_group = {"before": group_errors(steps, fitted.before), "in_sample": group_errors(steps, fitted.after)}
     if held is not None:

@@ -1,5 +1,9 @@
 """Capture: an nn.Module and an example batch become a ModelGraph (`export.capture`).
 
-`frontend` traces the module by torch.export, `translate` turns ATen into IR nodes by the table of `ops`, `passes`
-rewrite that `trace`, `layers` cuts it into blocks and calls. `source` starts from a name, a path or a factory.
+`frontend`: trace the module by torch.export.
+`ops`, `translate`: turn its ATen operations into IR nodes, by the records of the ops.
+`trace`: the flat graph that this gives.
+`passes`: rewrite the flat graph.
+`layers`: cut it into blocks and calls.
+`export`: the whole chain. `source`: the same from a name, a path or a factory.
 """

@@ -1,8 +1,7 @@
 """Capture: nn.Module + example inputs -> ModelGraph, by torch.export (non-strict, pre-dispatch ATen, fake tensors).
 
-The chain, in order (`capture`): wrap model and loss -> export with symbolic batch and sequence, layers marked -> inline
-no_grad regions -> translate ATen to IR ops -> cut into blocks and merge identical ones -> normalise the loss -> infer
-factors -> check.
+`capture` runs, in order: wrap model and loss; export with symbolic batch and sequence and marked layers; inline no_grad
+regions; translate ATen to IR ops; cut into blocks and merge identical ones; normalise the loss; infer factors; check.
 """
 
 from __future__ import annotations
@@ -44,15 +43,18 @@ def capture(
     """Capture `model` and its loss.
 
     Args:
-        model: an ordinary module (its classes untouched; parameters may be on any device, also fake or meta; what is on
-            an accelerator is captured as if it were on the host).
-        example_inputs: name -> tensor; dim 0 is the batch, dim 1 the sequence where it equals the first input's, or a
-            second sequence with a length of its own (`capture.frontend.lengths`). Only shapes and dtypes matter.
+        model: an ordinary module. Its classes stay untouched. Its parameters may be on any device, also fake or meta;
+            tensors on an accelerator are captured as if they were on the host.
+        example_inputs: name -> tensor. Only shapes and dtypes matter. Dim 0 is the batch. Dim 1 is the sequence if it
+            is
+            as long as that of the first input, else it may be a second sequence (`capture.frontend.lengths`).
         loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
 
-    Returns: a checked ModelGraph with factors; its loss is a sum over valid tokens divided by the input
-        `loss_denominator`.
-    Raises: CaptureError naming the op and the source line that cannot be captured.
+    Returns:
+        A checked ModelGraph with factors. Its loss is a sum over valid tokens divided by the input `loss_denominator`.
+
+    Raises:
+        CaptureError: names the op and the source line that cannot be captured.
     """
     check_arguments(model, example_inputs, loss_fn)
     _refuse_autocast()
@@ -98,7 +100,7 @@ def _capture(
 
 
 def _refuse_autocast() -> None:
-    """CaptureError inside a torch.autocast region of the caller: what it casts is not in the graph."""
+    """Raise CaptureError inside a torch.autocast region of the caller, since the graph does not contain its casts."""
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
             raise CaptureError(
@@ -110,10 +112,10 @@ def _refuse_autocast() -> None:
 def _exported(
     wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    """One trace; `ledger` says which masks of a Hugging Face model are tensors in it."""
+    """Export once; `ledger` says which masks of a Hugging Face model are tensors in this trace."""
     model = wrapper.model
     with ExitStack() as stack:
-        stack.enter_context(tracer.active())  # first: what is patched below differs from layer to layer
+        stack.enter_context(tracer.active())  # first: the patches below make layers differ from one another
         stack.enter_context(capture_experts(model))
         if is_hf_model(model):
             stack.enter_context(capture_attention(model, ledger))
@@ -123,7 +125,7 @@ def _exported(
 
 
 def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """Parameters and buffers by their first name; further names of the same tensor are aliases."""
+    """Return (parameters, buffers) by their first name; further names of the same tensor are aliases."""
 
     def collect(pairs: Any) -> dict[str, Parameter]:
         names: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""ATen op -> IR op: the arguments of an op, and what becomes of them by the op's record.
+"""Lower one ATen op to IR ops, by the records of the ops.
 
 An op that no record names is refused with its source line.
 """
@@ -16,7 +16,7 @@ from autoplan.ops.table import ATEN, op_has
 
 OPS: dict[str, Lowering] = dict(ATEN)
 
-# Arguments that show in the shape, dtype or place of what an operation makes, which are taken from there.
+# Arguments that show in the shape, dtype or place of the result, and are read from there.
 _SHOWN = frozenset(
     "size shape sizes chunks split_size split_sizes start_dim end_dim memory_format device layout pin_memory "
     "non_blocking copy implicit enable_gqa cudnn_enable".split()
@@ -36,18 +36,20 @@ class Arguments(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As that of a dict."""
+        """Return the argument as `dict.get` does, and remember that it was read."""
         self.read.add(name)
         return super().get(name, default)
 
 
 def lower(target: str, a: Arguments, defaults: Mapping[str, Any]) -> IrResult:
-    """The IR of one ATen operation.
+    """Return the IR of one ATen operation.
 
     Args:
-        defaults: of its arguments, by the schema.
+        a: the arguments of the operation.
+        defaults: the defaults of its arguments, by the schema.
 
-    Raises: CaptureError, also for an argument that the rule here does not know and that is not at its default.
+    Raises:
+        CaptureError: also for an argument that the op's record does not read and that is not at its default.
     """
     result = OPS[target](a)
     if isinstance(result, Alias):

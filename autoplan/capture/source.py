@@ -1,4 +1,4 @@
-"""Graphs of models that are named, not held: a Hugging Face config, or a factory function.
+"""Capture models that are given by a Hugging Face config or by a factory function.
 
 Both are built on fake tensors where possible (405B parameters then need no memory), and captured as usual.
 """
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 
 
 def graph_of_config(config: Mapping[str, Any], where: str) -> ModelGraph:
-    """Capture the model of a config, anew."""
+    """Capture the model of a config, without the cache."""
     model = model_from_config(config, where)
     return capture(model, _example(model))
 
 
 def _example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Fake tensors of the shapes that a language model is captured with, and labels as its class takes them."""
+    """Return fake tensors of the usual shapes for a language model, with labels of the shape that its class takes."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         example = default_example(model)
         if label_dims(model) == 1:
@@ -45,9 +45,10 @@ def _example(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_config(path: Path) -> ModelGraph:
-    """The graph of the model that a config.json describes, from the cache if it is there.
+    """Return the graph of the model that a config.json describes, from the cache if it is there.
 
-    Raises: CaptureError for a file that is missing, is no JSON object, or describes no causal language model.
+    Raises:
+        CaptureError: for a file that is missing, is not a JSON object, or does not describe a model that can be built.
     """
     try:
         config = json.loads(path.read_text())
@@ -64,7 +65,7 @@ def load_config(path: Path) -> ModelGraph:
 
 
 def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
-    """The graph of a model that is priced and not executed: what such a graph may leave out, it says."""
+    """Return the graph of a model that is priced and not executed. Its `left_out` names what the graph omits."""
 
     def make() -> ModelGraph:
         with attention_dropout_left_out() as found:
@@ -76,12 +77,13 @@ def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: Loss
 
 
 def load_factory(text: str) -> ModelGraph:
-    """The graph of what `package.module:factory` returns.
+    """Return the graph of the model that `package.module:factory` returns.
 
     The factory takes no arguments and returns a module, `(module, example_inputs)` or `(module, example_inputs,
-    loss_fn)`. It is called under fake tensors first, and on the CPU if it does not work there.
+    loss_fn)`. It is called under fake tensors first, and on the CPU if that fails.
 
-    Raises: CaptureError naming what is missing or is not of that form.
+    Raises:
+        CaptureError: names what is missing or has another form.
     """
     module_name, _, name = text.partition(":")
     try:
@@ -108,7 +110,7 @@ Built = tuple[nn.Module, Mapping[str, torch.Tensor] | None, LossFn | None]
 
 
 def _build(text: str, factory: Callable[[], Any]) -> Built:
-    """What the factory returns, on fake tensors if it can be built so."""
+    """Call the factory, on fake tensors if the model can be built so."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             made = _read(text, factory())
@@ -116,7 +118,7 @@ def _build(text: str, factory: Callable[[], Any]) -> Built:
             return made
     except CaptureError:
         raise
-    except Exception as exc:  # it needs values, e.g. loads a checkpoint: build it for real, errors included
+    except Exception as exc:  # it needs values, e.g. loads a checkpoint: build it on the CPU and show its errors
         _log.debug("%s cannot be built on fake tensors: %s", text, exc)
     try:
         return _read(text, factory())

@@ -1,4 +1,4 @@
-"""Trace: the flat graph of a model as IR nodes, between the translation of ATen and its cut into blocks."""
+"""Trace: the flat graph of a model as IR nodes, after the translation of ATen and before the cut into blocks."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Trace:
     output: str = ""
 
     def flow(self) -> Dataflow:
-        """What depends on what among `nodes`, by index."""
+        """Return the dependences among `nodes`, by index."""
         return Dataflow([(node.tensor_inputs, node.outputs) for node in self.nodes])
 
     def append(self, node: Node, layer: str) -> None:
-        """Add a node at the end, in a layer ("": outside)."""
+        """Add a node at the end of the layer ("": outside layers)."""
         self.insert(len(self.order), node, layer)
 
     def insert(self, place: int, node: Node, layer: str = "") -> None:
-        """Add a node before the entry `place` of the program order, in a layer ("": outside)."""
+        """Add a node before entry `place` of the program order, in the layer ("": outside layers)."""
         self.region[node.name] = layer
         self.order.insert(place, ("node", len(self.nodes)))
         self.nodes.append(node)
 
     def insert_after(self, index: int, node: Node) -> None:
-        """Add a node directly after node number `index`, in the layer of that one."""
+        """Add a node directly after node number `index`, in the same layer."""
         self.insert(self.order.index(("node", index)) + 1, node, self.region[self.nodes[index].name])

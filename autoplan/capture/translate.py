@@ -40,16 +40,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """'file:line' of the user's code that made the node (base name only)."""
+    """Return 'file:line' of the user's code that made the node (base name only)."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     if found and found[-1][0] == inputs.__file__:
-        return "the loss function"  # torch records no frame inside it, only our call of it
+        return "the loss function"  # torch records no frame inside it, only the call
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
 
 
 def _restore_users(module: fx.GraphModule) -> None:
-    """Copy the graph where torch.export left a node out of the users of its arguments (Phi-4 multimodal, torch 2.13):
-    erasing such a node fails."""
+    """Copy the graph if torch.export left a node out of the users of its arguments (Phi-4 multimodal, torch 2.13).
+
+    Erasing such a node would fail.
+    """
     if all(node in argument.users for node in module.graph.nodes for argument in node.all_input_nodes):
         return
     whole = fx.Graph()
@@ -58,7 +60,7 @@ def _restore_users(module: fx.GraphModule) -> None:
 
 
 def _source_within(module: fx.GraphModule, region: Any) -> str:
-    """'file:line' of the first line of the user's code that a region runs."""
+    """Return 'file:line' of the first line of the user's code that a region runs."""
     sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
     for node in sub.graph.nodes:
         frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
@@ -69,13 +71,13 @@ def _source_within(module: fx.GraphModule, region: Any) -> str:
 
 
 def _scope_of(node: fx.Node) -> str:
-    """Path of the module whose forward made the node, relative to the user's model."""
+    """Return the path of the module whose forward made the node, relative to the user's model."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
 
 
 class Translator:
-    """ATen graph -> Trace."""
+    """Translates the ATen graph of one exported program into a Trace."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Translator:
         """Translate the whole graph."""
         module = self.program.graph_module
         _restore_users(module)
-        module.graph.eliminate_dead_code()  # first: what the loss does not need also need not be supported
+        module.graph.eliminate_dead_code()  # first: code that the loss does not need may use unsupported ops
         self._placeholders()
         self._graph(module, module.graph)
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]
@@ -187,7 +189,7 @@ class Translator:
             self._op(target, node)
 
     def _fill(self, node: fx.Node) -> None:
-        """A number written into a slice."""
+        """Translate a number that is written into a slice."""
         written, value = self.env[self._first(node)], cast(tuple[Any, ...], node.args)[1]
         number = self.env.get(value) if isinstance(value, fx.Node) else value
         scalar = number.value if isinstance(number, Constant) else number
@@ -203,7 +205,7 @@ class Translator:
         return cast(fx.Node, node.args[0])
 
     def _unfinished(self, node: fx.Node) -> Assembly | Window | None:
-        """The tensor that is being filled of which this node takes a slice, if it does."""
+        """Return the tensor being filled of which this node takes a slice; None if there is none."""
         found = self.env.get(self._first(node))
         return found if isinstance(found, Window) or (isinstance(found, Assembly) and not found.complete) else None
 
@@ -215,7 +217,10 @@ class Translator:
         return isinstance(value, torch.Tensor)
 
     def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """A torch.autocast region: one that is off changes nothing, as nothing else casts (`_refuse_autocast`)."""
+        """Inline a torch.autocast region that is off; it changes nothing, as nothing else casts (`_refuse_autocast`).
+
+        Raises CaptureError for a region that is on.
+        """
         kind, dtype, enabled, _, region, *inputs = node.args
         if enabled:
             where = _source_within(module, region) or node.name
@@ -233,7 +238,7 @@ class Translator:
         inputs: Sequence[Any],
         without_gradients: bool = False,
     ) -> None:
-        """The nodes of a region, in place; those of a torch.no_grad region compute with detached inputs."""
+        """Translate the nodes of a region in place. Nodes of a torch.no_grad region compute with detached inputs."""
         sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
         inner = [n for n in sub.graph.nodes if n.op == "placeholder"]
         for placeholder, actual in zip(inner, inputs, strict=True):
@@ -248,7 +253,7 @@ class Translator:
         given = {id(p): self.env.get(actual) for p, actual in zip(inner, inputs, strict=True)}
 
         def value(o: fx.Node) -> Any:
-            return given.get(id(o), self.env[o])  # what is handed through keeps its gradient
+            return given.get(id(o), self.env[o])  # a value that the region passes through keeps its gradient
 
         self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
 
@@ -303,7 +308,7 @@ class Translator:
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
     def _out_of_place(self, target: str, node: fx.Node) -> str:
-        """The operation that makes a new tensor instead of one that changes a tensor which nobody else sees."""
+        """Return the op that makes a new tensor in place of one that changes a tensor nobody else sees."""
         changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if not isinstance(changed, Assembly) or not changed.complete:
             return out_of_place(target, node, set()) or target
@@ -312,7 +317,7 @@ class Translator:
         return out_of_place(target, node, windows | whole) or target
 
     def _refusal(self, target: str, node: fx.Node) -> CaptureError:
-        """Why an operation without a rule cannot be captured."""
+        """Return the error that says why an operation without a rule cannot be captured."""
         where = source_of(node)
         if target.split(".")[1].endswith("_"):
             changed = self.env.get(self._first(node))
@@ -326,7 +331,7 @@ class Translator:
         )
 
     def _is_noop(self, result: Any, node: fx.Node) -> bool:
-        """A cast to the same dtype, or a reshape/expand to the same shape."""
+        """Return True for a cast to the same dtype, or a reshape or expand to the same shape."""
         traits = op_record(result.op).traits if isinstance(result, IrOp) else frozenset()
         if not isinstance(result, IrOp) or traits.isdisjoint((Trait.CAST, Trait.RESIZES)):
             return False
@@ -360,7 +365,7 @@ class Translator:
         return base if count == 0 else f"{base}_{count}"
 
     def _arguments(self, node: fx.Node) -> tuple[Arguments, dict[str, Any]]:
-        """Those given, and the defaults of all."""
+        """Return the given arguments and the defaults of all arguments."""
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         out = Arguments()
         for argument, value in zip(schema, node.args, strict=False):

@@ -1,12 +1,12 @@
-"""Clocks, power and company of the devices, before and after measuring: times hold at the clocks they were taken at.
+"""Clocks, power and other processes of the devices, before and after measuring: times hold at the clocks they have.
 
-GPUs by `nvidia-smi --query-gpu` while they are kept busy (an idle one rests at a fraction of its clock); CPUs by the
-fastest core of /proc/cpuinfo, which is one that works, and the governor of cpufreq. Virtual machines often show a
-constant clock. A figure that the driver does not give is None.
+GPUs are read by `nvidia-smi --query-gpu` while they are kept busy (an idle one rests at a fraction of its clock). CPUs
+are read by the fastest core of /proc/cpuinfo, which is a working one, and the governor of cpufreq. Virtual machines
+often show a constant clock. A figure that the driver does not give is None.
 
-`measure_clock` tells what the clocks come to: a large product in short bursts, as operations are measured, and after
-seconds without a pause, as in training, when a GPU is at its limit of power. Not on CPUs, which are measured under load
-of all ranks, each in chains that follow one another closely.
+`measure_clock` measures the effect of the clocks: the time of a large product in short bursts, as operations are
+measured, and after seconds without a pause, as in training, when a GPU is at its power limit. CPUs are left out: they
+are measured under load of all ranks, each in chains that follow one another closely.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ CLOCK_QUERY = (
     "--format=csv,noheader,nounits",
 )
 PROCESS_QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
-WARNING = "warning: "  # how notes begin that put the times in doubt
-_FALLEN = 0.05  # of a clock: more than this is told
+WARNING = "warning: "  # the first word of notes that put the times in doubt
+_FALLEN = 0.05  # of a clock: a larger fall is reported
 SUSTAINED_S = 10.0  # of load without a pause
-_LAST_S = 1.0  # of it, which count
-_BURST_S, _PAUSE_S, _BURSTS = 0.03, 0.1, 9  # a burst as long as an operation is measured, and a rest before it
-_PIECE_S = 0.25  # of the load, between two looks at the clock: the gaps in between are a hundredth of that
+_LAST_S = 1.0  # the part of it that counts
+_BURST_S, _PAUSE_S, _BURSTS = (
+    0.03,
+    0.1,
+    9,
+)  # a burst is as long as an operation's measurement; a rest before it
+_PIECE_S = 0.25  # of load between two looks at the clock; the gaps in between are a hundredth of it
 _MAX_PIECE = 800  # products: the queue of launches holds about 1,000
-_SIZE, _DTYPE = 8192, torch.bfloat16  # of the product: what training spends most power on
+_SIZE, _DTYPE = 8192, torch.bfloat16  # of the product that takes most power in training
 
 
 @dataclass(frozen=True)
 class DeviceState:
-    """One device at one time. `num_processes` that compute on it, as far as the driver tells (not through containers).
+    """The state of one device at one time. For a CPU: the fastest core, and the kernel's governor of clocks.
 
-    For a CPU: the fastest core, and how the kernel chooses clocks.
+    `num_processes`: processes that compute on it, as far as the driver can see (not through containers).
     """
 
     index: int
@@ -57,17 +61,17 @@ class DeviceState:
     governor: str = ""
 
     def data(self) -> dict[str, Any]:
-        """What is known, as plain data."""
+        """Return the known figures as plain data."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v not in (None, "")}
 
 
 def _figure(text: str) -> float | None:
-    """nvidia-smi writes [N/A], [Not Supported] or [Unknown Error] for what it cannot tell."""
+    """Read a figure; None for [N/A], [Not Supported] or [Unknown Error], which nvidia-smi writes for unknown ones."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
 def parse_clocks(text: str, processes: str = "") -> tuple[DeviceState, ...]:
-    """Devices of `CLOCK_QUERY` with the processes of `PROCESS_QUERY`. Unreadable for a line of another form."""
+    """Return the devices of `CLOCK_QUERY` with the processes of `PROCESS_QUERY`. Raises Unreadable for other lines."""
     counts: dict[str, int] = {}
     for line in filter(None, map(str.strip, processes.splitlines())):
         uuid = line.partition(",")[0].strip()
@@ -84,7 +88,7 @@ def parse_clocks(text: str, processes: str = "") -> tuple[DeviceState, ...]:
 
 
 def read_states(system: System, device_type: str) -> tuple[DeviceState, ...]:
-    """All devices of this machine now. Unreadable if its driver does not answer."""
+    """Return the state of all devices of this machine. Raises Unreadable if its driver does not answer."""
     if device_type == "cuda":
         clocks = system.run(*CLOCK_QUERY)
         try:
@@ -101,7 +105,7 @@ def read_states(system: System, device_type: str) -> tuple[DeviceState, ...]:
 
 
 def warnings(before: Sequence[DeviceState], after: Sequence[DeviceState], where: str = "") -> list[str]:
-    """Devices whose clock fell by more than 5 %, or that others computed on as well."""
+    """Return warnings about devices whose clock fell by more than 5 %, or that other processes used, too."""
     out, first = [], {s.index: s for s in before}
     for state in after:
         name = f"device {state.index}{where}"
@@ -120,7 +124,7 @@ def warnings(before: Sequence[DeviceState], after: Sequence[DeviceState], where:
 
 
 def load_warning(load: float, local_processes: int, num_cores: int) -> list[str]:
-    """Where other programs (a load average before measuring) leave fewer cores than the processes that measure."""
+    """Return a warning if other programs (a load average before measuring) leave too few cores for the processes."""
     if load + local_processes <= num_cores + 0.5:
         return []
     return [
@@ -130,7 +134,7 @@ def load_warning(load: float, local_processes: int, num_cores: int) -> list[str]
 
 
 def large_product(device: torch.device) -> Callable[[], object]:
-    """One product of random numbers, which draws the power that training does (ones draw less)."""
+    """Return one product of random numbers, which draws as much power as training does (ones draw less)."""
     a, b, out = (torch.randn(_SIZE, _SIZE, device=device).to(_DTYPE) for _ in range(3))
     return lambda: torch.mm(a, b, out=out)
 
@@ -138,13 +142,13 @@ def large_product(device: torch.device) -> Callable[[], object]:
 def measure_clock(
     job: Job, product: Callable[[], object], pause: Callable[[float], None] = time.sleep
 ) -> dict[str, float]:
-    """Seconds of one product (`cost_models.profile.CLOCK`), of the slowest rank; nothing where there is no time.
+    """Return the seconds of one product (`cost_models.profile.CLOCK`) on the slowest rank; nothing if time is short.
 
     A collective; takes about 12 s.
 
     Args:
         job: of a device with a queue.
-        product: queues it.
+        product: queues one product.
         pause: lets the device rest for so many seconds.
     """
 

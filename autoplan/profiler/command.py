@@ -1,10 +1,10 @@
-"""`autoplan profile`: measure this machine, or the nodes of a torchrun job, write the profile, print what it holds.
+"""`autoplan profile`: measure this machine, or the nodes of a torchrun job, write the profile, print its contents.
 
     autoplan profile --processes 8 --model llama-3.1-8b --write-cluster cluster.yaml
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m autoplan profile mine
 
-Under torchrun every rank measures, rank 0 writes and prints. A node that fails is named on all of them; one that hangs
-is after the budget and a grace, or `AUTOPLAN_TIMEOUT_S`.
+Under torchrun every rank measures; rank 0 writes and prints. All ranks name a node that fails. A node that hangs is
+named after the budget and a grace period, or after `AUTOPLAN_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard
 
 _COMMAND_DEGREES = (1, 2, 4, 8)
 _COMMAND_SEQUENCE = 1024
-_FILE_WIDTH = 140  # of tables where the output is no terminal
+_FILE_WIDTH = 140  # of tables if the output is not a terminal
 
 
 def profile_command(
@@ -50,14 +50,15 @@ def profile_command(
     """Measure, write, print.
 
     Args:
-        processes: on this machine; under torchrun its ranks are what measures, and this must be left at 1.
-        model: a model of the catalog, a `config.json` or `package.module:factory`: its operations at tensor-parallel
+        processes: number of processes on this machine; must be 1 under torchrun, whose ranks measure.
+        model: a model of the catalog, a `config.json` or `package.module:factory`. Its operations at tensor-parallel
             degrees 1 to 8, one sequence of 1024 tokens, are measured first.
         out: a `.json` file; default: the user's cache, where `parallelize` finds it.
-        cluster_out: also propose a cluster file of these nodes.
+        cluster_out: file for a proposed cluster file of these nodes.
 
-    Raises: AutoplanError for an unknown model, processes this machine does not have, a cluster file that cannot be
-        written (before anything is measured), or a failure while measuring.
+    Raises:
+        AutoplanError: for an unknown model, more processes than this machine can run, a cluster file that cannot be
+            written (before anything is measured), or a failure while measuring.
     """
     alone = not under_torchrun()
     if alone and cluster_out is not None:
@@ -89,7 +90,8 @@ def profile_command(
 
 
 def _on_first(work: Callable[[], None]) -> None:
-    """Rank 0 does the work while the others wait. Its AutoplanError is raised on every rank, so that none waits on."""
+    """Run `work` on rank 0 while the others wait. Its AutoplanError is raised on every rank, so that none waits
+    forever."""
     box: list[AutoplanError | None] = [None]
     with guard():
         if dist.get_rank() == 0:
@@ -104,8 +106,12 @@ def _on_first(work: Callable[[], None]) -> None:
 
 
 def _join(budget_s: float) -> torch.device:
-    """This rank's device, and the process group of torchrun's ranks. ProfileError if not all of them come, DeviceError
-    where one has no device."""
+    """Join the process group of torchrun's ranks, and return this rank's device.
+
+    Raises:
+        ProfileError: if some ranks do not come.
+        DeviceError: if a rank has no device.
+    """
     timeout_s = None if os.environ.get(TIMEOUT_VARIABLE) else budget_s + PROFILE_GRACE_S
     try:
         return devices.start(None, devices.device_kind(None, devices.sight()), timeout_s).device
@@ -117,7 +123,7 @@ def _join(budget_s: float) -> torch.device:
 
 
 def _hand_out(profile: Profile, out: Path | str | None, cluster_out: Path | str | None) -> None:
-    """Print and write; once per job."""
+    """Print and write the profile; once per job."""
     from rich.console import Console
 
     from autoplan.profiler.show import summary

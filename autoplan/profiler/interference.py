@@ -1,15 +1,17 @@
-"""A collective beside a product: how much of it hides, and what each costs the other.
+"""Measure a collective beside a product: how much of it hides, and how much each slows the other.
 
 Both are made about equally long and started together, as ZeRO starts a gather before the block that hides it. With a
-and c their times alone and t that of both, `t = a + c - hidden`: `overlap_fraction = hidden / min(a, c)` is the share
-of computing that `exposed = c - share * a` takes off (`cost_models.time.blocks`). While the collective runs, products
-are counted: `overlap_compute_slowdown` is how much longer one takes then. `overlap_collective_slowdown` is how much
-later the collective ends. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same
+and c their times alone and t the time of both, `t = a + c - hidden`. `overlap_fraction = hidden / min(a, c)` is the
+share
+of computing that `exposed = c - share * a` takes off (`cost_models.time.blocks`). Products are counted while the
+collective runs: `overlap_compute_slowdown` is how much longer one takes then, and `overlap_collective_slowdown` how
+much
+longer the collective takes. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same
 cores.
 
-A device with a queue has something else to do until both are queued (`DeviceTimer.keep_busy`): without that lead it
-would wait for the host between the start and the collective, and again before the first product, and what it waited
-would count as not hidden.
+A device with a queue is kept busy until both are queued (`DeviceTimer.keep_busy`). Without that lead it would wait for
+the host between the start and the collective, and again before the first product, and this wait would count as not
+hidden.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import DeviceTimer
 
-_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # gathered: as much as a layer, far from latency
+_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # gathered bytes: as many as of a layer, far from latency
 _PRODUCT = {"cpu": 256, "cuda": 4096}  # rows and columns
 _DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _REPEATS = 9
@@ -35,17 +37,17 @@ _MAX_PRODUCTS = 2000
 
 
 class Streams(Protocol):
-    """What is asked of a device with streams beside its timer."""
+    """The streams of a device, beside its timer."""
 
     def side(self) -> AbstractContextManager[Any]:
-        """A stream of its own for what is queued inside."""
+        """Return a context in which work goes to a stream of its own."""
 
     def wait(self, event: Any) -> None:
-        """What is queued next waits for an event."""
+        """Make the work that is queued next wait for an event."""
 
 
 class _CudaStreams:
-    """Those of `torch.cuda`."""
+    """The streams of `torch.cuda`."""
 
     def side(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
@@ -57,7 +59,7 @@ class _CudaStreams:
 class Beside:
     """The product, the collective and their clock on one rank; random numbers, as in training, draw full power.
 
-    `streams`: of a job whose device has a queue; default: those of CUDA.
+    `streams`: of a job whose device has a queue; default: CUDA's.
     """
 
     def __init__(self, job: Job, streams: Streams | None = None) -> None:
@@ -70,21 +72,21 @@ class Beside:
         self.whole = torch.empty(part * job.world, device=job.device)
 
     def products(self, count: int) -> None:
-        """In a row; on CUDA only queued."""
+        """Run `count` products in a row; on CUDA only queue them."""
         for _ in range(count):
             torch.mm(self.a, self.b, out=self.out)
 
     def start(self) -> Any:  # Any: torch's None is for async_op=False
-        """The collective, beside what comes next."""
+        """Start the collective, beside the work that follows."""
         return _gather(self.whole, self.part, async_op=True)
 
     def alone_s(self, run: Callable[[], object]) -> float:
-        """Median of the slowest rank."""
+        """Return the median of the slowest rank's seconds."""
         run()
         return statistics.median(self.job.slowest([self.job.wall(run) for _ in range(_REPEATS)]))
 
     def both(self, count: int) -> tuple[float, float]:
-        """Seconds until the collective, and until everything, was done, from when both were started."""
+        """Return the seconds from the start of both until the collective, and until everything, was done."""
         timer = self.job.timer
         while timer is not None:
             self.job.barrier()
@@ -103,7 +105,7 @@ class Beside:
         return done or end, end
 
     def _both_on_streams(self, count: int, timer: DeviceTimer) -> tuple[float, float]:
-        """By events: `wait` makes the stream that it is called on wait, not the host."""
+        """Measure `both` by events. `wait` makes the stream that it is called on wait, not the host."""
         start, gathered, computed = (timer.event() for _ in range(3))
         timer.keep_busy()
         start.record()
@@ -120,9 +122,9 @@ class Beside:
 
 
 def measure_interference(job: Job, beside: Beside | None = None) -> dict[str, float]:
-    """`overlap_fraction` and the two slowdowns, the same on every rank; nothing on one rank. A collective.
+    """Return `overlap_fraction` and the two slowdowns, the same on every rank; nothing on one rank. A collective.
 
-    `beside`: what is run; default: products and a gather on the job's device.
+    `beside`: the work to run; default: products and a gather on the job's device.
     """
     if beside is None:
         if job.world == 1:
@@ -136,7 +138,7 @@ def measure_interference(job: Job, beside: Beside | None = None) -> dict[str, fl
     pairs = [beside.both(count) for _ in range(_REPEATS)]
     gathered_s = statistics.median(job.slowest([g for g, _ in pairs]))
     both_s = statistics.median(job.slowest([b for _, b in pairs]))
-    # once more with products that outlast the collective by far: what they lose is due to it
+    # once more with products that outlast the collective by far: their loss is due to it
     long = min(_MAX_PRODUCTS, 3 * count)
     longer_s = statistics.median(job.slowest([beside.both(long)[1] for _ in range(_REPEATS)]))
     lost_s = longer_s - long * compute_s / count

@@ -1,4 +1,4 @@
-"""What the ranks of a measuring job agree on: when to stop, whose time counts."""
+"""What the ranks of a measuring job agree on: when to stop, and whose time counts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from autoplan.profiler.ops import DeviceTimer, cuda_timer
 
 
 class Bar(Protocol):
-    """Where progress is shown."""
+    """An object that shows progress."""
 
     def advance(self, what: str) -> None:
-        """One more thing was measured."""
+        """Count one more measurement."""
 
 
 class Quiet:
     """Shows nothing."""
 
     def advance(self, what: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Job:
-    """The ranks of the default process group, with a deadline that rank 0's clock decides.
+    """The ranks of the default process group, with a deadline by rank 0's clock.
 
     Args:
         device: where tensors of the group's backend live.
-        deadline: of `time.monotonic()`.
-        timer: of the device's queue; made where the device has one.
-        sharing: ranks that share the memory of this rank's device; None: all of them do.
+        deadline: in `time.monotonic()`.
+        timer: of the device's queue; made if the device has a queue.
+        sharing: number of ranks that share the memory of this rank's device; None: all of them.
     """
 
     def __init__(
@@ -51,52 +51,55 @@ class Job:
 
     @property
     def queued(self) -> bool:
-        """Whether the device works off a queue that the host fills."""
+        """True if the device works off a queue that the host fills."""
         return self.timer is not None
 
     def until(self, share: float) -> Job:
-        """The same job with a share of the time that is left."""
+        """Return the same job with a share of the remaining time."""
         now = time.monotonic()
         return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer, self.sharing)
 
     def goes_on(self) -> bool:
-        """False once rank 0's time is over. Also brings the ranks together, so that they measure the same at once."""
+        """Return False once rank 0's time is over. Also brings the ranks together, so that they measure at the same
+        time."""
         left = torch.tensor([1 if time.monotonic() < self.deadline else 0], device=self.device)
         dist.broadcast(left, 0)
         self.barrier()
         return bool(left.item())
 
     def barrier(self) -> None:
-        """All ranks are here."""
+        """Wait until all ranks are here."""
         token = torch.zeros(1, device=self.device)
         dist.all_reduce(token)
         self.synchronize()
 
     def synchronize(self) -> None:
-        """The device is idle."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Element-wise maximum over ranks; each rank gives equally many."""
+        """Return the element-wise maximum over ranks; each rank gives equally many numbers."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return [float(v) for v in values.tolist()]
 
     def anywhere(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return True if `here` is true on any rank."""
         return bool(self.slowest([float(here)])[0])
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return every rank's value, on every rank."""
         out: list[Any] = [None] * self.world
         dist.all_gather_object(out, value)
         return out
 
     def wall(self, work: Callable[[], Any]) -> float:
-        """Seconds of `work` on this rank, which all ranks start together: of the device's events, else of the host.
+        """Return the seconds of `work` on this rank, by the device's events or else by the host's clock.
 
-        A collective. Where the host of some rank was late, all ranks repeat it with more lead, so `work` must bear it.
+        A collective: all ranks start together. If the host of some rank was late, all ranks repeat `work` with more
+        lead, so
+        it must be repeatable.
         """
         if self.timer is not None:
             while True:
@@ -111,7 +114,8 @@ class Job:
         return time.perf_counter() - start
 
     def was_late(self, late: bool) -> bool:
-        """Whether the host of some rank was (`late`: of this one). All get the longest lead, to start together."""
+        """Return True if the host of some rank was late (`late`: this one). All get the longest lead, to start
+        together."""
         if self.timer is None:
             return False
         lead, any_late = self.slowest([float(self.timer.lead), float(late)])

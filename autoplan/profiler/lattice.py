@@ -1,4 +1,4 @@
-"""Shapes to measure that are not tied to a model, from which those of any model are interpolated."""
+"""General shapes to measure, from which the shapes of any model are interpolated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _work(op: str, inputs: Sequence[TensorWork], outputs: Sequence[TensorWork], 
 
 
 def linear_task(m: int, k: int, n: int, dtype: str) -> MeasureTask:
-    """x[m, k] times a weight[n, k]."""
+    """Return the task x[m, k] times a weight[n, k]."""
     x, w = TensorWork((m, k), dtype, True), TensorWork((n, k), dtype, True)
     return MeasureTask(
         _work("linear", (x, w), (TensorWork((m, n), dtype, True),), 2.0 * m * k * n), "F.linear(x0, x1)", frozenset({1})
@@ -24,7 +24,7 @@ def linear_task(m: int, k: int, n: int, dtype: str) -> MeasureTask:
 
 
 def attention_task(b: int, h: int, s: int, d: int, dtype: str, causal: bool = True) -> MeasureTask:
-    """Scaled-dot-product attention of [b, h, s, d], as a transposed view of [b, s, h, d]."""
+    """Return the task of scaled-dot-product attention over [b, h, s, d], as a transposed view of [b, s, h, d]."""
     t = TensorWork((b, h, s, d), dtype, True)
     flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
     return MeasureTask(
@@ -55,14 +55,14 @@ _VIEWS: Mapping[str, tuple[tuple[int, ...], str]] = {  # op -> shape of its resu
 
 
 def pointwise_task(op: str, elements: int, dtype: str) -> MeasureTask:
-    """An element-wise op over `elements`."""
+    """Return the task of an element-wise op over `elements`."""
     count, text = _POINTWISE[op]
     t = TensorWork((elements,), dtype, True)
     return MeasureTask(_work(op, (t,) * count, (t,), float(elements)), text)
 
 
 def view_task(op: str, dtype: str) -> MeasureTask:
-    """A view: its time does not depend on the size."""
+    """Return the task of a view; its time does not depend on the size."""
     shape, text = _VIEWS[op]
     t = TensorWork((4, 8, 16), dtype, True)
     work = OpWork(op, (t,), (TensorWork(shape, dtype, True),), (), 0.0, 0.0)
@@ -70,7 +70,7 @@ def view_task(op: str, dtype: str) -> MeasureTask:
 
 
 def norm_task(op: str, rows: int, columns: int, dtype: str) -> MeasureTask:
-    """layer_norm, rms_norm or softmax over the last dim of [rows, columns]."""
+    """Return the task of layer_norm, rms_norm or softmax over the last dim of [rows, columns]."""
     x, w = TensorWork((rows, columns), dtype, True), TensorWork((columns,), dtype, True)
     if op == "softmax":
         return MeasureTask(_work(op, (x,), (x,), float(rows * columns), dim=-1), "torch.softmax(x0, dim=-1)")
@@ -81,26 +81,26 @@ def norm_task(op: str, rows: int, columns: int, dtype: str) -> MeasureTask:
 
 
 def cat_task(rows: int, columns: int, dtype: str) -> MeasureTask:
-    """Two halves joined along the last dim, as rotary embeddings do."""
+    """Return the task of joining two halves along the last dim, as rotary embeddings do."""
     t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 2 * columns), dtype, True)
     return MeasureTask(_work("cat", (t, t), (out,), float(2 * rows * columns), dim=-1), "torch.cat([x0, x1], dim=-1)")
 
 
 def mean_task(rows: int, columns: int, dtype: str) -> MeasureTask:
-    """Mean over the last dim, as norms that are written out do."""
+    """Return the task of a mean over the last dim, as norms without a fused kernel do."""
     t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 1), dtype, True)
     return MeasureTask(_work("mean", (t,), (out,), float(rows), dims="[-1]", keepdim=True), "x0.mean(-1, keepdim=True)")
 
 
 def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> MeasureTask:
-    """Rows of a table."""
+    """Return the task of looking up rows of a table."""
     table, ids = TensorWork((vocab, hidden), dtype, True), TensorWork((tokens,), "int64")
     work = _work("embedding", (table, ids), (TensorWork((tokens, hidden), dtype, True),), float(tokens * hidden))
     return MeasureTask(work, "F.embedding(x1, x0)", frozenset({0}), {1: vocab})
 
 
 def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
-    """Cross entropy of logits[tokens, vocab]."""
+    """Return the task of the cross entropy of logits[tokens, vocab]."""
     logits, target = TensorWork((tokens, vocab), dtype, True), TensorWork((tokens,), "int64")
     out = TensorWork((), "float32" if dtype in ("bfloat16", "float16") else dtype, True)
     work = _work("cross_entropy_sum", (logits, target), (out,), float(tokens * vocab))
@@ -108,22 +108,24 @@ def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
 
 
 def adamw_task(elements: int, dtype: str) -> MeasureTask:
-    """One AdamW update; bytes as `Costs.optimizer_s` counts them: gradient and parameter, and two moments read and
-    written."""
+    """Return the task of one AdamW update; bytes as in `Costs.optimizer_s`.
+
+    They are the gradient and parameter, and two moments read and written.
+    """
     t = TensorWork((elements,), dtype)
     work = OpWork("optimizer_adamw", (t,), (), (), 12.0 * elements, 7.0 * t.num_bytes)
     return MeasureTask(work, "")
 
 
 def accumulate_task(elements: int, dtype: str) -> MeasureTask:
-    """A gradient added to the one that is there, as `Costs.accumulate_s` counts it."""
+    """Return the task of adding a gradient to the existing one; bytes as in `Costs.accumulate_s`."""
     t = TensorWork((elements,), dtype)
     work = OpWork("grad_accumulate", (t,), (), (), float(elements), 3.0 * t.num_bytes)
     return MeasureTask(work, "")
 
 
 def every_step_tasks(dtype: str) -> list[MeasureTask]:
-    """What every step does beside the model's operations: the optimizer, adding gradients."""
+    """Return the tasks that every step has beside the model's operations: the optimizer, adding gradients."""
     return [make(1 << k, dtype) for make in (adamw_task, accumulate_task) for k in (8, 12, 16, 20, 22)]
 
 
@@ -132,7 +134,8 @@ def _cheap(task: MeasureTask, max_flops: float, max_bytes: float) -> bool:
 
 
 def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[MeasureTask]:
-    """Shapes on a grid of powers of two, at most so large; coarse ones first, so that a short budget covers all."""
+    """Return tasks on a grid of powers of two up to these limits; coarse ones first, so that a short budget covers
+    all."""
     widths = (64, 256, 1024, 4096)
     linear = [
         linear_task(m, k, n, dtype) for m, k, n in _grid((64, 256, 1024, 4096), widths, widths) if 1 / 16 <= k / n <= 16
@@ -164,7 +167,7 @@ _ROWS = ((64, 64), (256, 256), (1024, 256), (1024, 1024), (4096, 1024))
 
 
 def held_out(dtype: str, max_flops: float, max_bytes: float) -> list[MeasureTask]:
-    """Shapes that are no powers of two, to check the interpolation against."""
+    """Return tasks whose sizes are not powers of two, to check the interpolation against."""
     tasks = [
         linear_task(m, k, n, dtype)
         for m, k, n in (
@@ -197,13 +200,16 @@ def _grid(ms: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> Iterator[t
 
 
 def _interleave(*lists: Sequence[MeasureTask]) -> list[MeasureTask]:
-    """Spread over each list evenly, so that a prefix covers all of them."""
+    """Spread the lists over one another evenly, so that a prefix covers all of them."""
     ranked = [((i + 0.5) / len(tasks), j, t) for j, tasks in enumerate(lists) for i, t in enumerate(spread(tasks))]
     return [t for _, _, t in sorted(ranked, key=lambda r: (r[0], r[1]))]
 
 
 def spread(tasks: Sequence[_T]) -> list[_T]:
-    """A fixed order in which every prefix is spread over the list: steps of a number coprime to its length."""
+    """Return the tasks in a fixed order in which every prefix is spread over the list.
+
+    The order takes steps of a number that is coprime to the length.
+    """
     n = len(tasks)
     step = next((p for p in range(int(n * 0.618) or 1, n) if math.gcd(p, n) == 1), 1)
     return [tasks[i * step % n] for i in range(n)]

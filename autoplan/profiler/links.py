@@ -1,13 +1,13 @@
-"""Time of every collective the runtime uses, over every group layout of the world, through the runtime's functions.
+"""Measure every collective the runtime uses, over every group layout of the world, through the runtime's functions.
 
-Time of a short run of calls after a barrier, divided by their number (on CUDA by events with the host ahead, else by
-the wall clock); the slowest rank counts. On CPUs the ranks compute before every call, as they do in a step, and that
-time is taken off: threads of gloo that have to be woken and caches that hold something else make a collective in a step
-two to four times as long as one in a tight loop. The bytes are those of CommWork: the gathered or reduced tensor on one
-rank, for all_to_all the local one.
+A sample is the time of a short run of calls after a barrier, divided by their number (on CUDA by events with the host
+ahead, else by the wall clock); the slowest rank counts. On CPUs the ranks compute before every call, as they do in a
+step, and that time is subtracted: threads of gloo that must wake up and caches with other contents make a collective in
+a step two to four times as long as one in a tight loop. Bytes are those of CommWork: the gathered or reduced tensor on
+one rank, for all_to_all the local one.
 
-All groups of a layout run at once, since a mesh runs them so: eight groups with a rank on each node share the cards of
-the nodes. `measure_sharing` times one group alone beside it and so tells what the sharing costs.
+All groups of a layout run at once, as a mesh runs them: eight groups with a rank on each node share the cards of the
+nodes. `measure_sharing` also times one group alone, which gives the cost of sharing.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from autoplan.runtime.convert import I, all_gather, all_reduce, all_to_all, redu
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 SIZES = tuple(1 << k for k in (6, 10, 12, 13, 14, 16, 18, 19, 20, 22, 24, 26, 28))
-SHARED_SIZES = (1 << 22, 1 << 16)  # one group alone is measured at these: bandwidth first, then latency
+SHARED_SIZES = (1 << 22, 1 << 16)  # sizes at which one group alone is measured: bandwidth first, then latency
 COARSE_SIZES = tuple(1 << k for k in (6, 22, 16, 19, 24, 13))  # measured first, in this order
 HELD_OUT_SIZES = (3 << 12, 3 << 16, 3 << 20)
 _WANTED_S = 0.006  # of measuring per sample
 _MAX_CALLS = 20
 _WORKED_CALLS = 4
-_LONG_S = 0.04  # calls of this length are measured alone
+_LONG_S = 0.04  # longer calls are measured alone
 _LEAST_S = 1e-6
 
 
 def layouts(world: int) -> list[tuple[int, int]]:
-    """(group size, stride) of every group of a grid over the ranks."""
+    """Return (group size, stride) of every group of a grid over the ranks."""
     sizes = [d for d in range(2, world + 1) if world % d == 0]
     return [(size, stride) for size in sizes for stride in range(1, world // size + 1) if world // size % stride == 0]
 
 
 def _call(kind: str, num_bytes: int, mesh: AxisMesh, device: torch.device) -> Callable[[], object]:
-    """One collective over the axis `group`, ready to run."""
+    """Return one collective over the axis `group`, ready to run."""
     size, group = mesh.size("group"), mesh.group("group")
     rows = max(1, num_bytes // 4 // size)
-    whole = torch.randn(rows * size, device=device)  # what is all alike draws less power
+    whole = torch.randn(rows * size, device=device)  # equal numbers would draw less power
     if kind == "all_reduce":
         return lambda: all_reduce(whole, "group", dst=I)
     if kind == "all_gather":
@@ -65,7 +65,10 @@ def _call(kind: str, num_bytes: int, mesh: AxisMesh, device: torch.device) -> Ca
 
 
 def _neighbours(tensor: torch.Tensor, mesh: AxisMesh, group: dist.ProcessGroup) -> Callable[[], object]:
-    """There and back between ranks 2i and 2i + 1 of the group, as a pipeline sends; the caller halves the time."""
+    """Return a send there and back between ranks 2i and 2i + 1 of the group, as in a pipeline.
+
+    The caller halves the time.
+    """
     index, size = mesh.coordinate("group"), mesh.size("group")
     other = index ^ 1
     if other >= size:
@@ -84,7 +87,7 @@ def _neighbours(tensor: torch.Tensor, mesh: AxisMesh, group: dist.ProcessGroup) 
 
 
 def computation(job: Job, seconds: float = LINK_WORK_S) -> Callable[[], object]:
-    """About `seconds` of forwards and backwards of a small feed-forward layer on one CPU thread."""
+    """Return about `seconds` of forwards and backwards of a small feed-forward layer on one CPU thread."""
     x = torch.randn(128, 256, requires_grad=True)
     up, down = (torch.randn(shape, requires_grad=True) for shape in ((704, 256), (256, 704)))
 
@@ -105,7 +108,7 @@ def computation(job: Job, seconds: float = LINK_WORK_S) -> Callable[[], object]:
 
 
 def measure_stragglers(job: Job) -> float:
-    """How much longer a collective waits after a long computation than after a short one: `straggler_sqrt_s`."""
+    """Return `straggler_sqrt_s`: how much longer a collective waits after a long computation than after a short one."""
     mesh = AxisMesh([("group", job.world)], device_type=job.device.type)
     lengths = (LINK_WORK_S, 8 * LINK_WORK_S)
     with use_mesh(mesh), torch.no_grad():
@@ -123,11 +126,11 @@ def _measure(
     between: Callable[[], object] | None = None,
     rests: bool = False,
 ) -> list[float]:
-    """Samples of the slowest rank; every rank gets the same.
+    """Return samples of the slowest rank; every rank gets the same.
 
     Args:
-        between: what the ranks compute before every call, and what is then taken off.
-        rests: this rank's group takes no part; it computes all the same.
+        between: computation of the ranks before every call; its time is subtracted.
+        rests: True if this rank's group takes no part; it computes nevertheless.
     """
     run: Callable[[], object] = (lambda: None) if rests else _call(kind, num_bytes, mesh, job.device)
     run()  # the first call over a group connects it
@@ -160,7 +163,7 @@ def _measure(
 
 @dataclass(frozen=True)
 class _Point:
-    """One thing to measure."""
+    """One measurement: a collective of a size over a group layout."""
 
     kind: str
     size: int
@@ -169,12 +172,12 @@ class _Point:
 
     @property
     def curve(self) -> tuple[str, int, int]:
-        """Points of one curve are interpolated between."""
+        """The curve of the point; values between points of one curve are interpolated."""
         return self.kind, self.size, self.stride
 
 
 def _points(world: int, max_bytes: int, sizes: Sequence[int], known: Profile | None) -> list[_Point]:
-    """What is not known yet: first the whole range of every curve coarsely, then what lies between."""
+    """Return the unknown points: first the whole range of every curve coarsely, then the sizes in between."""
     have = set() if known is None else {(r.kind, r.group_size, r.stride, r.num_bytes) for r in known.links}
     rest = [b for b in sizes if b not in COARSE_SIZES]
     order = [b for b in COARSE_SIZES if b in sizes] + rest + list(HELD_OUT_SIZES)
@@ -191,10 +194,12 @@ def _points(world: int, max_bytes: int, sizes: Sequence[int], known: Profile | N
 def measure_links(
     job: Job, max_bytes: int, sizes: Sequence[int] = SIZES, known: Profile | None = None
 ) -> tuple[list[LinkRecord], dict[str, ErrorStats], list[str]]:
-    """Curves of all collectives over all group layouts, their error on held-out sizes, and what was left out.
+    """Measure the curves of all collectives over all group layouts, coarsely first, as long as there is time.
 
-    Every curve is measured over its whole range first and between these sizes as long as there is time. A collective
-    over all ranks of the job.
+    A collective over all ranks of the job.
+
+    Returns:
+        The curves, their error on held-out sizes, and what was left out.
     """
     points = _points(job.world, max_bytes, sizes, known)
     between = computation(job) if points and job.device.type == "cpu" else None
@@ -214,7 +219,11 @@ def measure_links(
 def measure_sharing(
     job: Job, links: Sequence[LinkRecord], sizes: Sequence[int] = SHARED_SIZES
 ) -> tuple[list[LinkRecord], list[str]]:
-    """The links with `alone_s` where several groups share the machine, and what was left out. A collective."""
+    """Measure `alone_s` of links where several groups share the machine. A collective.
+
+    Returns:
+        These links, and what was left out.
+    """
     wanted = [
         r for size in sizes for r in links if r.num_bytes == size and r.group_size < job.world and r.alone_s is None
     ]
@@ -235,14 +244,14 @@ def measure_sharing(
 
 
 class _Meshes:
-    """Group layouts of the ranks, made when they are needed and given back at the end: communicators take memory."""
+    """Group layouts of the ranks, made on demand and given back at the end, since communicators take memory."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._made: dict[tuple[int, int], AxisMesh] = {}
 
     def over(self, size: int, stride: int) -> AxisMesh:
-        """The mesh whose axis `group` has this size and stride. A collective over all ranks, the first time."""
+        """Return the mesh whose axis `group` has this size and stride. The first time a collective over all ranks."""
         if (size, stride) not in self._made:
             axes = [("outer", self._job.world // (size * stride)), ("group", size), ("inner", stride)]
             mesh = self._made[size, stride] = AxisMesh(axes, only=["group"], device_type=self._job.device.type)
@@ -253,14 +262,14 @@ class _Meshes:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # else: the others may not come
+        if kind is None:  # after an error the others may not come
             self._job.barrier()
             for mesh in self._made.values():
                 mesh.close()
 
 
 def _held_out_errors(records: dict[_Point, LinkRecord], known: Profile | None, job: Job) -> dict[str, ErrorStats]:
-    """Of the curves through all other sizes, by collective."""
+    """Return the errors of the curves through all other sizes, by collective."""
     others = [r for p, r in records.items() if p.num_bytes not in HELD_OUT_SIZES]
     if known is not None:
         others += [r for r in known.links if r.num_bytes not in HELD_OUT_SIZES]
@@ -275,7 +284,7 @@ def _held_out_errors(records: dict[_Point, LinkRecord], known: Profile | None, j
 
 
 def _left_out(points: Sequence[_Point], found: Mapping[_Point, Timing]) -> list[str]:
-    """By curve, which sizes there was no time for."""
+    """Return the sizes that there was no time for, a text per curve."""
     missing: dict[tuple[str, int, int], list[int]] = {}
     for p in points:
         if p not in found:

@@ -1,4 +1,4 @@
-"""What a profile records of the machines it was measured on: topology, nodes, clocks before and after."""
+"""What a profile records about its machines: topology, nodes, clocks before and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoplan.profiler.topology import detect
 
 _BUSY_S = {"cpu": 0.02, "cuda": 1.5}  # of products while clocks are read; nvidia-smi takes most of a second
 _BUSY_SIZE = {"cpu": 256, "cuda": 4096}
-_MAX_QUEUED = 900  # launches that wait on a CUDA stream before the host does
+_MAX_QUEUED = 900  # launches that fit the queue of a CUDA stream before the host waits
 
 
 class Machine:
@@ -32,13 +32,13 @@ class Machine:
         self.after: list[tuple[DeviceState, ...]] = []
 
     def shape(self) -> dict[str, int]:
-        """For `Profile.hardware`: nothing of a single node, as profiles of old have it."""
+        """Return the data for `Profile.hardware`; nothing for a single node, as in older profiles."""
         if len(self.nodes.names) == 1:
             return {}
         return {"nodes": len(self.nodes.names), "ranks_per_node": self.nodes.ranks_per_node}
 
     def begin(self, hardware: Mapping[str, Any]) -> list[str]:
-        """Find out what the nodes are, and how they are before measuring; notes for the profile."""
+        """Find the nodes and read their state before measuring; return notes for the profile."""
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         topology = detect(self.system).data() if self.speaks else {}
         found = self.job.gather((dict(hardware), load, topology))
@@ -57,7 +57,7 @@ class Machine:
         return [*notes, *problems, *self._limits()]
 
     def _limits(self) -> list[str]:
-        """What a job of this size cannot show."""
+        """Return notes on what a job of this size cannot measure."""
         if self.job.world == 1:
             return ["one process: collectives, shared links and overlap cannot be measured"]
         if len(self.nodes.names) == 1:
@@ -65,7 +65,7 @@ class Machine:
         return []
 
     def end(self) -> list[str]:
-        """How the nodes are after measuring; warnings for the profile."""
+        """Read the state of the nodes after measuring; return warnings for the profile."""
         self.after, problems = self._states()
         many = len(self.nodes.names) > 1
         told = [
@@ -76,7 +76,7 @@ class Machine:
         return list(dict.fromkeys([*problems, *told]))
 
     def data(self) -> dict[str, Any]:
-        """For `Profile.machine`. No names of hosts."""
+        """Return the data for `Profile.machine`. No host names."""
         return {
             "topology": self.topology,
             "nodes": len(self.nodes.names),
@@ -86,7 +86,7 @@ class Machine:
         }
 
     def _states(self) -> tuple[list[tuple[DeviceState, ...]], list[str]]:
-        """Of every node, read while its devices work; and what could not be read."""
+        """Return the device states of every node, read while its devices work, and notes on failures."""
         self._keep_busy()
         states: tuple[DeviceState, ...] = ()
         problem = ""
@@ -101,7 +101,8 @@ class Machine:
         return [s for s, _ in spoken], list(dict.fromkeys(p for _, p in spoken if p))
 
     def _keep_busy(self) -> None:
-        """Work for a while: on CUDA it is queued and goes on, on a CPU it is done at once and the clock stays up."""
+        """Work for a while: on CUDA the work is queued and goes on, on a CPU it is done at once and the clock stays
+        up."""
         kind = self.job.device.type
         a = torch.randn(_BUSY_SIZE[kind], _BUSY_SIZE[kind], device=self.job.device)
         torch.mm(a, a)

@@ -1,7 +1,7 @@
-"""Which nodes the ranks of a measuring job are on: all agree before anything is measured, and failures name a node.
+"""The nodes of the ranks of a measuring job: all ranks agree on them before measuring, and failures name a node.
 
-A node is an agent of torchrun on a host: two agents on one host are two nodes, which lets one machine play several.
-Ranks of a node are consecutive, as torchrun numbers them; `Group(size, stride)` counts on it.
+A node is an agent of torchrun on a host: two agents on one host are two nodes, so that one machine can play several.
+Ranks of a node are consecutive, as torchrun numbers them; `Group(size, stride)` relies on it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class MeasuredNodes:
-    """Names of the nodes in the order of their ranks, `ranks_per_node` each."""
+    """The names of a job's nodes in the order of their ranks, `ranks_per_node` each."""
 
     names: tuple[str, ...]
     ranks_per_node: int
 
     def of(self, rank: int) -> str:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return self.names[rank // self.ranks_per_node]
 
     def is_first(self, rank: int) -> bool:
-        """Whether it speaks for its node."""
+        """Return True for the first rank of a node, which speaks for it."""
         return rank % self.ranks_per_node == 0
 
     def explain(self, failure: RankFailure) -> RankFailure:
-        """The same failure with the node where it began."""
+        """Return the same failure with the node where it began."""
         if failure.rank is not None:
             return RankFailure(failure.rank, f"on node {self.of(failure.rank)}: {failure.reason}")
         silent = re.match(r"ranks ([\d, ]+) ", failure.reason)
@@ -45,13 +45,14 @@ class MeasuredNodes:
 
 
 def under_torchrun(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun, or something that sets the same variables, started this process."""
+    """Return True if torchrun, or a launcher that sets the same variables, started this process."""
     environment = os.environ if environment is None else environment
     return all(name in environment for name in _TORCHRUN)
 
 
 def num_nodes(world_size: int, environment: Mapping[str, str] | None = None) -> int:
-    """Nodes of a job of `world_size` ranks, from torchrun's variables; 1 where they are not of this job."""
+    """Return the number of nodes of a job of `world_size` ranks, by torchrun's variables; 1 if they are of another
+    job."""
     environment = os.environ if environment is None else environment
     if not under_torchrun(environment) or environment["WORLD_SIZE"] != str(world_size):
         return 1
@@ -60,15 +61,16 @@ def num_nodes(world_size: int, environment: Mapping[str, str] | None = None) -> 
 
 
 def identity(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Host and agent of this rank; ranks with the same are on one node."""
+    """Return host and agent of this rank; ranks with equal ones are on one node."""
     environment = os.environ if environment is None else environment
     return socket.gethostname(), environment.get("GROUP_RANK", "")
 
 
 def agree_on_nodes(identities: Sequence[tuple[str, str]]) -> MeasuredNodes:
-    """The nodes of a job from every rank's `identity`, by rank.
+    """Return the nodes of a job from every rank's `identity`, by rank.
 
-    Raises: ProfileError if the ranks of a node are not consecutive, or nodes have different numbers of them.
+    Raises:
+        ProfileError: if the ranks of a node are not consecutive, or nodes have different numbers of ranks.
     """
     names: dict[tuple[str, str], str] = {}
     hosts = [host for host, _ in dict.fromkeys(identities)]

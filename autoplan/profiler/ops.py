@@ -1,23 +1,24 @@
-"""Time of real operations on this device, as they run in a training step: the text that codegen emits, back to back.
+"""Measure real operations on this device as they run in a training step: the text that codegen emits, back to back.
 
-A sample is a chain of calls on one thread, divided by their number, so that dispatch is in it and timers are not. The
-copies that the chain rotates over follow what a step does:
+A sample is a chain of calls on one thread, divided by their number, so that it includes dispatch but not timers. The
+chain rotates over copies of the operands that are as warm as in a step:
 
-- parameters are used once per micro-batch: their copies together exceed the last-level cache, unless they are tiny, as
-  in a model that fits the cache;
-- the activation an op reads in the forward was just written: two copies, warm;
-- what the backward reads was saved long ago: its copies are cold again. Gradients arrive warm.
+- Parameters are used once per micro-batch: their copies together exceed the last-level cache, unless they are tiny, as
+  in a model that fits the cache.
+- The activation that an op reads in the forward was just written: two copies, warm.
+- Tensors that the backward reads were saved long ago: their copies are cold again. Gradients arrive warm.
 
-On CUDA the caches are put into the same state: the L2 is overwritten before every sample, and what the step would have
-just written (the activation of a forward, the gradients of a backward) is then read again. Parameters, saved
-activations and everything of an optimizer stay cold: between two uses of them a step moves more than the L2 holds.
+On CUDA the caches are put into the same state. The L2 is overwritten before every sample; then the tensors that a step
+would have just written (the activation of a forward, the gradients of a backward) are read again. Parameters, saved
+activations and all tensors of an optimizer stay cold: between two uses of them a step moves more than the L2 holds.
 
-The backward is one call of the engine for the whole chain: per node, without the fixed cost of starting it. What the
-engine spends on every output it is given a gradient for, and on every activation that is a leaf here and a node in a
-step, is calibrated and taken off.
+The backward is one call of the engine for the whole chain: per node, without the fixed cost of starting it. The engine
+also spends time on every output with a given gradient, and on every activation that is a leaf here and a node in a
+step; this time is calibrated and subtracted.
 
-A device with a queue has two times: its own, by events, and the host's for filling the queue (`DeviceTimer.issue`): of
-a chain that starts with the device idle and is short enough never to fill the queue, which would make the host wait.
+A device with a queue has two times: its own, by events, and the host's to fill the queue (`DeviceTimer.issue`). The
+host's is measured on a chain that starts with the device idle and is too short to fill the queue, which would make the
+host wait.
 """
 
 from __future__ import annotations
@@ -41,22 +42,27 @@ from autoplan.runtime import program
 from autoplan.units import MIB
 
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
-_TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and at most
+_TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and the most
 _MAX_CHAIN = 32
-_MAX_LEAD = 256  # overwritings of the L2, 10 to 30 ms; the queue of launches holds about 1,000
-_MAX_LAUNCHES = 600  # of a chain whose launches are timed
-_KERNELS = 3  # that an operation of torch starts, at most, in its forward or its backward: assumed
-_MANY = 512  # of parameters whose gradients are added to
+_MAX_LEAD = 256  # of overwriting the L2, 10 to 30 ms; the queue of launches holds about 1,000
+_MAX_LAUNCHES = 600  # launches of a chain that is timed on the host
+_KERNELS = 3  # kernels per operation of torch in its forward or its backward, at most: assumed
+_MANY = 512  # parameters whose gradients are accumulated
 _MANY_QUEUED = 128  # the same where launches are timed
 _DEFAULT_CACHE_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """An operation to measure. `text` is its right-hand side in x0, x1, ...
+    """An operation to measure. The mappings are keyed by the position of an input.
 
-    `parameters`: positions of inputs that are parameters. `bounds`: for integer inputs, values are below this.
-    `orders`: dims of each input from major to minor in memory, None: contiguous; `broadcast`: its dims of stride 0.
+    Attributes:
+        text: its right-hand side in x0, x1, ...
+        parameters: positions of inputs that are parameters.
+        bounds: values of the integer input are below this.
+        orders: dims from major to minor in memory; without an entry: contiguous.
+        broadcast: dims of stride 0.
+        names: sizes that the text uses, by name.
     """
 
     work: OpWork
@@ -69,12 +75,13 @@ class MeasureTask:
 
     @property
     def num_bytes(self) -> int:
-        """Inputs and outputs of one call."""
+        """The bytes of the inputs and outputs of one call."""
         return sum(t.num_bytes for t in (*self.work.inputs, *self.work.outputs))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level cache: of the GPU's L2, or of the CPU's largest; 32 MiB where the system does not say."""
+    """Return the size of the last-level cache: the GPU's L2, or the CPU's largest; 32 MiB if the system does not
+    say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = []
@@ -86,21 +93,24 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory that is free for measuring."""
+    """Return the bytes of memory that are free for measuring."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not every system has these
+    except (ValueError, OSError):  # some systems lack these
         return 1024 * MIB
 
 
 class DeviceTimer:
-    """Seconds of the device for queued work, from a pair of events, caches as stated; and of the host to queue it.
+    """Measures the device's seconds of queued work by a pair of events, with caches as stated, and the host's to queue
+    it.
 
-    The host must be ahead, or its launches are what is timed: overwriting the L2 is repeated until that takes longer
-    than queueing the work. A sample whose first event had passed before all work was queued was late, and doubles the
-    repetitions. `torch.cuda.Event`: `query` is whether the device has passed it, `elapsed_time` is in milliseconds.
+    The host must be ahead, or its launches are what is timed: the L2 is overwritten repeatedly until that takes longer
+    than queueing the work. A sample is late if its first event has passed before all work is queued; then the
+    repetitions
+    double. Events are as `torch.cuda.Event`: `query` says whether the device has passed it, `elapsed_time` is in
+    milliseconds.
 
     Args:
         event: makes an event that records times.
@@ -118,10 +128,11 @@ class DeviceTimer:
     ) -> None:
         self.event, self.flush, self.synchronize, self.now = event, flush, synchronize, now
         self.lead = 1
-        self.late = False  # the last sample, which a longer lead would better
+        self.late = False  # True if the last sample needs a longer lead
 
     def measure(self, work: Callable[[], Any], warm: Callable[[], object] | None) -> tuple[float, Any]:
-        """Run `work` once, after `warm` has read what it finds in the cache; its seconds and its result."""
+        """Run `work` once, after `warm` has read the tensors that are to be in the cache; return its seconds and
+        result."""
         begin, end = self.event(), self.event()
         self.keep_busy()
         if warm is not None:
@@ -134,20 +145,21 @@ class DeviceTimer:
         return float(begin.elapsed_time(end)) * 1e-3, result
 
     def keep_busy(self) -> None:
-        """Give the device the lead: something to do until the host has queued what is measured."""
+        """Give the host a lead: keep the device busy until the work to measure is queued."""
         for _ in range(self.lead):
             self.flush()
 
     def judge(self, begin: Any) -> None:
-        """All is queued: was that late, the device having passed `begin` already?"""
+        """Check, once all work is queued, whether that was late: the device has passed `begin` already."""
         self.late = bool(begin.query()) and self.lead < _MAX_LEAD
         if self.late:
             self.lead *= 2
 
     def issue(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds of the host to queue `work` once, not to do it; and its result. The device is idle before and after.
+        """Return the host's seconds to queue `work` once, not to do it, and its result. The device is idle before and
+        after.
 
-        True of work that waits for nothing and does not fill the queue.
+        `work` must not wait for anything nor fill the queue.
         """
         self.synchronize()
         start = self.now()
@@ -159,7 +171,7 @@ class DeviceTimer:
 
 
 def cuda_timer(device: torch.device) -> DeviceTimer:
-    """The timer of a CUDA device; it keeps four times the L2 in memory."""
+    """Return the timer of a CUDA device; it keeps four times the L2 in memory."""
     spare = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
     return DeviceTimer(
         lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
@@ -169,10 +181,11 @@ def cuda_timer(device: torch.device) -> DeviceTimer:
 
 
 class Clock:
-    """Seconds of a piece of work on this device.
+    """Measures the seconds of a piece of work on this device.
 
-    On one CPU thread: the CPU time of that thread, so that what other programs take from the machine is not charged to
-    the op. On several threads: wall time. On CUDA: `DeviceTimer`, `timer` if one is at hand.
+    On one CPU thread: the CPU time of that thread, so that the load of other programs does not count. On several
+    threads:
+    wall time. On CUDA: by `DeviceTimer`, `timer` if one is given.
     """
 
     def __init__(self, device: torch.device, timer: DeviceTimer | None = None) -> None:
@@ -182,7 +195,7 @@ class Clock:
 
     @property
     def name(self) -> str:
-        """For the record."""
+        """The name of the clock for the record."""
         if self._timer is not None:
             return (
                 "CUDA events, L2 flushed, then warmed with what the step has just written; launches by the host's clock"
@@ -191,29 +204,32 @@ class Clock:
 
     @property
     def late(self) -> bool:
-        """Whether the last sample is to be taken again, with more lead of the host."""
+        """True if the last sample must be repeated with a longer lead of the host."""
         return self._timer is not None and self._timer.late
 
     @property
     def queued(self) -> bool:
-        """Whether the host fills a queue that the device works off, and has a time of its own."""
+        """True if the host fills a queue that the device works off, and so has a time of its own."""
         return self._timer is not None
 
     def issue(self, work: Callable[[], Any], _: Iterable[torch.Tensor] = ()) -> tuple[float, Any]:
-        """Queue `work` once; seconds of the host, and its result. Only where `queued`."""
+        """Queue `work` once; return the host's seconds and the result. Only if `queued`."""
         if self._timer is None:
             raise ValueError(f"{self.device} has no queue: what the host does is in `measure`")
         return self._timer.issue(work)
 
     @cached_property
     def edges(self) -> tuple[float, float, float]:
-        """What autograd spends per output with a given gradient, per leaf and to start; no seconds of a device with a
-        queue, and of starting no more than its share where it is not known apart."""
+        """The seconds of autograd per output with a given gradient, per leaf, and to start.
+
+        Zeros for a device with a queue. On a CPU the start is 0: its share is in the other two.
+        """
         return (0.0, 0.0, 0.0) if self.queued else (*self._edges(self.measure), 0.0)
 
     @cached_property
     def host_edges(self) -> tuple[float, float, float]:
-        """The same of the host that fills a queue; on CUDA a thread of its own, which has to be woken, runs it."""
+        """The same seconds of the host that fills a queue; on CUDA a thread of its own runs the engine and must wake
+        up."""
         samples: dict[int, float] = {}
         for count in (1, _MAX_CHAIN):
             samples[count] = self._backward_s(self.issue, lambda a, _: a.neg(), 1, count)
@@ -223,7 +239,7 @@ class Clock:
     def _backward_s(
         self, measure: _Measure, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], num_leaves: int, count: int
     ) -> float:
-        """Median of the backward of `count` small graphs together."""
+        """Return the median seconds of the backward of `count` small graphs together."""
 
         def ones() -> torch.Tensor:
             return torch.ones(16, device=self.device, requires_grad=True)
@@ -238,7 +254,7 @@ class Clock:
         return statistics.median(samples)
 
     def _edges(self, measure: _Measure, start_s: float = 0.0) -> tuple[float, float]:
-        """Per output and per leaf."""
+        """Return the seconds per output and per leaf."""
         constant = torch.ones(16, device=self.device)
 
         def backward_s(make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], num_leaves: int) -> float:
@@ -251,8 +267,10 @@ class Clock:
         return max(0.0, both - leaf), leaf
 
     def measure(self, work: Callable[[], Any], warm: Iterable[torch.Tensor] = ()) -> tuple[float, Any]:
-        """Run `work` once; its seconds and its result. `warm`: what is in the cache by then (on CPUs the caller's
-        repetitions see to that)."""
+        """Run `work` once; return its seconds and its result.
+
+        `warm`: tensors that are in the cache by then (on CPUs the caller's repetitions see to that).
+        """
         if self._timer is not None:
             return self._timer.measure(work, lambda: _read(warm))
         start = self._now()
@@ -270,13 +288,13 @@ def _read(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def timing(samples: Sequence[float]) -> Timing:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
     return Timing(median, low, high, len(samples))
 
 
 def make_input(t: TensorWork, task: MeasureTask, position: int, device: torch.device) -> torch.Tensor:
-    """A random tensor of the shape, dtype and memory order of an input."""
+    """Return a random tensor with the shape, dtype and memory order of an input."""
     dtype: torch.dtype = getattr(torch, t.dtype)
     zero = task.broadcast.get(position, ())
     shape = [1 if d in zero else size for d, size in enumerate(t.shape)]
@@ -299,7 +317,7 @@ class _Namespace:
 
 
 def compiled(task: MeasureTask, device: torch.device) -> Callable[..., Any]:
-    """The text of a task as a function of its inputs."""
+    """Return the text of a task as a function of its inputs."""
     names: dict[str, Any] = {name: getattr(program, name) for name in program.__all__}
     names |= {"device": device, "rng": torch.tensor([7, 11, 5], device=device), "self": _Namespace(), **task.names}
     args = ", ".join(f"x{i}" for i in range(len(task.work.inputs)))
@@ -313,7 +331,7 @@ def _differentiable(result: Any) -> list[torch.Tensor]:
 
 
 class _Chain:
-    """Inputs of a chain of calls, and the two phases."""
+    """The inputs of a chain of calls, and its two phases."""
 
     def __init__(self, task: MeasureTask, device: torch.device, cache: int) -> None:
         self.task, self.function = task, compiled(task, device)
@@ -330,7 +348,7 @@ class _Chain:
         self.warm = [self._args(i, self.cold[i % 2]) for i in range(self.length)]
         self.late = [self._args(i, self.cold[i]) for i in range(self.length)]
         self.gradients: list[list[torch.Tensor]] = []
-        self.written = [x for copy in self.cold[:2] for x in copy]  # by the op before, in a step
+        self.written = [x for copy in self.cold[:2] for x in copy]  # written by the op before, in a step
 
     def _args(self, index: int, moving: list[torch.Tensor]) -> list[torch.Tensor]:
         found = dict(zip((*self.fixed, *self.moving), (*self.parameters[index], *moving), strict=True))
@@ -341,7 +359,7 @@ class _Chain:
         return [function(*a) for a in args]
 
     def backward(self, measure: _Measure, edges: tuple[float, float, float], length: int) -> float | None:
-        """Seconds of the backward of so much of the chain; None if nothing is differentiable."""
+        """Return the seconds of the backward of the first `length` calls; None if nothing is differentiable."""
         late = self.late[:length]
         results = self.forward(late)
         outs = [_differentiable(r) for r in results]
@@ -357,11 +375,11 @@ class _Chain:
         leaves = sum(self.task.work.inputs[i].requires_grad for i in self.moving) * length
         arrived = [g for gradients in self.gradients for g in gradients]
         seconds, _ = measure(lambda: torch.autograd.grad(flat, wanted, incoming, allow_unused=True), arrived)
-        # parameters stay leaves in a step; never less than a fifth, however short the operation
+        # parameters stay leaves in a step; at least a fifth, however short the operation
         return max(seconds - start_s - output_s * len(flat) - leaf_s * leaves, seconds / 5)
 
     def queued_length(self) -> int:
-        """Calls whose launches the queue has room for."""
+        """Return the number of calls whose launches fit the queue."""
         operations = _Operations()
         with operations:
             self.forward(self.warm[:1])
@@ -369,7 +387,7 @@ class _Chain:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Counts operations of torch."""
+    """Counts the operations of torch inside it."""
 
     count: int
 
@@ -385,8 +403,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock: Clock) -> list[float]:
-    """Adaptive repeats: until enough time was measured, within limits. The first warms up and is not counted, nor is
-    one that the clock wants again."""
+    """Return samples: repeat until enough time was measured, within limits.
+
+    The first sample warms up and does not count, nor do late ones.
+    """
     found: list[float] = []
     spent, begin = 0.0, time.perf_counter()
     while len(found) < _MAX_REPEATS:
@@ -404,13 +424,13 @@ def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock
 
 
 def measure_op(task: MeasureTask, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> MeasuredOp:
-    """Forward and backward time of one operation. Whatever the operation raises is raised."""
+    """Measure the forward and backward time of one operation. Errors of the operation are passed on."""
     update = _UPDATES.get(task.work.op)
     if update is not None:
         return update(task, clock, cache, limit_s)
     chain = _Chain(task, clock.device, cache)
     enabled = gc.isenabled()
-    gc.disable()  # a collection in the middle of a chain is not the op's
+    gc.disable()  # a collection inside a chain must not count for the op
     try:
 
         def forward() -> float:
@@ -432,7 +452,7 @@ def measure_op(task: MeasureTask, clock: Clock, cache: int, limit_s: float = _LI
 
 
 def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[float], list[float]]:
-    """Seconds of the host per call, forward and backward."""
+    """Return the host's seconds per call, forward and backward."""
     length = chain.queued_length()
 
     def forward() -> float:
@@ -447,7 +467,7 @@ def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[flo
 
 
 def _measure_adamw(task: MeasureTask, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
-    """AdamW over several tensors of this size, per tensor."""
+    """Measure AdamW over several tensors of this size, per tensor."""
     (t,) = task.work.inputs
     length = max(1, min(_MAX_CHAIN, -(-2 * cache // (4 * t.num_bytes))))
     params = [torch.nn.Parameter(make_input(t, task, 0, clock.device)) for _ in range(length)]
@@ -462,23 +482,24 @@ def _measure_adamw(task: MeasureTask, clock: Clock, cache: int, limit_s: float) 
 
 
 def _measure_accumulate(task: MeasureTask, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
-    """What one more micro-batch's gradient costs autograd: its backward less that of the first, which is taken over."""
+    """Measure what the gradient of one more micro-batch adds: its backward less the first one's, which keeps its
+    gradient."""
     (t,) = task.work.inputs
-    length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together are beyond the cache
+    length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together exceed the cache
     params = [make_input(t, task, 0, clock.device).requires_grad_() for _ in range(length)]
 
     def backward(accumulates: bool, measure: _Measure, count: int) -> float:
         for p in params:
             if not accumulates:
                 p.grad = None
-        # scaled, so that every gradient is a tensor of its own, as a product makes one
+        # scaled, so that every gradient is a tensor of its own, as from a product
         outs = [p * 1.0 for p in params[:count]]
         gradients = [torch.ones_like(o) for o in outs]
         return measure(lambda: torch.autograd.backward(outs, gradients))[0]
 
     def more(measure: _Measure, count: int) -> Timing:
         backward(False, measure, count)
-        while clock.late:  # the host is behind: again, with more lead
+        while clock.late:  # the host is behind: repeat with a longer lead
             backward(False, measure, count)
         pairs = [(backward(True, measure, count), backward(False, measure, count)) for _ in range(_MIN_REPEATS)]
         begin = time.perf_counter()
@@ -491,5 +512,5 @@ def _measure_accumulate(task: MeasureTask, clock: Clock, cache: int, limit_s: fl
     return MeasuredOp(task.work, more(clock.measure, length), host_forward_s=host)
 
 
-# work that is no op of the graph (autoplan.ops.making)
+# work that is not an op of the graph (autoplan.ops.making)
 _UPDATES = {"optimizer_adamw": _measure_adamw, "grad_accumulate": _measure_accumulate}

@@ -1,17 +1,18 @@
-"""Fixed costs of a step beside its operations and collectives, from real programs of next to no work.
+"""Measure the fixed costs of a step beside its operations and collectives, on real programs of next to no work.
 
-A program of `L` layers, each `x * weight` over a few elements, runs under ParallelModel as an emitted one does. Slopes
-over the number of micro-batches, layers or tensors give the cost of one more; the rest is fixed. Names:
-`autoplan.cost_models.profile.OVERHEADS`.
+A program of `L` layers, each `x * weight` over a few elements, runs under ParallelModel as an emitted program does.
+Slopes over the number of micro-batches, layers or tensors give the cost of one more; the rest is fixed. Their names are
+in `autoplan.cost_models.profile.OVERHEADS`.
 
-On one CPU thread these are CPU times of the thread, which do not contain its waiting for other ranks; dispatching the
-collectives, which the measured links contain too, is taken off.
+On one CPU thread these are CPU times of the thread, which do not contain its waiting for other ranks. The dispatch of
+the collectives is subtracted, since the measured links contain it, too.
 
 A device with a queue has them twice (`measure_overheads(host=True)`): its own seconds, by events with the host ahead,
-less the measured links; and the host's, for queueing the same, collectives with it. A step waits for the device once,
-when it has counted its labels: what comes before the first forward (`step_s`, `micro_batch_s`) is the host's time,
-which nothing hides, and is found among the device's, which are added up; the loop over micro-batches and the
-actions of a pipeline start nothing worth timing on the device and are the host's alone.
+less the measured links; and the host's, for queueing the same work including its collectives. A step waits for the
+device once, when it has counted its labels. The time before the first forward (`step_s`, `micro_batch_s`) is the
+host's;
+nothing hides it, so it is among the device's figures, which are added up. The loop over micro-batches and the actions
+of a pipeline start no considerable work on the device and are the host's alone.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from autoplan.runtime.split_backward import backward_input, backward_weight
 _REPEATS = 15
 _ZERO_REPEATS = 9
 _LARGE = 1 << 18  # elements of a large parameter
-_CALLS = 20  # of a collective in a row
-_SPLIT_LAYERS = 4  # of a stage: the walks take longer per layer where there are more
+_CALLS = 20  # calls of a collective in a row
+_SPLIT_LAYERS = 4  # layers of a stage: with more of them the walks take longer per layer
 
 
 _T = TypeVar("_T")
 
 
 class _Runs:
-    """Tiny programs on the ranks of a job. `host`: of a device with a queue the host's seconds count, not its own."""
+    """Runs tiny programs on the ranks of a job. `host`: measure the host's seconds of a device with a queue."""
 
     def __init__(self, job: Job, links: Profile, host: bool) -> None:
         self.job, self.links, self.host = job, links, host
@@ -64,11 +65,11 @@ class _Runs:
     def model(
         self, num_layers: int, dp: int, pp: int, zero_stage: int, size: int = HIDDEN_SIZE, num_params: int = 1
     ) -> ParallelModel:
-        """Layers of next to no work."""
+        """Return a model whose layers have next to no work."""
         return self.run(tiny_program(num_layers, (("pp", pp), ("dp", dp)), zero_stage, size, num_params))
 
     def run(self, program: tuple[ProgramSpec, dict[str, str]]) -> ParallelModel:
-        """A program, ready to be run."""
+        """Return a program, ready to run."""
         spec, sources = program
         parameters = {p.name: torch.ones(p.shape) for stage in spec.stages for p in stage.params}
         pm = ParallelModel(spec, sources, parameters, {}, device=self.job.device)
@@ -76,14 +77,14 @@ class _Runs:
         return pm
 
     def median(self, run: Callable[[], object]) -> float:
-        """Median over repeats of the slowest rank's seconds, after a warm-up."""
+        """Return the median over repeats of the slowest rank's seconds, after a warm-up."""
         for _ in range(3):
             run()
         samples = self.samples(lambda: self.timed(run)[0], _REPEATS)
         return statistics.median(self.job.slowest(samples))
 
     def timed(self, work: Callable[[], _T], together: bool = True) -> tuple[float, _T]:
-        """Seconds of `work` once on this rank, and its result. `together`: the ranks start it together."""
+        """Run `work` once on this rank; return its seconds and its result. `together`: the ranks start it together."""
         timer = self.job.timer
         if together or timer is not None:
             self.job.barrier()
@@ -96,7 +97,7 @@ class _Runs:
         return seconds, result
 
     def samples(self, sample: Callable[[], _T], count: int) -> list[_T]:
-        """Of something that is `timed`. Where the host of some rank was late in it, all take it again."""
+        """Return `count` samples that use `timed`. If the host of some rank was late, all ranks repeat the sample."""
         found: list[_T] = []
         while len(found) < count:
             self._late = False
@@ -112,14 +113,14 @@ class _Runs:
         return time.thread_time if alone else time.perf_counter
 
     def collectives_s(self, pm: ParallelModel, run: Callable[[], object], phase: str | None = None) -> float:
-        """What the collectives that `run` performs take of its time."""
+        """Return the seconds that the collectives of `run` take."""
         with record_collectives(pm.mesh) as records:
             run()
         return sum(self.collective_s(r.kind) for r in records if phase in (None, r.phase))
 
     def collective_s(self, kind: str) -> float:
-        """Of one small collective over all ranks: what its caller's clock sees beside what is wanted."""
-        if self.host:  # starting it is what is wanted
+        """Return the seconds of one small collective over all ranks, as far as its caller's clock sees them."""
+        if self.host:  # the start of a collective is what is measured
             return 0.0
         if kind not in self._dispatch:
             self._dispatch[kind] = self._measured(kind)
@@ -146,9 +147,10 @@ def _exchange(tensor: torch.Tensor, peer: int) -> None:
 
 
 def measure_overheads(job: Job, links: Profile, host: bool = False) -> dict[str, float]:
-    """Seconds by name, as far as the time allows; the same on every rank. A collective over all ranks of the job.
+    """Return seconds by name, as far as the time allows; the same on every rank. A collective over all ranks of the
+    job.
 
-    `host`: those of the host (`Profile.host_overheads`); only where the device has a queue.
+    `host`: measure the host's seconds (`Profile.host_overheads`), for a device with a queue.
     """
     runs = _Runs(job, links, host)
     out: dict[str, float] = {}
@@ -178,7 +180,7 @@ def _batch(job: Job, num_micro_batches: int) -> dict[str, torch.Tensor]:
 
 
 def _step_of(runs: _Runs, pm: ParallelModel, num_micro_batches: int) -> float:
-    """Seconds of a step without its collectives."""
+    """Return the seconds of a step without its collectives."""
     pm.num_micro_batches = num_micro_batches
     batch = _batch(runs.job, num_micro_batches)
     return runs.median(lambda: pm.step(batch)) - runs.collectives_s(pm, lambda: pm.step(batch))
@@ -198,7 +200,7 @@ def _step(runs: _Runs) -> dict[str, float]:
 
 
 def _queued_step(job: Job, pm: ParallelModel, num_micro_batches: int) -> tuple[float, float]:
-    """Seconds of the host from the start of a step to its first forward, and to the return of `step`."""
+    """Return the host's seconds from the start of a step to its first forward, and to the return of `step`."""
     timer = job.timer
     if timer is None:
         raise ValueError("only a device with a queue leaves the host ahead of it")
@@ -223,14 +225,14 @@ def _queued_step(job: Job, pm: ParallelModel, num_micro_batches: int) -> tuple[f
 
 
 def _passes_of_one_layer(runs: _Runs) -> float:
-    """Forward and backward of the layer of next to no work that a tiny program has."""
+    """Return the seconds of forward and backward of a tiny program's layer."""
     pm = runs.model(1, runs.job.world, 1, 0)
     found = runs.samples(lambda: sum(_both_passes(runs, pm, (1, HIDDEN_SIZE)).values()), _REPEATS + 3)
     return statistics.median(runs.job.slowest(found[3:]))
 
 
 def _collectives(runs: _Runs) -> dict[str, float]:
-    """Of the host, to start one inside a block: the median over three kinds."""
+    """Return the host's seconds to start a collective inside a block: the median over three kinds."""
     if runs.job.world == 1 or not runs.host:
         return {}
     pm = runs.model(1, runs.job.world, 1, 0)
@@ -267,11 +269,11 @@ def _clipper(pm: ParallelModel) -> Callable[[], object]:
 
 
 def _operations(runs: _Runs) -> dict[str, float]:
-    """What an operation costs more between others, in a program, than in a chain of its own: colder code and data.
+    """Return the cost that an operation has in a program beyond its time in a chain of its own: colder code and data.
 
-    A small decoder layer, the slope between programs of a few and many of them, against the sum of its operations.
+    It is the slope between programs of a few and of many small decoder layers, less the sum of a layer's operations.
     """
-    if runs.job.queued and not runs.host:  # a kernel does not know what queued it
+    if runs.job.queued and not runs.host:  # kernels take the same time whoever queues them
         return {}
     clock, cache = Clock(runs.job.device, runs.job.timer), cache_bytes(runs.job.device)
     alone = {"forward": 0.0, "backward": 0.0}
@@ -298,7 +300,7 @@ def _operations(runs: _Runs) -> dict[str, float]:
 
 
 def _inputs(runs: _Runs, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Of a stage."""
+    """Return the inputs of a stage."""
     device = runs.job.device
     return {
         "x": torch.ones(shape, device=device),
@@ -318,7 +320,7 @@ def _both_passes(runs: _Runs, pm: ParallelModel, shape: tuple[int, ...]) -> dict
 
 
 def _optimizer(runs: _Runs) -> dict[str, float]:
-    """Of plain tensors, and of the shards that fully_shard makes of them (whose local parts it is given)."""
+    """Return the cost of the optimizer for plain tensors, and for the shards of fully_shard (their local parts)."""
 
     def slope(parameters: Callable[[int], list[torch.nn.Parameter]]) -> tuple[float, float]:
         times = {}
@@ -348,11 +350,13 @@ _MANY_PARAMS = 9
 
 
 def _zero(runs: _Runs) -> dict[str, float]:
-    """What fully_shard spends per block beside the collectives and the block itself.
+    """Return the cost of fully_shard per block beside the collectives and the block itself.
 
     Under ZeRO 1 the first forward of a step gathers and the last backward reduces; a micro-batch in between does
-    neither and shows the hooks alone. Blocks of one small parameter, of several and of a large one give the parts per
-    parameter and per byte.
+    neither
+    and shows the hooks alone. Blocks of one small parameter, of several and of a large one give the parts per parameter
+    and
+    per byte.
     """
     if runs.job.world == 1:
         return {}
@@ -378,8 +382,10 @@ def _zero(runs: _Runs) -> dict[str, float]:
 
 
 def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, float]:
-    """Seconds of one more block of `num_params` parameters of `size`, without its collectives, in the passes of a step
-    of two micro-batches."""
+    """Return the seconds of one more block per pass of a step of two micro-batches, without its collectives.
+
+    The block has `num_params` parameters of `size` elements.
+    """
     found: dict[int, dict[str, float]] = {}
     few, many = 2, 6
     for layers in (few, many):
@@ -388,7 +394,7 @@ def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, flo
         with record_collectives(pm.mesh) as records:
             _passes(runs, pm)
         spent: dict[str, float] = {}
-        for r in records:  # those of ZeRO 0 come after the backward
+        for r in records:  # the collectives of ZeRO 0 come after the backward
             name = "end" if not zero else "first forward" if r.phase == "forward" else "last backward"
             spent[name] = spent.get(name, 0.0) + runs.collective_s(r.kind)
         found[layers] = {
@@ -399,7 +405,7 @@ def _phases(runs: _Runs, zero: int, size: int, num_params: int) -> dict[str, flo
 
 
 def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
-    """Seconds of every pass of two micro-batches, by name."""
+    """Return the seconds of every pass of two micro-batches, by name."""
     out = {}
     (sync,) = pm._syncs.values()
     for micro_batch, (forward, backward) in enumerate(
@@ -422,7 +428,7 @@ def _passes(runs: _Runs, pm: ParallelModel) -> dict[str, float]:
 
 
 def _split(runs: _Runs) -> dict[str, float]:
-    """Small decoder layers, backward in two parts against backward in one, in turn."""
+    """Compare backwards of small decoder layers in two parts and in one, in turn."""
     pm = runs.run(decoder_program(_SPLIT_LAYERS, runs.job.world))
 
     def whole(loss: torch.Tensor, _: torch.Tensor) -> None:
@@ -450,7 +456,7 @@ def _split(runs: _Runs) -> dict[str, float]:
 
 
 def _pipeline(runs: _Runs) -> dict[str, float]:
-    """Two stages: what one more micro-batch adds is a forward and a backward on each, and their sends in turn."""
+    """Measure two stages: one more micro-batch adds a forward and a backward on each, and their sends in turn."""
     world = runs.job.world
     if world % 2 or (runs.job.queued and not runs.host):
         return {}
@@ -461,5 +467,5 @@ def _pipeline(runs: _Runs) -> dict[str, float]:
         return {"pipeline_action_s": max(0.0, (whole - before - _passes_of_one_layer(runs)) / 2)}
     few, many = _step_of(runs, pm, 4), _step_of(runs, pm, 12)
     more = (many - few) / 8
-    # a send and a receive for each micro-batch, in one direction forward and in the other backward
+    # each micro-batch has a send and a receive, in one direction forward and in the other backward
     return {"pipeline_action_s": max(0.0, (more - runs.collective_s("send_recv")) / 2)}

@@ -1,4 +1,4 @@
-"""A cluster file for the machine that was found: `autoplan profile --write-cluster FILE`."""
+"""Propose a cluster file for this machine: `autoplan profile --write-cluster FILE`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.profiler.topology import LinkKind, Topology
 from autoplan.report.files import write_text
 from autoplan.units import GB, MIB, MICRO, TERA
 
-# Names of the driver without "NVIDIA" or "Tesla" -> id of the catalog.
+# The driver's names without "NVIDIA" or "Tesla" -> id in the catalog.
 _CATALOG: tuple[tuple[str, str], ...] = (
     (r"V100-SXM2-16GB", "v100-sxm2-16gb"),
     (r"V100-SXM2-32GB", "v100-sxm2-32gb"),
@@ -37,12 +37,12 @@ _CATALOG: tuple[tuple[str, str], ...] = (
     (r"GeForce RTX 4090", "rtx4090-24gb"),
 )
 _NVLINKS = (LinkKind.NVSWITCH, LinkKind.NVLINK)
-_BANDWIDTH_BYTES = MIB  # smaller messages tell a latency
+_BANDWIDTH_BYTES = MIB  # smaller messages measure the latency
 _CPU_MEMORY_SHARE = 0.9  # of the machine: the rest is for the system and the interpreters
 
 
 def catalog_id(name: str) -> str | None:
-    """Id of the catalog of a device as its driver names it, None if the catalog lacks it."""
+    """Return the catalog's id of a device by its driver's name; None if the catalog lacks it."""
     plain = re.sub(r"^(NVIDIA|Tesla)\s+", "", re.sub(r"^NVIDIA\s+", "", name.strip()))
     return next((found for pattern, found in _CATALOG if re.fullmatch(pattern, plain)), None)
 
@@ -50,14 +50,16 @@ def catalog_id(name: str) -> str | None:
 def cluster_data(
     topology: Topology, num_nodes: int = 1, profile: Profile | None = None, processes_per_node: int = 1
 ) -> tuple[dict[str, Any], list[str]]:
-    """The mapping that a cluster file holds, and what a person should check in it, a line each.
+    """Return the contents of a cluster file, and lines that say what to check in it.
 
     Args:
-        num_nodes: equal ones; `topology` is of one of them.
-        profile: of the machine: where links were measured on a CPU, their bandwidth is taken.
-        processes_per_node: devices of a machine without accelerators.
+        topology: one node of the cluster.
+        num_nodes: the number of equal nodes.
+        profile: of the machine; if links were measured on a CPU, their bandwidth is used.
+        processes_per_node: number of devices of a machine without accelerators.
 
-    Raises: PinError for devices that differ, or that the catalog lacks; it names them and what to write instead.
+    Raises:
+        PinError: for devices that differ, or that the catalog lacks; it names them and what to write instead.
     """
     if not topology.devices:
         return _of_cpus(topology, num_nodes, profile, processes_per_node)
@@ -126,7 +128,11 @@ def _short(value: float) -> float:
 
 
 def _measured_bytes_per_s(profile: Profile | None, per_node: int, across: bool) -> float | None:
-    """Bytes that a rank sends per second in the largest all-gather that was measured on this side of the node."""
+    """Return the bytes per second that a rank sends in the largest all-gather that was measured on this side of the
+    node.
+
+    `across`: the side between nodes.
+    """
     records = [
         r
         for r in (profile.links if profile is not None else ())
@@ -145,9 +151,10 @@ def write_cluster(
     profile: Profile | None = None,
     processes_per_node: int = 1,
 ) -> Cluster:
-    """Write the proposal as YAML that `Cluster.read` reads; the cluster it stands for.
+    """Write the proposal as YAML for `Cluster.read`, and return its cluster.
 
-    Raises: PinError for devices as `cluster_data` does, and for a file that cannot be written.
+    Raises:
+        PinError: for devices as `cluster_data` does, and for a file that cannot be written.
     """
     import yaml
 

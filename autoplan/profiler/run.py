@@ -1,10 +1,10 @@
-"""Measure this machine, once: in processes of its own, or inside a running job; keep what was measured.
+"""Measure this machine, in processes of its own or inside a running job, and keep the result.
 
     profile = measure(processes=2, budget_s=120)       spawns 2 processes on this machine
     profile = measure_in_job(tasks, budget_s=60)       on every rank of a running torch.distributed job, of any nodes
 
 All ranks measure the same thing at the same time, as they would train: processes of one machine share its memory
-bandwidth. Time is bounded: what was not measured is left to interpolation, and the profile's notes say so.
+bandwidth. The time is bounded: times that were not measured are interpolated, and the profile's notes say so.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 DEFAULT_BUDGET_S = 120.0
 _OF_THE_MODEL = "operations of the model"
-_NO_TIME = "no time for "  # how notes on what is missing begin
+_NO_TIME = "no time for "  # the first words of notes on missing measurements
 ENVIRONMENT = "AUTOPLAN_PROFILE"
 ASSUMED = "assumed"
-# The largest shapes of the lattice, so that one of them takes well under a second.
+# The largest shapes of the lattice: each of them takes well under a second.
 _MAX_FLOPS = {"cpu": 2.5e9, "cuda": 2e12}
 _MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
 _MAX_LINK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-PROFILE_GRACE_S = 90.0  # beyond the budget: start of the processes and the phase that is running
+PROFILE_GRACE_S = 90.0  # beyond the budget: start of the processes, and the phase that is running at its end
 
 
 # -- which machine -----------------------------------------------------------------------------------------------------
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What the times depend on: device model, cores, memory. No names of hosts."""
+    """Return the facts that times depend on: device model, cores, memory. No host names."""
     found: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count() or 1}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -88,16 +88,20 @@ def _cpu_model() -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions that the times depend on."""
+    """Return the versions that times depend on."""
     return {"torch": torch.__version__.split("+")[0]}
 
 
-# What a profile of a machine holds, by type of device: raised when more is measured, so that an old one is not taken.
+# Version of the set of measurements, by type of device: raised when more is measured, so that older profiles are not
+# used.
 _MEASURES = {"cpu": 2, "cuda": 3}
 
 
 def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
-    """Name under which a profile of this machine is kept: device model, cores, torch, nodes, world size, threads."""
+    """Return the name under which a profile of this machine is kept.
+
+    It has device model, cores, torch, nodes, world size and threads.
+    """
     device = torch.device(device_type)
     facts = hardware(device)
     model = str(facts.get("gpu", facts["cpu"]))
@@ -110,7 +114,7 @@ def machine_key(world_size: int, device_type: str, num_threads: int | None = Non
 
 
 def cached_profile(key: str) -> Profile | None:
-    """The profile kept under this key, or None. A damaged file is removed: it would be measured anew."""
+    """Return the profile kept under this key, or None. A damaged file is removed, so that it is measured again."""
     path = user_folder() / f"{key}.json"
     if not path.is_file():
         return None
@@ -122,7 +126,7 @@ def cached_profile(key: str) -> Profile | None:
 
 
 def store_profile(profile: Profile, key: str) -> Path:
-    """Keep a profile for this user, merged into what is kept under the key already."""
+    """Keep a profile for this user, merged into the one that is kept under the key."""
     before = cached_profile(key)
     path = user_folder() / f"{key}.json"
     (profile if before is None else _measured_before(before).merged(profile)).save(path)
@@ -130,14 +134,16 @@ def store_profile(profile: Profile, key: str) -> Path:
 
 
 def _measured_before(profile: Profile) -> Profile:
-    """Without the notes on what there was no time for: who measures more says what is missing still."""
+    """Return the profile without the notes on missing measurements: the next measurement writes its own."""
     return replace(profile, notes=tuple(n for n in profile.notes if not n.startswith(_NO_TIME)))
 
 
 def resolve() -> Profile | Literal["measure"] | None:
-    """What `AUTOPLAN_PROFILE` says: a profile by path or name, None for `assumed`, "measure" if it is not set.
+    """Return the choice of `AUTOPLAN_PROFILE`: a profile by path or name, None for `assumed`, "measure" if it is not
+    set.
 
-    Raises: ProfileError for a name that is not known.
+    Raises:
+        ProfileError: for an unknown name.
     """
     wanted = os.environ.get(ENVIRONMENT, "")
     if not wanted:
@@ -149,7 +155,7 @@ def resolve() -> Profile | Literal["measure"] | None:
 
 
 class _Shown:
-    """A line of progress on a terminal, one message otherwise; only where `visible`."""
+    """A progress line on a terminal, one message otherwise; nothing unless `visible`."""
 
     def __init__(self, what: str, budget_s: float, visible: bool) -> None:
         self.begin, self.budget_s, self.progress, self.task = time.monotonic(), budget_s, None, None
@@ -172,7 +178,7 @@ class _Shown:
             print(f"autoplan: {what}, at most {budget_s:.0f} s, once", file=sys.stderr, flush=True)
 
     def advance(self, what: str) -> None:
-        """Show what was measured last."""
+        """Show the last measurement."""
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=min(self.budget_s, time.monotonic() - self.begin), now=what[:50])
 
@@ -186,12 +192,12 @@ class _Shown:
 
 
 def _backend(device: torch.device) -> str:
-    """What carries the collectives of this device's tensors."""
+    """Return the backend of the collectives of this device's tensors."""
     return devices.backends_of(dist.get_backend_config())[device.type]
 
 
 def _merge_ranks(parts: Sequence[list[MeasuredOp]]) -> list[MeasuredOp]:
-    """One record per operation: the mean of the ranks' medians, the widest spread."""
+    """Return one record per operation: the mean of the ranks' medians, the widest spread."""
 
     def together(given: Iterable[Timing | None]) -> Timing | None:
         times = [t for t in given if t is not None]
@@ -213,16 +219,17 @@ def _merge_ranks(parts: Sequence[list[MeasuredOp]]) -> list[MeasuredOp]:
 
 @dataclass
 class _Notes:
-    """What is told of the measuring beside the times."""
+    """Notes of a measurement beside its times."""
 
     lines: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # by OpWork.key
+    failed: dict[str, str] = field(default_factory=dict)  # OpWork.key -> problem
 
 
 def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: _Notes, what: str) -> list[MeasuredOp]:
-    """As many of the tasks as there is time for, on all ranks at once. What one rank cannot run, none measures."""
+    """Measure as many of the tasks as there is time for, on all ranks at once. A task that fails on one rank is
+    skipped."""
     cache = cache_bytes(job.device)
-    # the least that any rank may use of the memory it shares, so that all leave out the same
+    # the least memory that any rank may use, so that all ranks skip the same tasks
     limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
     found: list[MeasuredOp] = []
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
@@ -237,7 +244,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: 
             try:
                 record = measure_op(task, clock, cache)
             except (RuntimeError, ValueError, TypeError) as exc:
-                # an operation that cannot run by itself is left to interpolation
+                # operations that cannot run by themselves are interpolated
                 problem = f"{type(exc).__name__}: {str(exc)[:120]}"
             if job.anywhere(record is None):
                 notes.failed[task.work.key] = next(filter(None, job.gather(problem)))
@@ -248,7 +255,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: 
 
 
 def _check(profile: Profile, checks: Sequence[MeasuredOp]) -> dict[str, ErrorStats]:
-    """Error of the interpolation on shapes it has not seen but others near to them, by class and phase."""
+    """Return the error of the interpolation on held-out shapes with measured ones near them, by class and phase."""
     errors: dict[str, list[float]] = {}
     for record in checks:
         for phase in PHASES:
@@ -275,15 +282,19 @@ def measure_in_job(
 
     Args:
         tasks: operations of a model (`autoplan.profiler.tasks`), measured first.
-        budget_s: bound of the time; a few seconds more for what is running when it is over.
-        known: what was measured before: not measured again, and merged into the result.
-        dtypes: of the general shapes; what the model computes in first, then that of its parameters if it is another.
-        general: also collectives, fixed costs and shapes not tied to the model, unless `known` has them.
-        device: what is measured, this rank's; None: as `autoplan.parallelize` picks it.
+        budget_s: bound of the time; the measurement that is running at its end takes a few seconds more.
+        known: an earlier profile: its times are not measured again, and are merged into the result.
+        dtypes: of the general shapes: the dtype that the model computes in, then the parameters' if they have another.
+        general: also measure collectives, fixed costs and shapes not tied to the model, unless `known` has them.
+        device: this rank's device to measure; None: as `autoplan.parallelize` picks it.
 
-    Returns: the profile, the same on every rank.
-    Raises: DeviceError, the same on every rank, as `autoplan.parallelize`; RankFailure if a rank failed, with its node;
-        ProfileError if the nodes have different numbers of ranks.
+    Returns:
+        The profile, the same on every rank.
+
+    Raises:
+        DeviceError: the same on every rank, as in `autoplan.parallelize`.
+        RankFailure: if a rank failed; names its node.
+        ProfileError: if the nodes have different numbers of ranks.
     """
     requested = devices.read(device)
     placement = devices.device_place(requested, devices.device_kind(requested, devices.sight()))
@@ -331,8 +342,8 @@ def _measure(
     )
     if known is not None:
         profile = _measured_before(known).merged(profile)
-    # The speed of a shared machine changes by half within minutes: operations of one size measured one after the other
-    # would differ from those of another by that.
+    # The speed of a shared machine changes by half within minutes: if operations of one size were measured one after
+    # another, they would differ from those of another size by that.
     run = _Run(job, clock, spread(tasks), notes, profile)
     if general:
         run.everything(known, dtypes)
@@ -353,7 +364,9 @@ class _Run:
     """The stages of a measurement, the most needed first: a short budget still has the whole range of every collective.
 
     Attributes:
-        tasks: operations of a model. profile: what is known so far, without `ops`, which were measured in this run.
+        tasks: operations of a model.
+        profile: the figures known so far, without `ops`.
+        ops: the operations that were measured in this run.
     """
 
     job: Job
@@ -364,13 +377,13 @@ class _Run:
     ops: list[MeasuredOp] = field(default_factory=list)
 
     def measure(self, part: Job, tasks: Sequence[MeasureTask], what: str) -> list[MeasuredOp]:
-        """Operations, as far as there is time in this part of it."""
+        """Measure operations, as far as there is time in this part."""
         found = _measure_tasks(part, self.clock, tasks, self.notes, what)
         self.ops += found
         return found
 
     def everything(self, known: Profile | None, dtypes: Sequence[str]) -> None:
-        """What any model needs, and the operations of this one."""
+        """Measure what any model needs, and the operations of this one."""
         if self.job.world > 1:
             self._links(known)
         if self.tasks:
@@ -402,7 +415,7 @@ class _Run:
             self.profile = replace(self.profile, overheads=found)
 
     def _left_of_the_model(self) -> None:
-        """What the model needs itself, before shapes that are not its own."""
+        """Measure the rest of the model's operations, before general shapes."""
         measured = {r.work.key for r in self.ops} | set(self.notes.failed)
         left = [t for t in self.tasks if t.work.key not in measured]
         if left:
@@ -416,12 +429,12 @@ class _Run:
             self.notes.lines += [] if self.profile.clock else [f"{_NO_TIME}the clock of sustained load"]
 
     def _general_shapes(self, dtypes: Sequence[str]) -> None:
-        """A lattice of shapes, and shapes beside it that tell how well it interpolates."""
+        """Measure a lattice of shapes, and shapes beside it that show how well it interpolates."""
         job, size = self.job, (_MAX_FLOPS[self.job.device.type], _MAX_BYTES[self.job.device.type])
         missing = [d for d in dtypes if not (job.queued and _has_general(self.profile, held_out(d, *size)))]
         for i, dtype in enumerate(missing):
             part = job.until(1.0 / (len(missing) - i))
-            # the general shapes get what the model's own left, and a quarter of that checks them
+            # a quarter of the time that is left for general shapes checks them
             grid = [t for t in lattice(dtype, *size) if t.work.key not in self.profile.by_key]
             self.measure(part.until(0.75), grid, f"general shapes in {dtype}")
             so_far = replace(self.profile, ops=(*self.profile.ops, *_only(self.ops)))
@@ -432,12 +445,12 @@ class _Run:
 
 
 def _has_general(profile: Profile, checks: Sequence[MeasureTask]) -> bool:
-    """Whether general shapes were measured in the dtype of `checks`; a model may have one or the other of them."""
+    """Return True if general shapes were measured in the dtype of `checks`; a model may have a few of them itself."""
     return 2 * sum(t.work.key in profile.by_key for t in checks) > len(checks)
 
 
 def _only(ops: Sequence[MeasuredOp]) -> list[MeasuredOp]:
-    """The last record of each operation."""
+    """Return the last record of each operation."""
     return list({r.work.key: r for r in ops}.values())
 
 
@@ -481,10 +494,12 @@ def measure(
 
     Args:
         name: of the profile; default: `machine_key`.
+        budget_s, tasks, dtypes, progress: as in `measure_in_job`.
         num_threads: of each process, as it will train (torchrun sets 1).
 
-    Raises: ProfileError if a process failed, died or did not end in time (with its traceback), or for fewer than 1, or
-        more than the GPUs of this machine. No process is left running.
+    Raises:
+        ProfileError: if a process failed (with its traceback), died or did not end in time, or if `processes` is below
+            1 or above the number of GPUs of this machine. No process is left running.
     """
     if processes < 1:
         raise ProfileError(f"measuring needs at least 1 process, got {processes}")
@@ -528,7 +543,7 @@ def measure(
 
 
 def _collect(pipes: dict[Connection, int], deadline: float) -> str:
-    """What rank 0 sent, once all have sent something."""
+    """Return rank 0's message, once all ranks have sent one."""
     text, left = "", dict(pipes)
     while left:
         ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
@@ -551,14 +566,15 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
 
 
 def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
-    """What a model computes in, then that of its parameters where the optimizer has others: `dtypes` of measuring."""
+    """Return the `dtypes` to measure: what a model computes in, then that of its parameters if the optimizer has
+    others."""
     used = [p.dtype for p in graph.params.values()]
     computed = precision.compute or (max(sorted(set(used)), key=used.count) if used else "float32")
     return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[MeasureTask]:
-    """Operations of a model at several tensor-parallel degrees; degrees that it cannot take are left out."""
+    """Return the operations of a model at several tensor-parallel degrees; degrees that it cannot take are skipped."""
     found: dict[str, MeasureTask] = {}
     for tp in degrees:
         config = ParallelConfig(tp=tp)

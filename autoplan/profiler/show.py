@@ -1,4 +1,4 @@
-"""A profile as tables: what was measured, in which units, its spread, and how well it interpolates."""
+"""A profile as tables: measurements with their units, their spread, and how well they interpolate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoplan.units import GB, MIB, MICRO
 
 
 def _spread(times: Sequence[Timing]) -> str:
-    """Half the distance of the quartiles over the median, of the shape in the middle."""
+    """Return half the distance of the quartiles over the median, of the middle shape."""
     values = sorted((t.high - t.low) / 2 / t.median for t in times)
     return f"{values[len(values) // 2]:.0%}"
 
@@ -53,7 +53,7 @@ def _operations(profile: Profile) -> Table:
 
 
 def _host(records: Sequence[MeasuredOp], phase: str) -> str:
-    """Median of what the host needs to queue one."""
+    """Return the median time of the host to queue one operation."""
     found = [t.median for r in records if (t := r.host_s(phase)) is not None]
     return f"{statistics.median(found) / MICRO:.1f} us" if found else ""
 
@@ -99,7 +99,7 @@ def _overhead(name: str, value: float) -> str:
 
 
 def _machine(profile: Profile) -> list[str]:
-    """Topology and clocks, a line each."""
+    """Return topology and clocks, a line each."""
     found = profile.machine
     lines = Topology.of(found["topology"]).lines() if found.get("topology") else []
     if found.get("nodes", 1) > 1:
@@ -118,7 +118,7 @@ def _machine(profile: Profile) -> list[str]:
 
 
 def summary(profile: Profile) -> Group:
-    """Everything worth knowing about a profile, for a rich console."""
+    """Return the tables and lines about a profile, for a rich console."""
     where = ", ".join(f"{k} {v}" for k, v in {**profile.hardware, **profile.software}.items())
     parts: list[Table | str] = [
         f"{profile.name}: {profile.world_size} processes of {profile.num_threads} thread(s), {where}, {profile.date}"

@@ -1,4 +1,4 @@
-"""Programs to measure fixed costs with: written as codegen writes them, of next to no work or of small operations."""
+"""Programs to measure fixed costs with, written as codegen writes them: of next to no work, or of small operations."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ class Stage(nn.Module):
 def tiny_program(
     num_layers: int, axes: tuple[tuple[str, int], ...], zero_stage: int, size: int = HIDDEN_SIZE, num_params: int = 1
 ) -> tuple[ProgramSpec, dict[str, str]]:
-    """Layers that multiply WIDTH elements by the first of `num_params` parameters of `size` elements each, divided
-    evenly over the stages."""
+    """Return a program of layers that multiply HIDDEN_SIZE elements by the first of their parameters.
+
+    Each layer has `num_params` parameters of `size` elements. The layers are divided evenly over the stages.
+    """
     names = [f"weight{i}" for i in range(num_params)]
     layer = _TINY % {
         "declared": "\n".join(f"        self.{n} = parameter(({size},), torch.float32, True)" for n in names),
@@ -179,12 +181,12 @@ class Layer(Block):
 
 
 def decoder_program(num_layers: int, world_size: int) -> tuple[ProgramSpec, dict[str, str]]:
-    """Layers of `_DECODER`, one copy on every rank; its input has the shape DECODER_INPUT."""
+    """Return a program of `_DECODER` layers, one copy on every rank; its input has the shape DECODER_INPUT."""
     return _program(_DECODER, _DECODER_PARAMETERS, num_layers, (("pp", 1), ("dp", world_size)), 0)
 
 
 def decoder_tasks() -> list[tuple[MeasureTask, int]]:
-    """The operations of one layer, and how often each occurs."""
+    """Return the operations of one layer, and how often each occurs."""
     x, inner = TensorWork(DECODER_INPUT, "float32", True), TensorWork((1, _TOKENS, _INNER), "float32", True)
     column = TensorWork((1, _TOKENS, 1), "float32", True)
     heads = TensorWork((1, _TOKENS, _HEADS, _HEAD_DIM), "float32", True)

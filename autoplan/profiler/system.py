@@ -1,4 +1,4 @@
-"""What the machine says of itself: commands and files of the kernel, behind one door that tests replace."""
+"""The machine's commands and kernel files, behind one interface that tests replace."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import subprocess
 from pathlib import Path
 from typing import Protocol
 
-_COMMAND_TIMEOUT_S = 20.0  # nvidia-smi takes seconds where the driver has to be loaded first
+_COMMAND_TIMEOUT_S = 20.0  # nvidia-smi takes seconds if the driver has to be loaded first
 
 
 class Unreadable(Exception):
-    """Something this machine does not say, and why. Caught where the answer is optional, and noted there."""
+    """A fact that this machine does not give, and why. Caught, and noted, where the fact is optional."""
 
 
 class System(Protocol):
-    """A machine that can be asked."""
+    """A machine that answers questions."""
 
     def run(self, *command: str) -> str:
-        """Standard output of a command. Unreadable if it is missing, fails or hangs."""
+        """Return the standard output of a command. Raises Unreadable if it is missing, fails or hangs."""
         ...
 
     def read(self, path: str) -> str:
-        """A text file without the white space around it. Unreadable if there is none."""
+        """Return a text file without the white space around it. Raises Unreadable if there is none."""
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, sorted; none if there is no such folder."""
+        """Return the names in a folder, sorted; none if there is no such folder."""
         ...
 
 
@@ -33,7 +33,7 @@ class ThisMachine:
     """The machine that this process runs on."""
 
     def run(self, *command: str) -> str:
-        """Standard output of a command."""
+        """Return the standard output of a command."""
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
         except FileNotFoundError:
@@ -46,14 +46,14 @@ class ThisMachine:
         return done.stdout
 
     def read(self, path: str) -> str:
-        """A text file."""
+        """Return the contents of a text file."""
         try:
             return Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as exc:
             raise Unreadable(f"{path}: {exc}") from exc
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder."""
+        """Return the names in a folder."""
         try:
             return sorted(p.name for p in Path(folder).iterdir())
         except OSError:
@@ -61,7 +61,7 @@ class ThisMachine:
 
 
 def number_in(system: System, path: str) -> int | None:
-    """A whole number in a file; None where there is none, or -1, which the kernel writes for "not known"."""
+    """Return the whole number in a file; None without one, or for -1, which the kernel writes for "not known"."""
     try:
         value = int(system.read(path))
     except (Unreadable, ValueError):

@@ -1,4 +1,4 @@
-"""What to measure for a model: its operations under every strategy, as the text that codegen emits."""
+"""The measurements for a model: its operations under every strategy, as the text that codegen emits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autoplan.program.statements import LoweredBlock, Op
 
 
 def _text(op: Op, work: OpWork, ctx: Context) -> str:
-    """The emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
-    if op_has(op.node.op, Trait.RANDOM):  # the same arithmetic, without asking the mesh which part this is
+    """Return the emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
+    if op_has(op.node.op, Trait.RANDOM):  # the same arithmetic, without asking the mesh for this rank's part
         index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape)
         return f"dropout(x0, {op.node.attrs['p']}, rng, 0, ({index}))"
     if op.strategy.special is not None:
@@ -45,7 +45,7 @@ def _statement(block: Block, node: Node, strategy: Strategy, bias: bool) -> Op:
 
 
 def _bounds(node: Node, work: OpWork) -> dict[int, int]:
-    """Integer inputs stay inside tables and classes."""
+    """Return bounds that keep integer inputs inside tables and classes."""
     limits = op_record(node.op).index_limits
     if limits is None:
         return {}
@@ -53,7 +53,7 @@ def _bounds(node: Node, work: OpWork) -> dict[int, int]:
 
 
 class _Memory:
-    """In which order the values of a block lie in memory: its ops run on meta tensors, which only carry strides."""
+    """The order in which the values of a block lie in memory: its ops run on meta tensors, which only carry strides."""
 
     def __init__(self, block: Block, works: OpCosts) -> None:
         self.strides: dict[str, tuple[int, ...]] = {}
@@ -86,7 +86,7 @@ class _Memory:
     def describe(
         self, names: Sequence[str], work: OpWork
     ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """Orders and broadcast dims of inputs, by position."""
+        """Return the memory orders and the broadcast dims of the inputs, by position."""
         orders, broadcast = {}, {}
         for i, name in enumerate(names):
             strides = self.strides[name]
@@ -101,7 +101,10 @@ class _Memory:
 
 
 def model_tasks(works: OpCosts) -> list[MeasureTask]:
-    """Every operation of the model under every strategy on the sub-axes of `works`; equal works once, longest first."""
+    """Return every operation of the model under every strategy on the sub-axes of `works`.
+
+    Equal operations occur once; the longest come first.
+    """
     found: dict[str, MeasureTask] = {}
     for block in works.graph.blocks.values():
         memory = _Memory(block, works)
@@ -115,7 +118,7 @@ def model_tasks(works: OpCosts) -> list[MeasureTask]:
 
 
 def lowered_tasks(lowered: Iterable[LoweredBlock], works: OpCosts) -> list[MeasureTask]:
-    """The operations of lowered blocks only."""
+    """Return the operations of lowered blocks only."""
     found: dict[str, MeasureTask] = {}
     for low in lowered:
         memory = _Memory(low.block, works)
@@ -127,7 +130,7 @@ def lowered_tasks(lowered: Iterable[LoweredBlock], works: OpCosts) -> list[Measu
 
 
 def _biased(block: Block) -> set[str]:
-    """Products whose bias may be added by the same kernel."""
+    """Return the names of products whose bias the same kernel may add."""
     out = set()
     makers = {o: n for n in block.nodes for o in n.outputs}
     for node in block.nodes:

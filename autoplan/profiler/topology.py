@@ -1,12 +1,13 @@
-"""What is in this machine and how it is joined: devices, the links between them, NUMA nodes, network cards.
+"""The topology of this machine: devices, the links between them, NUMA nodes, network cards.
 
     topology = detect()
     topology.link(0, 1).kind              LinkKind.NVSWITCH
-    write_cluster(topology, 2, "cluster.yaml")
+    write_cluster("cluster.yaml", topology, 2)
 
 Sources: `nvidia-smi --query-gpu`, the matrix of `nvidia-smi topo -m` (its legend names the kinds), and the kernel's
-/sys/class/infiniband, /sys/class/net, /sys/bus/pci and /sys/devices/system/node. What none of them says is None, and
-`notes` says why. The parsers are pure functions of these texts.
+/sys/class/infiniband, /sys/class/net, /sys/bus/pci and /sys/devices/system/node. A fact that none of them gives is
+None,
+and `notes` says why. The parsers are pure functions of these texts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from autoplan.units import MIB
 
 
 class LinkKind(Enum):
-    """What lies between two devices, or a device and a network card; nearest first. The words of `nvidia-smi topo`."""
+    """The path between two devices, or a device and a network card; nearest first. The words are those of `nvidia-smi
+    topo`."""
 
     NVSWITCH = "NVSwitch"  # NVLinks into a switch: every pair has the bandwidth of all links of a device
     NVLINK = "NVLink"  # NVLinks from device to device
@@ -35,7 +37,7 @@ class LinkKind(Enum):
 
     @property
     def rank(self) -> int:
-        """0 for the nearest."""
+        """The position in this order, 0 for the nearest."""
         return list(LinkKind).index(self)
 
 
@@ -52,7 +54,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class PairLink:
-    """Between devices `a` < `b`; `num_links` NVLinks, 0 for PCIe."""
+    """The link between devices `a` < `b`; `num_links` NVLinks, 0 for PCIe."""
 
     a: int
     b: int
@@ -62,7 +64,7 @@ class PairLink:
 
 @dataclass(frozen=True)
 class Nic:
-    """A network card (an active port). `gbit_s` per direction; `nearest` devices are all those at `distance`."""
+    """A network card (an active port). `gbit_s` is per direction; `nearest` are all devices at `distance`."""
 
     name: str
     gbit_s: float | None
@@ -95,14 +97,16 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     def link(self, a: int, b: int) -> PairLink | None:
-        """Between two devices; None where the driver did not say."""
+        """Return the link between two devices; None if the driver did not say."""
         low, high = min(a, b), max(a, b)
         return next((x for x in self.links if (x.a, x.b) == (low, high)), None)
 
     @property
     def fabric_nics(self) -> tuple[Nic, ...]:
-        """The cards that devices train over: active, behind a PCIe switch with a device; where there is none, the
-        fastest active ones (storage and management have cards of their own)."""
+        """The cards that devices train over: the fastest active ones behind a PCIe switch with a device.
+
+        If there are none, the fastest active ones of all (storage and management have cards of their own).
+        """
         active = [n for n in self.nics if n.active and n.gbit_s]
         near = [n for n in active if n.distance in (LinkKind.PIX, LinkKind.PXB)]
         fastest = max((n.gbit_s or 0.0 for n in near or active), default=0.0)
@@ -110,17 +114,17 @@ class Topology:
 
     @property
     def nic_gbit_s_per_device(self) -> float | None:
-        """Network of one device when all of them send, Gbit/s per direction; None where no card says."""
+        """The network of one device when all of them send, Gbit/s per direction; None if no card says."""
         total = sum(n.gbit_s or 0.0 for n in self.fabric_nics)
         return total / max(1, len(self.devices)) if total else None
 
     def data(self) -> dict[str, Any]:
-        """As plain data for JSON; enums by value."""
+        """Return plain data for JSON; enums by value."""
         return dataclasses.asdict(self, dict_factory=_plain)
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Topology:
-        """Of plain data, as `data` gives it and JSON keeps it."""
+        """Read plain data, as `data` gives it and JSON keeps it."""
         nics = [
             {**n, "nearest": tuple(n["nearest"]), "distance": n["distance"] and LinkKind(n["distance"])}
             for n in data["nics"]
@@ -137,7 +141,7 @@ class Topology:
         )
 
     def lines(self) -> list[str]:
-        """What a person wants to know, a line each."""
+        """Return the main facts for a person, a line each."""
         out = [f"{self.num_cores} cores of {self.cpu}, {len(self.numa_nodes) or 'unknown'} NUMA node(s)"]
         if self.devices:
             names = sorted({d.name for d in self.devices})
@@ -169,17 +173,18 @@ def _grouped(devices: tuple[Accelerator, ...]) -> str:
 
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,pci.bus_id", "--format=csv,noheader,nounits")
 TOPO_QUERY = ("nvidia-smi", "topo", "-m")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined, also into a pipe
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined, also in a pipe
 _LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$", re.MULTILINE)
-# Columns after the matrix, in this order where they are there.
+# Columns after the matrix, in this order, as far as present.
 _TAIL = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
-# More NVLinks than any device has (H100, B200: 18; NVIDIA's data sheets): a device with more to its peers together has
-# the same links to all of them, through a switch.
+# More NVLinks than any device has (H100, B200: 18; NVIDIA's data sheets): a device with more links to its peers in
+# total
+# has the same links to all of them, through a switch.
 _MOST_NVLINKS = 18
 
 
 def parse_gpus(text: str) -> tuple[Accelerator, ...]:
-    """Devices of `GPU_QUERY`. Unreadable for a line of another form."""
+    """Return the devices of `GPU_QUERY`. Raises Unreadable for other lines."""
     out = []
     for line in filter(None, map(str.strip, text.splitlines())):
         parts = [p.strip() for p in line.split(",")]
@@ -191,7 +196,10 @@ def parse_gpus(text: str) -> tuple[Accelerator, ...]:
 
 
 def _sysfs_bus(bus_id: str) -> str:
-    """nvidia-smi writes eight digits of the PCI domain, sysfs four: 00000000:1B:00.0 is 0000:1b:00.0."""
+    """Return a bus id as in sysfs, with four digits of the PCI domain instead of nvidia-smi's eight.
+
+    00000000:1B:00.0 becomes 0000:1b:00.0.
+    """
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
@@ -205,11 +213,11 @@ class Matrix:
     numa: Mapping[int, int]
 
 
-Pair = tuple[int, int]  # cards, the lower number first
+Pair = tuple[int, int]  # devices, the lower number first
 
 
 def _link(cell: str, where: str) -> tuple[LinkKind, int]:
-    """The kind of link that a cell names, and how many NVLinks it is."""
+    """Return the kind of link that a cell names, and its number of NVLinks."""
     nvlinks = re.fullmatch(r"NV(\d+)", cell)
     if nvlinks is not None:
         return LinkKind.NVLINK, int(nvlinks.group(1))
@@ -219,14 +227,18 @@ def _link(cell: str, where: str) -> tuple[LinkKind, int]:
 
 
 def _numa_node(tail: Sequence[str], cells: Sequence[str]) -> int | None:
-    """The first NUMA node that the cells behind the matrix name, by the columns `tail`."""
+    """Return the first NUMA node that the cells behind the matrix name, by the columns `tail`."""
     place = tail.index("NUMA Affinity") if "NUMA Affinity" in tail else len(cells)
     first = re.match(r"\d+", cells[place]) if place < len(cells) else None
     return int(first.group()) if first else None
 
 
 def parse_matrix(text: str) -> Matrix:
-    """The matrix. Unreadable if there is none. Cards are named as in its legend, older drivers name them at once."""
+    """Read the matrix. Cards are named as in its legend; older drivers name them in the matrix itself.
+
+    Raises:
+        Unreadable: if there is no matrix.
+    """
     text = _ANSI.sub("", text)
     lines = [line for line in text.splitlines() if line.strip()]
     header = next((i for i, line in enumerate(lines) if re.match(r"\s+GPU0\b", line)), None)
@@ -261,7 +273,7 @@ def parse_matrix(text: str) -> Matrix:
 
 
 def _pair_links(kinds: Mapping[Pair, LinkKind], counts: Mapping[Pair, int]) -> tuple[PairLink, ...]:
-    """Links of pairs of cards; more NVLinks than a card has lead to a switch."""
+    """Return the links of pairs of devices. A device with more NVLinks than any has is connected to a switch."""
     links = []
     for (a, b), kind in sorted(kinds.items()):
         total = max(sum(n for pair, n in counts.items() if end in pair) for end in (a, b))
@@ -272,7 +284,7 @@ def _pair_links(kinds: Mapping[Pair, LinkKind], counts: Mapping[Pair, int]) -> t
 
 
 def parse_rate(text: str) -> float | None:
-    """Gbit/s of an InfiniBand port's `rate`: `400 Gb/sec (4X NDR)`; None for anything else."""
+    """Return Gbit/s of an InfiniBand port's `rate`: `400 Gb/sec (4X NDR)`; None for anything else."""
     match = re.match(r"([\d.]+)\s*Gb/sec", text)
     return float(match.group(1)) if match and float(match.group(1)) > 0 else None
 
@@ -281,7 +293,7 @@ def parse_rate(text: str) -> float | None:
 
 
 def detect(system: System | None = None) -> Topology:
-    """Of this machine, or of a recorded one. Never fails: what cannot be read is in `notes`."""
+    """Detect the topology of this machine, or of a recorded one. Never fails: unreadable facts are in `notes`."""
     system = ThisMachine() if system is None else system
     notes: list[str] = []
     devices: tuple[Accelerator, ...] = ()
@@ -335,7 +347,7 @@ def _memory_bytes(system: System) -> int | None:
 
 
 def _infiniband(system: System) -> list[Nic]:
-    """Ports of InfiniBand, RoCE and EFA cards: what NCCL calls IB or its plugins use."""
+    """Return the ports of InfiniBand, RoCE and EFA cards: those that NCCL calls IB or that its plugins use."""
     base, out = "/sys/class/infiniband", []
     for card in system.names(base):
         ports = system.names(f"{base}/{card}/ports")
@@ -355,7 +367,10 @@ def _infiniband(system: System) -> list[Nic]:
 
 
 def _ethernet(system: System) -> list[Nic]:
-    """Cards with a device behind them: no loopback, no bridges. `speed` is in Mbit/s; -1 or an error: not known."""
+    """Return the cards with a device behind them: no loopback, no bridges.
+
+    `speed` is in Mbit/s; -1 or an error means not known.
+    """
     base, out = "/sys/class/net", []
     for card in system.names(base):
         if not system.names(f"{base}/{card}/device"):

@@ -1,4 +1,4 @@
-"""What calls of blocks keep from the forward to the backward, one by one and together."""
+"""Bytes that calls of blocks keep from the forward to the backward, one by one and together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Activations:
         kept_bytes: kept instead under full recompute of the block: its inputs, and outputs without a gradient.
         transient_bytes: the most that is alive at once beyond `saved_bytes` while the block runs forward or backward.
         recompute_transient_bytes: the most beyond `kept_bytes` under full recompute: its saved set comes back.
-        selective_bytes: kept if the attention core is computed again in the backward (Korthikanti et al., Reducing
-            Activation Recomputation in Large Transformer Models, 2022). With fused attention only the log-sum-exp goes:
-            the output is kept by the projection that follows.
-        selective_ops: positions of the statements that then run again.
-        saved_inputs: the part of `saved_bytes` that are inputs of the block, by position, 0 where not kept.
-        saved_outputs: the part that are outputs of the block needing a gradient, by position.
+        selective_bytes: kept if the attention core is recomputed in the backward (Korthikanti et al., Reducing
+            Activation Recomputation in Large Transformer Models, 2022). With fused attention this frees only the
+            log-sum-exp: the projection that follows keeps the output.
+        selective_ops: positions of the statements that selective recompute reruns.
+        saved_inputs: the part of `saved_bytes` that are inputs of the block, by position, 0 if not kept.
+        saved_outputs: the part that are outputs of the block with a gradient, by position.
         group_ops: positions of the statements in each group of regions (`autoplan.program.regions`).
-        choice_bytes: kept under every other choice of recompute: one or several of those groups (their results are
-            dropped too), the modules that are asked for, or `offload`.
-        modules: those modules, by name (`program.megatron_modules`); available: names of all that the block has, where
-            some are asked for.
+        choice_bytes: kept under every other recompute choice: one or several of those groups (their results are dropped
+            too), the requested modules, or `offload`.
+        modules: the requested modules, by name (`program.megatron_modules`).
+        available: names of all modules of the block, if some are requested.
     """
 
     saved_bytes: int
@@ -48,7 +48,7 @@ class Activations:
 
     @property
     def figures(self) -> Ints:
-        """Every number of bytes that memory is added up from."""
+        """All byte counts that memory is added up from."""
         return (
             *(self.saved_bytes, self.kept_bytes, self.transient_bytes, self.selective_bytes),
             self.recompute_transient_bytes,
@@ -57,9 +57,11 @@ class Activations:
 
 
 def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:
-    """Bytes a stage keeps of one micro-batch: `calls` with the parameter-free ones it needs, `blocks` by name.
+    """Return the bytes that a stage keeps of one micro-batch; a value that several calls keep counts once.
 
-    What several calls keep of one value counts once.
+    Args:
+        calls: calls of the stage, with the parameter-free ones it needs.
+        blocks: activations by block.
     """
     total, seen = 0, set()
     for call in calls:
@@ -80,16 +82,17 @@ def peak_bytes_of(
     recomputed: Set[str] = frozenset(),
     gradient_bytes: Mapping[str, int] | None = None,
 ) -> int:
-    """The most bytes that activations and passing gradients of one micro-batch take while it runs through a stage.
+    """Return the most bytes of activations and passing gradients of one micro-batch while it runs through a stage.
 
-    While a call's backward runs, what later calls kept is gone already, so this is less than all that is saved plus the
-    largest transient. Other micro-batches in flight add what each keeps.
+    While a call's backward runs, the activations of later calls are already free, so this is less than all saved bytes
+    plus the largest transient. Other micro-batches in flight add the bytes that each keeps.
 
     Args:
-        calls: of the stage in order, with the parameter-free ones it needs; `blocks`: their activations by block.
+        calls: calls of the stage in order, with the parameter-free ones it needs.
+        blocks: activations by block.
         recomputed: names of the calls under full recompute.
-        gradient_bytes: local gradient of a parameter by its full name. That of one used by several calls (a tied
-            embedding) waits from the backward of the last for that of the first.
+        gradient_bytes: local gradient of a parameter by its full name. If several calls use it (a tied embedding), the
+            gradient waits from the backward of the last call to that of the first.
     """
     uses: dict[str, list[int]] = {}
     for i, call in enumerate(calls):

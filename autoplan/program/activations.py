@@ -1,17 +1,17 @@
-"""Activation memory of a lowered block: what autograd keeps, what remains under recompute, what is needed in passing.
+"""Activation memory of a lowered block: bytes that autograd keeps, that remain under recompute, and transient bytes.
 
-Everything is read off the statements that are emitted and the table `autoplan.ops.saved`; there is no formula for a
-kind of model. Memory is counted in storages: a view keeps its whole base alive and counts once with it.
+Everything derives from the emitted statements and the table `autoplan.ops.saved`; no formula is specific to a kind of
+model. Memory is counted in storages: a view keeps its whole base alive and counts once with it.
 
-Whose is a tensor that crosses from block to block:
+A tensor that crosses from block to block is counted as follows:
 
-- one that needs a gradient belongs to the block that makes it if that block keeps it, and to the block that takes it if
-  that one does. Where both do, `saved_inputs` and `saved_outputs` tell, and `saved_bytes_of` counts it once;
-- one that needs none (positions, rotary tables, masks, indices) belongs to the block that makes it, once however many
-  layers use it, and is taken to be used. The batch itself, parameters and buffers are nobody's.
+- a tensor with a gradient belongs to the block that makes it if that block keeps it, and to the block that takes it if
+  that one keeps it. If both do, `saved_inputs` and `saved_outputs` show it, and `saved_bytes_of` counts it once;
+- a tensor without a gradient (positions, rotary tables, masks, indices) belongs to the block that makes it, counts once
+  however many layers use it, and is assumed to be used. The batch itself, parameters and buffers do not count.
 
 So the sum of `saved_bytes` over the calls of a stage, parameter-free ones included, is what the stage keeps of one
-micro-batch: exactly, if `saved_bytes_of` does the summing.
+micro-batch. It is exact if `saved_bytes_of` adds it up.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class _Tensor:
     strides: Ints
 
 
-# the statements before which the emitted text lets go of variables that nobody needs (autoplan.codegen.emit)
+# the emitted text releases dead variables before these statements (autoplan.codegen.emit)
 _HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS)
-# beside element-wise operations and views, what fused kernels take in
+# kinds that fused kernels take in besides element-wise operations and views
 _FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 
 
@@ -73,24 +73,25 @@ def activations(
     device_type: str = "cpu",
     kernels: Kernels | None = None,
 ) -> Activations:
-    """Activation memory of one call of a block on one rank.
+    """Return the activation memory of one call of a block on one rank.
 
     Args:
         factors, axes: as in `autoplan.program.lower.local_shape`.
         env: numbers for `b` (micro-batch of this rank) and `s`.
-        dtypes: dtype in the graph -> the one it is computed in, where they differ.
-        device_type: whose kernels; "cpu" is what the tests can measure.
-        kernels: op by op if None. Else element-wise operations, copies and norms may be kernels together with their
-            neighbours, by a compiler or written by hand (Megatron, Transformer Engine): see `_Walk.fuse` and
+        dtypes: dtype in the graph -> dtype that it is computed in, where they differ.
+        device_type: device whose kernels run; the tests measure "cpu".
+        kernels: None runs op by op. Otherwise element-wise operations, copies and norms may share kernels with their
+            neighbours, made by a compiler or written by hand (Megatron, Transformer Engine): see `_Walk.fuse` and
             `autoplan.program.megatron_kernels`.
 
-    The transient is an estimate: a walk over the statements, forward with the variables the text holds, and in reverse
-    with the gradients that flow. The backward takes every op's gradients as made at once, the gradient of a parameter
-    as new beside the one it is added to (true from the second micro-batch on), and knows of a kernel's workspace what
-    `autoplan.ops.saved` says.
+    The transient is an estimate from a walk over the statements: forward with the variables that the text holds, and in
+    reverse with the gradients that flow. The walk assumes that an op makes all its gradients at once, and that the
+    gradient of a parameter is new beside the one it is added to (true from the second micro-batch on). Workspace of
+    kernels comes from `autoplan.ops.saved`.
 
     Raises:
-        RuleError: an op without a line in `autoplan.ops.saved`; LayoutError: a size that does not divide.
+        RuleError: an op without a line in `autoplan.ops.saved`.
+        LayoutError: a size that does not divide.
     """
     return _Walk(lowered, factors, axes, env, dtypes or {}, device_type, kernels or Kernels()).run()
 
@@ -116,10 +117,9 @@ class _Walk:
         self.steps: list[GradientStep] = []
         self.params: set[str] = set()
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
-        self.narrow: dict[int, int] = {}  # storage -> the one of its 8-bit copy
-        self.copies: dict[
-            int, set[int]
-        ] = {}  # storage -> all of its 8-bit copies, or of those of what it is gathered to
+        self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
+        # storage -> its 8-bit copies; for a shard, those of the gathered value
+        self.copies: dict[int, set[int]] = {}
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class _Walk:
         return found
 
     def opened(self, value: Value, layout: Layout) -> list[list[int]]:
-        """Local size of every factor of every dim."""
+        """Return the local size of every factor of every dim."""
         out = [[self.factor(f) for f in dim] for dim in value.dims or ()]
         for axis, kind in zip(self.axes, layout, strict=True):
             if kind.is_shard:
@@ -190,7 +190,7 @@ class _Walk:
         return self._summary(inputs, first)
 
     def gather_again(self) -> None:
-        """Products keep the shard of an input that was gathered, and gather it again (Korthikanti et al., 2022)."""
+        """Let products keep the shard of a gathered input and gather it again (Korthikanti et al., 2022)."""
         shards: dict[int, tuple[int, int]] = {}
         for step, statement in zip(self.steps, self.lowered.statements, strict=True):
             if isinstance(statement, Convert) and statement.step.kind is ConversionKind.ALL_GATHER:
@@ -207,13 +207,13 @@ class _Walk:
                 step.backward += self.storages[s]
 
     def fuse(self) -> None:
-        """Fused operations keep what they compute the rest from, where that is less.
+        """Let fused operations keep smaller values that the rest can be recomputed from.
 
-        What products, attention and collectives keep is there anyway. In the order of the program, a value that a
-        fused operation keeps is replaced by the nearest values that it follows from by fused operations alone, if
-        keeping those that are not kept yet takes less. So a norm keeps its input in the dtype of the model and not in
-        float32, and a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner
-        solves the same problem as a minimum cut). Transients stay those of the operations one by one: an upper bound.
+        Values that products, attention and collectives keep are there anyway. In program order, a value that a fused
+        operation keeps is replaced by the nearest values that it follows from through fused operations alone, if the
+        ones not kept yet take fewer bytes. So a norm keeps its input in the dtype of the model instead of float32, and
+        a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner solves the
+        same problem as a minimum cut). Transients remain those of single operations: an upper bound.
         """
         makers: dict[int, GradientStep] = {}
         for step in self.steps:
@@ -245,7 +245,7 @@ class _Walk:
             self.tensors[c.target] = source
         else:
             self.tensors[c.target] = self.fresh(value, shape)
-            # what is scattered or gathered along a dim that is not the first is copied into place
+            # a scatter or gather along a dim other than the first is copied into place
             copies = c.step.kind in (ConversionKind.ALL_GATHER, ConversionKind.REDUCE_SCATTER)
             sent = own if c.step.kind is ConversionKind.REDUCE_SCATTER else prod(shape) * width
             if c.step.kind is ConversionKind.ALL_TO_ALL:
@@ -293,7 +293,10 @@ class _Walk:
         return step
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
-        """The storage that a product keeps its input in. The head's product is not one of Transformer Engine's."""
+        """Return the storage that a product keeps its input in.
+
+        The head's product is not one of Transformer Engine's, which take 8 bits.
+        """
         linear = op_kind(op.node.op) is OpKind.PRODUCT and op_record(op.node.op).weights
         if not linear or not self.kernels.float8_inputs or op.targets[0] in self.logits:
             return tensor.storage
@@ -309,7 +312,7 @@ class _Walk:
                 continue
             passes = rule.gradient is Gradient.PASS
             if op_kind(op.node.op) is OpKind.ELEMENTWISE and fact.num_elements != out.num_elements:
-                # the gradient of the result's size is summed to that of the operand
+                # the gradient has the size of the result and is summed to the size of the operand
                 passes = False
                 step.backward += out.num_bytes if rule.gradient is Gradient.NEW else 0
             step.gradients.append((self._name(var), fact.num_bytes, passes))
@@ -317,7 +320,7 @@ class _Walk:
             step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
 
     def _accumulates(self, op: Op) -> bool:
-        """True if the operation adds the gradients of its weights to where they are summed."""
+        """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
         return self.kernels.megatron and bool(op_record(op.node.op).weights)
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
@@ -338,8 +341,8 @@ class _Walk:
         outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
         if known.kind is OpKind.ATTENTION:
             _, h, s, d = shapes[0]
-            # in memory the CPU's kernel and Transformer Engine have heads inside the sequence, PyTorch's of CUDA follow
-            # the queries
+            # in memory, the CPU's kernel and Transformer Engine put heads inside the sequence; PyTorch's CUDA kernels
+            # follow the queries
             inside = (s * h * d, d, h * d, 1)
             strides = (
                 inside
@@ -352,9 +355,9 @@ class _Walk:
         return outs
 
     def _folded(self, op: Op, ins: list[_Tensor], facts: OpFacts) -> tuple[list[_Tensor], int]:
-        """Operands as the matrix product sees them, and bytes of copies: batch dims are folded into rows or expanded.
+        """Return operands as the matrix product sees them, and bytes of copies.
 
-        `at::native::_matmul_impl` and `should_fold`.
+        Batch dims are folded into rows or expanded, as in `at::native::_matmul_impl` and `should_fold`.
         """
         a, b = ins[:2]
         if op_record(op.node.op).weights:
@@ -393,7 +396,7 @@ class _Walk:
         low = self.lowered
         with_grad = [s for s, (_, value, _) in zip(inputs, low.inputs, strict=True) if value.requires_grad]
         counted = {*with_grad, *range(first, len(self.storages))}
-        # without a gradient: tables and indices, taken to be used by somebody
+        # outputs without a gradient (tables and indices) are assumed to be used
         outs = [(self._storage(v), low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)]
         given = {s for s, value in outs if not value.requires_grad} & counted
         saved = given.union(*(step.saved & counted for step in self.steps))
@@ -423,7 +426,7 @@ class _Walk:
     def _choice_bytes(
         self, found: Sequence[Region], there: Mapping[str, Sequence[Module]], given: set[int], counted: set[int]
     ) -> dict[str, int]:
-        """Bytes kept under every choice of recompute but none, full and selective."""
+        """Return the bytes kept under every choice of recompute except none, full and selective."""
         out = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
         if self.kernels.modules:
             mine = [m for name in self.kernels.modules for m in there.get(name, ())]
@@ -434,7 +437,7 @@ class _Walk:
         return self.tensors[var].storage
 
     def _without_core(self, core: Sequence[int], given: set[int], counted: set[int]) -> set[int]:
-        """Storages that are kept if the attention core is computed again."""
+        """Return the storages that are kept if the attention core is recomputed."""
         kept = set(given)
         for i, step in enumerate(self.steps):
             kept |= ({self._storage(v) for v in step.reads} if i in core else step.saved) & counted
@@ -442,7 +445,7 @@ class _Walk:
         return kept - (inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved})
 
     def _peak(self, counted: set[int], inputs: list[int], given: set[int], outs: Sequence[tuple[int, Value]]) -> int:
-        """The most bytes alive at once in the forward or the backward."""
+        """Return the most bytes alive at once in the forward or the backward."""
         arriving = {
             var: prod(self.tensors[var].shape) * self.width(value)
             for var, (_, value) in zip(self.lowered.outputs, outs, strict=True)
@@ -452,7 +455,7 @@ class _Walk:
         return max(self._forward_peak(counted, inputs), backward)
 
     def _without_modules(self, found: Sequence[Module], counted: set[int]) -> set[int]:
-        """Storages that are kept if modules are computed again."""
+        """Return the storages that are kept if modules are recomputed."""
         activations = {i for m in found if m.name == "moe_act" for i in m.statements}
         inside = {i for m in found for i in m.statements} - activations
         kept: set[int] = set()
@@ -472,7 +475,7 @@ class _Walk:
         return kept
 
     def _left(self, found: Sequence[Region], choice: str, counted: set[int]) -> set[int]:
-        """Storages that are kept if the regions of `choice` are computed again."""
+        """Return the storages that are kept if the regions of `choice` are recomputed."""
         chosen = [r for r in found if r.group in choice.split("+")]
         inside = {i for r in chosen for i in r.statements}
         kept: set[int] = set()
@@ -491,7 +494,7 @@ class _Walk:
         return sum(self.storages[s] for s in storages)
 
     def _forward_peak(self, counted: set[int], inputs: list[int]) -> int:
-        """The most bytes alive while the text runs forward."""
+        """Return the most bytes alive while the emitted text runs forward."""
         last: dict[str, int] = {}
         made: set[str] = set()
         for i, step in enumerate(self.steps):
@@ -533,5 +536,5 @@ def _transposed(t: _Tensor) -> _Tensor:
 
 
 def _folds(t: _Tensor) -> bool:
-    """True if all dims but the last are one dim in memory."""
+    """Return True if all dims but the last are one dim in memory."""
     return all(t.strides[i] == t.strides[i + 1] * t.shape[i + 1] for i in range(len(t.shape) - 2))

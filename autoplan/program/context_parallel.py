@@ -1,7 +1,7 @@
-"""What a method of context parallelism makes of attention: shapes, collectives, and what is kept for the backward.
+"""Attention under a method of context parallelism: shapes, collectives, and bytes saved for the backward.
 
-The runtime is `autoplan.runtime.context` and `autoplan.runtime.ring`. Shapes are those of one rank, [b, h, s / c, d]
-before and [b, h / u, s / r, d] behind the exchange of Ulysses, with c = u r.
+The runtime is `autoplan.runtime.context` and `autoplan.runtime.ring`. Shapes are those of one rank: [b, h, s / c, d]
+before and [b, h / u, s / r, d] after the exchange of Ulysses, with c = u r.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 def exchanged(shape: Shape, method: ContextMethod) -> Shape:
-    """Local shape of queries, keys or values behind the all-to-all."""
+    """Return the local shape of queries, keys or values after the all-to-all."""
     b, heads, s, d = shape
     u = method.ulysses
     return (b, heads * method.repeats(heads) // u, s * u, d)
@@ -31,13 +31,13 @@ def exchanged(shape: Shape, method: ContextMethod) -> Shape:
 def context_parallelism(
     degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, megatron: bool = False
 ) -> Pass:
-    """The pass that lists what attention over cut sequences sends, and over which axes it works.
+    """Return the pass that lists the collectives of attention over sequences cut by context parallelism.
 
     Args:
         degree: ranks that a sequence is cut over.
-        methods: by block. A block without one, and hand-written kernels outside of Ulysses, gather keys and values as
-            Megatron-LM does.
-        fused: they are gathered again for the backward, not kept.
+        methods: method of each block. A block without one, and hand-written kernels without Ulysses, gather keys and
+            values as Megatron-LM does.
+        fused: keys and values are gathered again for the backward instead of kept.
     """
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
@@ -51,7 +51,7 @@ def context_parallelism(
 
 @dataclass(frozen=True)
 class _Sent:
-    """One of queries, keys, values and output on one rank, before any exchange, with repeated heads."""
+    """Queries, keys, values or output on one rank, before any exchange, with repeated heads."""
 
     name: str
     num_elements: Expr
@@ -59,7 +59,7 @@ class _Sent:
     requires_grad: bool
 
     def collective(self, kind: str, over: str, phase: str, part: tuple[int, int] | None, ways: int = 1) -> Collective:
-        """Of `ways` times what one rank has."""
+        """Return a collective over `ways` times the elements of one rank."""
         return Collective(self.name, kind, (over,), self.num_elements * ways, self.dtype, phase, part=part)
 
 
@@ -76,8 +76,11 @@ def _tensors(lowered: LoweredBlock, op: Op, method: ContextMethod | None = None)
 
 
 def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, again: bool) -> Op:
-    """Keys and values of the whole sequence are gathered, `again` for the backward (else they are kept), their
-    gradients reduced and scattered."""
+    """Gather keys and values of the whole sequence, and reduce-scatter their gradients.
+
+    Args:
+        again: gather them for the backward too; else they are kept.
+    """
     out = []
     for sent in _tensors(lowered, op)[1:3]:
         kinds = [("all_gather", "forward")]
@@ -88,7 +91,7 @@ def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, again: bool) -> Op:
 
 
 def _by_method(lowered: LoweredBlock, op: Op, method: ContextMethod) -> Op:
-    """As `autoplan.runtime.context` does it. RuleError for heads that the method cannot spread."""
+    """List the collectives of `autoplan.runtime.context`. RuleError if the method cannot spread the heads."""
     heads, kv = (lowered.shape(op.inputs[k], op.strategy.inputs[k])[1].value for k in (0, 1))
     obstacle = method.heads_obstacle(heads or 0, kv or 0)
     if obstacle is not None:
@@ -104,7 +107,7 @@ def _by_method(lowered: LoweredBlock, op: Op, method: ContextMethod) -> Op:
     if method.inner:
         over.append((method.inner, groups))
         out += _INNER[method.inner](tensors, method, groups)
-    if op.node.attrs.get("documents"):  # every rank learns whose tokens are whose
+    if op.node.attrs.get("documents"):  # every rank learns the document of every token
         ids, ways = op.inputs[3], 1
         for ranks, axis in ((method.ulysses, neighbours), (method.ranks, groups)):
             ways *= ranks
@@ -124,7 +127,7 @@ def _gathered_keys(tensors: Sequence[_Sent], method: ContextMethod, over: str) -
 
 
 def _ring(tensors: Sequence[_Sent], method: ContextMethod, over: str) -> list[Collective]:
-    """Every step hands on keys and values; in the backward also their gradients."""
+    """Return the sends of a ring: every step hands on keys and values; in the backward also their gradients."""
     query, key, value, _ = tensors
     both = key.requires_grad or value.requires_grad
     travelling = replace(key, name=f"{key.name}, {value.name}", num_elements=key.num_elements + value.num_elements)
@@ -138,11 +141,11 @@ _INNER = {"gather": _gathered_keys, "ring": _ring}
 
 
 def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused: bool) -> SavedRule:
-    """What attention under `method` keeps, and needs while it runs.
+    """Return the rule of the bytes that attention under `method` keeps, and needs while it runs.
 
     Args:
-        gathered: the rule of attention over keys gathered from so many ranks.
-        fused: kernels that gather again for the backward, and know windows.
+        gathered: gives the rule of attention over keys gathered from a number of ranks.
+        fused: kernels gather again for the backward, and support windows.
     """
 
     def facts_of(f: OpFacts) -> OpFacts:
@@ -181,7 +184,7 @@ def _like(q: TensorFacts, v: TensorFacts) -> TensorFacts:
 
 
 def _wide(f: OpFacts) -> int:
-    """Bytes of an element of sums over the steps of a ring."""
+    """Return the bytes of an element of the sums over the steps of a ring."""
     return max(4, DTYPE_BYTES[f.inputs[0].dtype])
 
 
@@ -191,7 +194,10 @@ def _ring_extra(f: OpFacts) -> tuple[int, ...]:
 
 
 def _ring_workspace(f: OpFacts) -> tuple[int, ...]:
-    """Keys and values here, on their way in and packed; wide sums; in the backward, gradients of them likewise."""
+    """Return bytes while a ring runs.
+
+    Forward: keys and values here, on their way in and packed, and wide sums. Backward: also their gradients.
+    """
     q, k, v = f.inputs[:3]
     travelling = k.num_bytes + v.num_bytes
     summed = (k.num_elements + v.num_elements) * _wide(f)
@@ -206,5 +212,5 @@ _RING = SavedRule(
 
 
 def frozen(chosen: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """A mapping from block to method as a key."""
+    """Return a mapping from block to method as a hashable key."""
     return tuple(sorted(chosen.items()))

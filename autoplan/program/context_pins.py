@@ -1,4 +1,4 @@
-"""Methods of context parallelism by block: reading a pin, what is legal, what can be chosen from."""
+"""Methods of context parallelism by block: read a pin, check that it is legal, list the legal methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 
 
 def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
-    """(where, heads, key-value heads) of every attention, by block."""
+    """Return (where, heads, key-value heads) of every attention, by block."""
     out: dict[str, list[tuple[str, int, int]]] = {}
     for block, node in nodes_with(graph, OpKind.ATTENTION):
         heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
@@ -35,19 +35,19 @@ def _obstacle(method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: 
 
 
 def _major(heads: Mapping[str, Sequence[tuple[str, int, int]]], tp: int) -> int:
-    """Over how many ranks of tp key-value heads are split (`autoplan.program.parallel_dims`)."""
+    """Return the ranks of tp that key-value heads are split over (`autoplan.program.parallel_dims`)."""
     return math.gcd(tp, min((kv for found in heads.values() for _, _, kv in found), default=tp))
 
 
 def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[ContextMethod]]:
-    """By block with attention, what its heads allow beside tp."""
+    """Return the methods that the heads of every block with attention allow under tp."""
     heads = attention_heads(graph)
     major = _major(heads, tp)
     return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
 
 
 def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[Chosen]:
-    """Every choice of one method per block. Products of one plan have the same two axes."""
+    """Return every choice of one method per block. All products in one choice have the same two axes."""
     factors = {m.ulysses for found in options.values() for m in found if m.is_product}
     out: dict[Chosen, None] = {}
     for u in (None, *sorted(factors)):
@@ -62,10 +62,10 @@ def worth_looking_at(
     options: Mapping[str, Sequence[ContextMethod]],
     figures: Callable[[ContextMethod, Sequence[str]], Mapping[str, Sequence[float]]],
 ) -> dict[str, list[ContextMethod]]:
-    """Of every block the methods that no other one is at least as good as in every figure (the first of equals).
+    """Return the methods of every block that no other method equals or beats in every figure.
 
-    A product stands for a mesh that other blocks may need, too: it is only left out for what needs no mesh of its own,
-    or the same one.
+    The first of equals stays. A product needs a mesh that other blocks may need, too: it is left out only for a method
+    that needs no mesh of its own, or the same one.
 
     Args:
         figures: numbers, less is better, of some blocks under one method that is legal in all of them.
@@ -90,7 +90,7 @@ def _beaten(k: int, found: Sequence[tuple[ContextMethod, Sequence[float]]]) -> b
 
 
 def method_obstacle(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int) -> str | None:
-    """Why a model cannot have this `context_method` with these degrees, or None."""
+    """Return why a model cannot have this `context_method` with these degrees, or None."""
     try:
         _methods(graph, given, cp, tp)
     except PinError as error:
@@ -99,8 +99,11 @@ def method_obstacle(graph: ModelGraph, given: str | Mapping[str, str], cp: int, 
 
 
 def chosen_methods(graph: ModelGraph, config: ParallelConfig) -> dict[str, ContextMethod]:
-    """What `config.context_method` says of every block with attention; nothing where no sequence is cut, or if it is
-    None. PinError names what cannot be."""
+    """Return the method of every block with attention that `config.context_method` names; empty if it is None.
+
+    Raises:
+        PinError: a name or method is not possible; the message says which.
+    """
     given = config.context_method
     return {} if given is None else _methods(graph, given, config.cp, config.tp)
 
@@ -135,11 +138,11 @@ def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int
 
 
 def product_degree(config: ParallelConfig) -> int:
-    """Ranks of Ulysses in the products of a config's methods; 1 if there is none."""
+    """Return the ranks of Ulysses in the products of a configuration's methods; 1 if there is none."""
     given = config.context_method
     return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)
 
 
 def neighbours_of(names: Iterable[str], cp: int) -> int:
-    """The same of the methods of all blocks."""
+    """Return the ranks of Ulysses in the products among these methods; 1 if there is none."""
     return next((m.ulysses for m in (read_method(n, cp) for n in names) if m.is_product), 1)

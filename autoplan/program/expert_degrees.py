@@ -1,4 +1,4 @@
-"""How experts are spread over ranks that tokens travel to."""
+"""The degrees over which experts are spread, for layers whose tokens travel to their experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from autoplan.config.parallel import Dispatcher
 
 @dataclass(frozen=True)
 class ExpertDegrees:
-    """Experts over `ep` ranks, each expert over `etp`. Folded from dp * cp * tp.
+    """Experts over `ep` ranks, each expert over `etp` ranks, folded from dp * cp * tp.
 
-    `executed`: the layout was solved for it and is run as it is (`token_dispatch_layouts`), so that nothing is
-    rerouted; rows travel over etp as they do over ep.
+    Attributes:
+        executed: the layout was solved for these degrees and runs as it is (`token_dispatch_layouts`): no conversion is
+            rerouted, and rows travel over etp as over ep.
     """
 
     ep: int = 1
@@ -21,7 +22,7 @@ class ExpertDegrees:
     executed: bool = False
 
     def dispatches(self, tp: int) -> bool:
-        """False if experts are where tensor parallelism has the rest of the layer: then its layout holds for them."""
+        """Return True if tokens travel to experts; False if experts are split over tp like the rest of the layer."""
         return self.ep > 1 or self.etp != tp
 
 

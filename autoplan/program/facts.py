@@ -16,13 +16,13 @@ from autoplan.ops.table import nodes_with
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
-    """(where, attention heads, key-value heads) of every attention op."""
+    """Return (where, attention heads, key-value heads) of every attention op."""
     out = []
     for block, node in nodes_with(graph, OpKind.ATTENTION):
         q, k = (block.values[n] for n in node.tensor_inputs[:2])
@@ -33,27 +33,30 @@ def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
 
 
 def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
-    """Number of experts of every experts op."""
+    """Return the number of experts of every experts op."""
     return tuple(int(n.attrs["num_experts"]) for _, n in nodes_with(graph, OpKind.EXPERTS))
 
 
 def inner_sizes(graph: ModelGraph) -> tuple[int, ...]:
-    """Inner size of the experts of every experts op."""
+    """Return the inner size of the experts of every experts op."""
     return tuple(int(n.attrs["intermediate_size"]) for _, n in nodes_with(graph, OpKind.EXPERTS))
 
 
 def layer_calls(graph: ModelGraph) -> list[str]:
-    """Calls that a pipeline may be cut between: those of the model's layers (not embedding, head, glue or tables)."""
-    # capture names a layer by its module path, which has a dot; everything around layers by one word
+    """Return the layer calls between which a pipeline may be cut (embedding, head, glue and tables are excluded)."""
+    # capture names a layer by its module path, which has a dot; calls around layers have a name without one
     return [c.name for c in graph.calls if c.params and "." in c.name]
 
 
 def pipeline_units(graph: ModelGraph, ends: bool = False) -> tuple[tuple[str, ...], ...]:
-    """What a pipeline may be cut between: a layer and the glue after it; what precedes the first layer goes with it.
+    """Return the units between which a pipeline may be cut, each as names of calls.
 
-    Names of calls; parameter-free calls, which every stage computes for itself, are left out. A model without layers is
-    one unit. `ends`: what precedes the first layer (embedding) and what follows the last one (head, loss) are units of
-    their own, as Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split count them.
+    A unit is a layer and the glue after it; the calls before the first layer belong to its unit. Parameter-free calls,
+    which every stage computes for itself, are left out. A model without layers is one unit.
+
+    Args:
+        ends: the calls before the first layer (embedding) and after the last one (head, loss) are units of their own,
+            as Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split count them.
     """
     free = graph.free_calls()
     calls = [c.name for c in graph.calls if c.name not in free]
@@ -78,7 +81,7 @@ def _ends_apart(units: list[list[str]], layers: Set[str]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model lets be split, read off its graph when first asked for."""
+    """Facts of a model that limit how it can be split, computed from its graph when first asked for."""
 
     graph: ModelGraph = field(repr=False)
 
@@ -99,7 +102,7 @@ class ModelFacts:
 
     @cached_property
     def num_ends(self) -> int:
-        """Chunks that embedding and head may be by themselves, where they are priced so."""
+        """Pipeline chunks that embedding and head can make by themselves (priced only)."""
         return len(pipeline_units(self.graph, ends=True)) - self.num_layers
 
     @cached_property
@@ -114,7 +117,7 @@ class ModelFacts:
 
     @cached_property
     def num_experts(self) -> int:
-        """Experts of every mixture (their greatest common divisor); 0: there are none."""
+        """Number of experts (the greatest common divisor over layers); 0 if there are none."""
         return math.gcd(*expert_counts(self.graph))
 
     @cached_property
@@ -124,7 +127,7 @@ class ModelFacts:
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
-        """The fewest learned positions by symbol of a length (s, t), where there are any."""
+        """The fewest learned positions, by the symbol of a length (s, t), for models that have any."""
         found: dict[str, int] = {}
         for block, node in nodes_with(self.graph, OpKind.EMBEDDING):
             table, index = (block.values[name] for name in node.tensor_inputs[:2])
@@ -135,13 +138,13 @@ class ModelFacts:
 
     @cached_property
     def block_calls(self) -> tuple[str, ...]:
-        """Calls of blocks with work of their own: what a mapping of recompute may name."""
+        """Calls that a mapping of recompute may name: those of blocks with work of their own."""
         free = self.graph.free_calls()
         return tuple(c.name for c in self.graph.calls if c.name not in free)
 
 
 class _Same:
-    """A graph as a key: equal to itself alone."""
+    """A graph as a dictionary key that is equal only to itself."""
 
     def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
@@ -153,18 +156,19 @@ class _Same:
         return isinstance(other, _Same) and other.graph is self.graph
 
 
-@lru_cache(maxsize=8)  # of a sweep every point asks for those of the same few graphs
+@lru_cache(maxsize=8)  # all points of a sweep ask for the same few graphs
 def _model_facts(key: _Same) -> ModelFacts:
     return ModelFacts(key.graph)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides legality beside the configuration. None: not known here, and then nothing is refused because of it.
+    """Everything besides the configuration that decides legality. None means unknown, which refuses nothing.
 
     Attributes:
-        devices: of the cluster. batch: sequences per step over all data-parallel ranks.
-        host_link: False where the speed between devices and their host is not known.
+        devices: number of devices of the cluster.
+        batch: sequences per step over all data-parallel ranks.
+        host_link: False if the speed between devices and their host is not known.
     """
 
     devices: int
@@ -190,7 +194,7 @@ class Facts:
         options: RunOptions | None = None,
         target_len: int | None = None,
     ) -> Facts:
-        """The facts of a task."""
+        """Return the facts of a task."""
         return cls(
             cluster.num_devices,
             _model_facts(_Same(graph)),
@@ -205,5 +209,5 @@ class Facts:
         )
 
     def length(self, symbol: str) -> int | None:
-        """Tokens of a sequence (s), or of a target sequence (t), which without a length of its own is as long."""
+        """Return the tokens of a sequence (s) or of a target sequence (t), which by default is as long."""
         return self.seq_len if symbol == "s" or self.target_len is None else self.target_len

@@ -1,9 +1,9 @@
-"""Memory traffic of element-wise operations that run in kernels together.
+"""Memory traffic of element-wise operations that run together in one kernel.
 
-Fused programs (torch.compile; norms, activations, rotary embeddings of Megatron and Transformer Engine) run a connected
-run of element-wise operations, views and reductions over the last dim as one kernel: it reads what comes from outside
-once, keeps what lies between in registers, and writes what somebody outside needs. Two operations are in one kernel if
-one feeds the other and no product, attention or collective lies on any way between them.
+Fused programs (torch.compile; norms, activations, rotary embeddings of Megatron and Transformer Engine) run connected
+element-wise operations, views and reductions over the last dim as one kernel. It reads each external input once, keeps
+intermediate values in registers, and writes the values that other operations need. Two operations are in one kernel if
+one feeds the other and no product, attention or collective lies on any path between them.
 
     forward    external inputs read, outputs that leave written
     backward   gradients of those outputs read, external inputs read again if any operation's derivative needs them,
@@ -27,7 +27,7 @@ from autoplan.program.statements import Convert, LoweredBlock, Op, reads_of, wri
 
 
 class _Kernels:
-    """Which statements of a block run together."""
+    """The kernels of a block: which of its statements run together."""
 
     def __init__(self, lowered: LoweredBlock) -> None:
         self.lowered = lowered
@@ -51,11 +51,11 @@ class _Kernels:
         return isinstance(statement, Op) and op_record(statement.node.op).fuses and statement.bias is None
 
     def kernels(self) -> list[list[int]]:
-        """The statements of each kernel."""
+        """Return the statements of each kernel."""
         return list(self.classes.members().values())
 
     def base(self, name: str) -> str:
-        """What a value is a view of."""
+        """Return the value that `name` is a view of."""
         while (k := self.made.get(name)) is not None:
             statement = self.lowered.statements[k]
             if isinstance(statement, Convert) or not op_record(statement.node.op).as_view or not reads_of(statement):
@@ -65,10 +65,10 @@ class _Kernels:
 
 
 def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
-    """`ops` with the traffic of their kernels.
+    """Return `ops` with the memory traffic of their kernels.
 
     Args:
-        position: statement -> its place in `ops`.
+        position: statement -> its index in `ops`.
     """
     kernels = _Kernels(lowered)
     tensors: dict[str, TensorWork] = {}
@@ -109,19 +109,20 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
 
 
 def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> frozenset[int]:
-    """Places in `ops` of what hand-written modules (Megatron, Transformer Engine) start together with something else.
+    """Return the indices in `ops` of operations that hand-written modules start together with another operation.
 
-    Products that read the same value are one (`linear_qkv`, `linear_fc1`), of weights that are trained and of those
-    that are not one each (adapters), and so are products of what such products made; a norm comes with the products
-    that read it (`LayerNormLinear`); and what runs in an element-wise kernel counts as element-wise.
+    The modules are those of Megatron and Transformer Engine. Products that read the same value are one (`linear_qkv`,
+    `linear_fc1`), as are products of their results; trained and frozen weights (adapters) make one product each. A norm
+    is part of the products that read it (`LayerNormLinear`). Operations of an element-wise kernel count as
+    element-wise.
     """
     kernels = _Kernels(lowered)
     readers: dict[str, list[int]] = {}
     for k, statement in enumerate(lowered.statements):
         for name in reads_of(statement):
             readers.setdefault(kernels.base(name), []).append(k)
-    first: dict[tuple[str, bool], str] = {}  # (input, trained) -> what the first product of it made
-    same: dict[str, str] = {}  # what a joined product made -> what the one that it is joined with did
+    first: dict[tuple[str, bool], str] = {}  # (input, trained) -> result of the first product that reads it
+    same: dict[str, str] = {}  # result of a joined product -> result of the first one
     out = {position[k] for members in kernels.kernels() for k in members if k in position}
     for k, statement in enumerate(lowered.statements):
         if k not in position or not isinstance(statement, Op):
@@ -150,7 +151,7 @@ def _is_product(lowered: LoweredBlock, k: int) -> bool:
 def _behind_converts(
     lowered: LoweredBlock, readers: Mapping[str, Sequence[int]], statements: Sequence[int]
 ) -> list[int]:
-    """The operations that read a value, through the conversions and views of it."""
+    """Return the operations that read a value, directly or through its conversions and views."""
     out = []
     for k in statements:
         statement = lowered.statements[k]
@@ -164,13 +165,13 @@ def _behind_converts(
 def _traffic(
     read: Mapping[str, TensorWork], written: Mapping[str, TensorWork], ops: Sequence[str]
 ) -> tuple[float, float]:
-    """Bytes of the forward and the backward of one kernel."""
+    """Return the bytes of the forward and of the backward of one kernel."""
     forward = float(sum(t.num_bytes for t in (*read.values(), *written.values())))
     gradients = [t for t in read.values() if t.requires_grad]
     arriving = float(sum(t.num_bytes for t in written.values() if t.requires_grad))
     if not gradients or not arriving:
         return forward, 0.0
-    if all(op_has(op, Trait.PASSES_GRADIENT) for op in ops):  # of which no derivative needs an input
+    if all(op_has(op, Trait.PASSES_GRADIENT) for op in ops):  # no derivative needs an input
         joined = max(t.num_bytes for t in written.values()) if len(gradients) > 1 else 0
         return forward, 3.0 * joined
     leaving = float(sum(t.num_bytes for t in gradients))

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class GradientStep:
-    """What one statement did.
+    """The memory effects of one statement.
 
     Attributes:
-        saved: storages that it keeps for the backward; extra: those of them that are no value of the program.
+        saved: storages that it keeps for the backward.
+        extra: those of `saved` that are not values of the program.
         fusible: an element-wise kernel may take it in.
         forward, backward: bytes of workspace.
         gradients: (variable, or None for a parameter; bytes; True if it is the output's gradient itself).
@@ -28,10 +29,10 @@ class GradientStep:
 
 
 class _Gradients:
-    """Gradients of variables; several variables may share one."""
+    """The gradients of variables; several variables may share one."""
 
     def __init__(self, live: int) -> None:
-        self.live = live  # bytes, of saved storages as well
+        self.live = live  # bytes, with saved storages
         self.of: dict[str, int] = {}  # variable -> gradient
         self.sizes: list[int] = []
         self.holders: list[int] = []
@@ -52,7 +53,7 @@ class _Gradients:
         self.live -= 0 if self.holders[grad] else self.sizes[grad]
 
     def add(self, var: str, grad: int) -> None:
-        """A gradient arrives. That of a second use is summed, in place where nobody else holds the first."""
+        """Add an arriving gradient. A second one is summed with the first, in place unless other variables hold it."""
         if var not in self.of:
             self.hold(var, grad)
         elif self.holders[self.of[var]] > 1:
@@ -61,7 +62,7 @@ class _Gradients:
             self.hold(var, self.make(size))
 
     def through(self, step: GradientStep) -> int:
-        """Pass the gradients of what a statement made on to what it read. Return the most bytes alive meanwhile."""
+        """Pass the gradients of a statement's outputs to its inputs. Return the most bytes alive meanwhile."""
         mine = [self.of[v] for v in step.writes if v in self.of]
         if not mine:
             return 0
@@ -85,10 +86,11 @@ def backward_peak(
     given: Set[int],
     arriving: Mapping[str, int],
 ) -> int:
-    """Return the most bytes alive in the backward, parameters' gradients included while they are new.
+    """Return the most bytes alive in the backward, including gradients of parameters while they are new.
 
     Args:
-        storages: bytes of every storage; counted: those that belong to the block.
+        storages: bytes of every storage.
+        counted: storages that belong to the block.
         given: storages that the block hands out without a gradient.
         arriving: bytes of the gradient of every variable that the block hands out.
     """

@@ -1,4 +1,4 @@
-"""Lower the blocks of a ModelGraph to statements, under chosen layouts: one type per value and sub-axis."""
+"""Lower the blocks of a ModelGraph to statements under chosen layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoplan.program.statements import BlockParam, Collective, Convert, Lowered
 
 
 def identifier(name: str) -> str:
-    """A Python identifier for a value or module path."""
+    """Return a Python identifier for the name of a value or module."""
     text = re.sub(r"\W", "_", name)
     if text[0].isdigit() or keyword.iskeyword(text):
         text = f"_{text}"
@@ -28,7 +28,7 @@ def identifier(name: str) -> str:
 
 
 def class_name(block: str) -> str:
-    """Class name of an emitted block: tables1 -> Tables1."""
+    """Return the class name of an emitted block: tables1 -> Tables1."""
     return "".join(part[:1].upper() + part[1:] for part in re.split(r"\W|_", block) if part)
 
 
@@ -44,7 +44,7 @@ class _Names:
         return text
 
 
-# what the text of a block itself uses
+# names that the emitted text of a block uses itself
 _RESERVED = (
     "b s t device rng self torch nn F I P R Tensor Block Stage parameter typed attention dropout cross_entropy_sum "
     "experts context_part context_length slice_ all_gather all_reduce all_to_all reduce_scatter to_partial "
@@ -55,7 +55,7 @@ _TAG = {"R": "full", "I": "same", "S": "shard", "P": "part"}
 
 
 class BlockLowering:
-    """Statements of one block under a selection."""
+    """Lowers one block to statements under a selection of layouts."""
 
     def __init__(self, graph: ModelGraph, block: Block, selection: Selection, axes: Sequence[Axis]) -> None:
         self.graph, self.block, self.selection, self.axes = graph, block, selection, tuple(axes)
@@ -73,11 +73,11 @@ class BlockLowering:
                     self.uses.setdefault(value, set()).add(layout)
 
     def option(self, node: Node) -> Option:
-        """The chosen option of a node."""
+        """Return the chosen option of a node."""
         return self.selection[f"{self.block.name}/{node.name}"]
 
     def run(self) -> LoweredBlock:
-        """Lower the block."""
+        """Return the lowered block."""
         inputs = []
         for name in self.block.inputs:
             var = self.names.fresh(name)
@@ -114,7 +114,7 @@ class BlockLowering:
         )
 
     def _boundary(self, name: str) -> Layout:
-        """The layout in which the block hands out a value."""
+        """Return the layout in which the block hands out a value."""
         for choice, option in self.selection.items():
             if choice.startswith("boundary "):
                 for key, layout in option.requires:
@@ -127,7 +127,7 @@ class BlockLowering:
         attr = self.names.fresh(name)
         uses = self.uses.get(name, {stored})
         used = stored
-        if len(uses) == 1:  # every use sees one type: the reduction of its gradient waits until the end of the step
+        if len(uses) == 1:  # all uses take one type: its gradient is reduced once, at the end of the step
             used = next(iter(uses))
         self.var[name, used] = f"self.{attr}"
         self.native[name] = used
@@ -145,7 +145,7 @@ class BlockLowering:
         return Collective(value.name, kind, names, size, value.dtype, phase, per, of_layout=True)
 
     def _sends(self, value: Value, step: ConversionStep, layout: Layout) -> tuple[Collective, ...]:
-        """The collectives of one conversion of a value that has `layout`."""
+        """Return the collectives of one conversion of a value that has `layout`."""
         forward, backward = step.collectives
         kinds = [("forward", forward)] if forward else []
         kinds += [("backward", backward)] if backward and value.requires_grad else []
@@ -158,7 +158,7 @@ class BlockLowering:
         return tuple(self._collective(value, kind, step.axes, size, phase) for phase, kind in kinds)
 
     def _fused_biases(self) -> dict[str, Node]:
-        """linear node -> the bias addition that can be computed with it."""
+        """Return the bias addition that can be computed with a linear node, by name of that node."""
         consumers: dict[str, list[Node]] = {}
         for node in self.block.nodes:
             for name in node.tensor_inputs:
@@ -217,7 +217,7 @@ class BlockLowering:
         return strategy
 
     def _get(self, name: str, layout: Layout) -> str:
-        """The variable that holds `name` in `layout`, converting once if needed."""
+        """Return the variable that holds `name` in `layout`; the conversion is emitted at most once."""
         if (name, layout) in self.var:
             return self.var[name, layout]
         steps = conversion(self.native[name], layout)

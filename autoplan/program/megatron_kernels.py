@@ -1,21 +1,21 @@
-"""What kernels written by hand keep for the backward where that differs from what PyTorch's operations keep.
+"""Bytes that hand-written kernels keep for the backward where they differ from those of PyTorch's operations.
 
-`Mode.FUSED` stands for Megatron-LM on Transformer Engine. Beside what `_Walk.fuse` says of element-wise operations:
+`Mode.FUSED` stands for Megatron-LM on Transformer Engine. Besides the element-wise operations (`_Walk.fuse`):
 
-- a product behind a gather of tensor parallelism keeps the shard, which is gathered again in the backward, behind the
+- a product behind a gather of tensor parallelism keeps the shard, which is gathered again in the backward, after the
   product that makes the gradient of the output (Korthikanti et al., 2022, section 4.2.2);
 - a product in 8 bits keeps its input in 8 bits (Transformer Engine's quantized inputs of linear layers);
-- cross entropy keeps the softmax in float32, made in place of the logits and turned into their gradient in place
+- cross entropy keeps the softmax in float32, written in place of the logits and turned into their gradient in place
   (Megatron-LM, core/tensor_parallel/cross_entropy.py);
-- experts keep the rows sorted by expert, gate and up, their product, and the routing weights, which scale that product:
-  what experts return is not kept (Megatron-LM, core/transformer/moe/experts.py);
+- experts keep the rows sorted by expert, gate and up, their product, and the routing weights, which scale that product;
+  their result is not kept (Megatron-LM, core/transformer/moe/experts.py);
 - a fused loss, in any mode, keeps the logits as they are and one number per token, and writes their gradient in their
   place (flash-attention, ops/triton/cross_entropy.py);
 - unfused attention, in any mode, keeps queries, keys, values and the softmax, 2 a s^2 b bytes (Korthikanti et al.,
   2022, section 4.1: 5 a s^2 b with dropout, which is not captured).
 
-The gradient of a weight is added to the buffer of gradients by the product itself (`gradient_accumulation_fusion`, on
-by default), so that none is made: what stands for it is `MemoryModel`'s business.
+The product itself adds the gradient of a weight to the buffer of gradients (`gradient_accumulation_fusion`, on by
+default), so that no separate gradient is made; `MemoryModel` counts the buffer.
 """
 
 from __future__ import annotations
@@ -39,39 +39,45 @@ FLOAT8_BYTES = 1
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whose kernels run. `float8`: products take inputs of 8 bits, or fewer, which are kept as 8 (an upper bound)."""
+    """The kernels that a program runs with, as far as saved bytes depend on them.
+
+    Attributes:
+        float8: products take inputs of 8 bits or fewer, which are kept as 8 bits (an upper bound).
+        method: how attention sees a cut sequence; None if keys are gathered.
+        modules: modules that are recomputed (autoplan.program.megatron_modules).
+    """
 
     mode: Mode = Mode.EAGER
     attention: Attention = Attention.FLASH2
     float8: bool = False
     fused_loss: bool = False
     context: int = 1
-    method: ContextMethod | None = None  # how attention sees a cut sequence; None: keys are gathered
-    modules: tuple[str, ...] = ()  # that are computed again (autoplan.program.megatron_modules)
+    method: ContextMethod | None = None
+    modules: tuple[str, ...] = ()
 
     @property
     def fused(self) -> bool:
-        """True if element-wise operations run in kernels together."""
+        """True if element-wise operations run together in kernels."""
         return self.mode is not Mode.EAGER
 
     @property
     def megatron(self) -> bool:
-        """True for Megatron's and Transformer Engine's."""
+        """True for the kernels of Megatron and Transformer Engine."""
         return self.mode is Mode.FUSED
 
     @property
     def narrow_logits(self) -> bool:
-        """True if what a loss upcasts is not stored: its kernel reads the logits as they are."""
+        """True if the upcast logits of a loss are not stored: its kernel reads the logits as they are."""
         return self.megatron or self.fused_loss
 
     @property
     def float8_inputs(self) -> bool:
-        """True if products keep 8-bit inputs; those that PyTorch's float8 training compiles keep them as they were."""
+        """True if products keep 8-bit inputs. PyTorch's compiled float8 training keeps the inputs unconverted."""
         return self.megatron and self.float8
 
 
 def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
-    """The rule of an operation that keeps something else than `autoplan.ops.saved` says, else None."""
+    """Return the rule of an operation that keeps something else than `autoplan.ops.saved` says, else None."""
     what = op_kind(f.op)
     if what is OpKind.ATTENTION and kernels.attention is Attention.UNFUSED:
         return _UNFUSED_ATTENTION
@@ -83,7 +89,7 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _gathered(kernels.context)
     if not kernels.megatron:
         return None
-    if what is OpKind.ATTENTION:  # its kernels know windows; the plain form of ours cuts them out
+    if what is OpKind.ATTENTION:  # its kernels support windows; our plain form slices them
         return PLAIN_ATTENTION if f.attrs.get("window") is not None else None
     if what is OpKind.LOSS:
         return _LOSS
@@ -93,7 +99,7 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
 
 
 def _scores(f: OpFacts) -> int:
-    """Elements of attention's scores: heads x queries x keys."""
+    """Return the number of elements of attention scores: heads x queries x keys."""
     q, k = f.inputs[:2]
     return q.num_elements // q.shape[-1] * k.shape[2]
 
@@ -117,8 +123,11 @@ def _gathered(ways: int) -> SavedRule:
 
 
 def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
-    """Of autoplan.runtime.context: keys and values of the whole sequence, and for both chunks of queries, which on
-    average see half of all keys, a mask of numbers, what comes out and its log-sum-exp."""
+    """Return the rule of extra bytes of attention over gathered keys (autoplan.runtime.context).
+
+    These are keys and values of the whole sequence, and for both chunks of queries, which on average see half of all
+    keys, an additive mask, the output and its log-sum-exp.
+    """
 
     def extra(f: OpFacts) -> tuple[int, ...]:
         q, k, v = f.inputs[:3]
@@ -165,7 +174,7 @@ def _experts_parts(f: OpFacts, input_bytes: int | None) -> tuple[int, ...]:
     return (rows * hidden * taken, rows * first * width, rows * inner * taken, *order)
 
 
-EXPERTS_ACTIVATION = 2  # which of what experts keep is the result of their activation function
+EXPERTS_ACTIVATION = 2  # index in `_experts_parts` of the result of the activation function
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
@@ -184,5 +193,5 @@ _EXPERTS_FLOAT8 = SavedRule((), Form.NEW, extra=_experts_extra_float8, workspace
 
 
 def float8_bytes(shape: tuple[int, ...]) -> int:
-    """Of an 8-bit copy."""
+    """Return the bytes of an 8-bit copy."""
     return prod(shape) * FLOAT8_BYTES

@@ -1,23 +1,23 @@
-"""What Megatron's `--recompute-modules` run again: whole modules of a layer, in programs of hand-written kernels.
+"""Modules that Megatron's `--recompute-modules` recomputes as a whole, in programs of hand-written kernels.
 
-Priced in `Mode.FUSED`, not executed: the programs emitted here compute regions again (`program.regions`), which
-hold no products and no collectives between ranks. A module is run as it is, with its products and what it sends
+They are priced in `Mode.FUSED`, not executed: the programs emitted here recompute regions (`program.regions`), which
+hold no products and no collectives between ranks. A module is rerun as it is, with its products and collectives
 (Megatron-LM, core/transformer/transformer_config.py, recompute_modules; transformer_layer.py, mlp.py, moe/moe_layer.py,
 moe/experts.py, multi_latent_attention.py):
 
 - core_attn      attention between its projections
-- layernorm      norms before attention and before experts or the MLP, where they are kernels of their own: Transformer
-                 Engine has a norm in the product after it (LayerNormLinear) where one product reads it alone, and then
-                 nothing is computed again. Latent attention and experts read it in several places
+- layernorm      norms before attention and before experts or the MLP, if they are kernels of their own. Transformer
+                 Engine puts a norm in the product after it (LayerNormLinear) if one product alone reads it; then
+                 nothing is recomputed. Latent attention and experts read it in several places
 - mla_up_proj    latent attention from the compressed queries, keys and values to the core: products, rotary embedding
 - mlp            the dense MLP, with a norm that is in its first product
 - moe            a layer of experts: router, dispatch, experts, combine, shared experts
-- shared_experts those alone
+- shared_experts the shared experts alone
 - moe_act        the activation function of the experts, between their products
 
-The outputs of layernorm, mla_up_proj and moe_act are dropped and made again when the product that takes them needs them
-(CheckpointWithoutOutput); that product then keeps no copy of its own in 8 bits (set_save_original_input). The others
-are checkpoints of what goes in: who keeps their output goes on doing so.
+The outputs of layernorm, mla_up_proj and moe_act are dropped and recomputed when the product that takes them needs them
+(CheckpointWithoutOutput); that product then keeps no 8-bit copy of its own (set_save_original_input). The other modules
+are checkpoints of their inputs: operations that keep their outputs still do so.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))
 
 @dataclass(frozen=True)
 class Module:
-    """Statements of a block that run again together.
+    """Statements of a block that are recomputed together.
 
     Attributes:
-        statements: positions, ascending; of moe_act the experts themselves, of which only the activation runs again.
-        reads: variables from outside, without parameters; writes: those of it that statements outside read.
+        statements: positions, ascending; for moe_act the experts, of which only the activation function is rerun.
+        reads: variables made outside the module that it reads, without parameters.
+        writes: variables made in the module that statements outside it read.
     """
 
     name: str
@@ -48,12 +49,12 @@ class Module:
 
     @property
     def discards(self) -> bool:
-        """True if its output is dropped as well."""
+        """True if the output is dropped as well."""
         return self.name in DISCARDING
 
 
 def modules(statements: Sequence[Op | Convert], outputs: Sequence[str]) -> dict[str, tuple[Module, ...]]:
-    """The modules of a block, by name; one that is there and has nothing of its own to run again: none of that name.
+    """Return the modules of a block, by name; an empty tuple if a module exists but has nothing to recompute.
 
     Args:
         outputs: variables that the block hands out.
@@ -106,13 +107,13 @@ class _Modules:
     # -- norms ---------------------------------------------------------------------------------------------------------
 
     def _from_residual(self, part: Sequence[int]) -> bool:
-        """True for a norm of what layers hand on: no product made what it reads."""
+        """Return True for a norm of the residual stream: no product made its input."""
         inside = set(part)
         before = [k for i in part for k in self.flow.before[i] if k not in inside]
         return not any(self.ops[k].kind in PRODUCTS for k in self._through_views(before, self.flow.before))
 
     def _in_product(self, part: Sequence[int]) -> bool:
-        """True if Transformer Engine has the norm in the product that reads it."""
+        """Return True if Transformer Engine puts the norm in the product that reads it."""
         if self._feeds_latent(part):
             return False
         inside = set(part)
@@ -120,7 +121,7 @@ class _Modules:
         return all(self.ops[k].kind is OpKind.PRODUCT for k in self._through_views(readers, self.flow.after))
 
     def _through_views(self, found: Iterable[int], way: Sequence[Sequence[int]]) -> list[int]:
-        """`found`, and instead of views and conversions what comes behind them."""
+        """Return `found` with every view and conversion replaced by the statements behind it."""
         out = []
         for k in found:
             out += self._through_views(way[k], way) if self._is_view(k) else [k]
@@ -130,7 +131,7 @@ class _Modules:
         return isinstance(self.statements[k], Convert) or is_view(self.ops[k])
 
     def _views_before(self, found: Iterable[int]) -> set[int]:
-        """Views and conversions of what these read."""
+        """Return the views and conversions that lead to these statements."""
         return self.flow.leading_to(found, self._is_view)
 
     def _feeds_latent(self, part: Sequence[int]) -> bool:
@@ -140,17 +141,20 @@ class _Modules:
     # -- latent attention ----------------------------------------------------------------------------------------------
 
     def _nearest_products(self, start: Collection[int]) -> tuple[set[int], set[int]]:
-        """Products before `start`, and what is between."""
+        """Return the products before `start`, and the statements between."""
         between = self.flow.leading_to(start, lambda k: self.ops[k].kind not in PRODUCTS)
         products = {b for k in {*start, *between} for b in self.flow.before[k] if self.ops[b].kind in PRODUCTS}
         return products, between
 
     def _up_projections(self) -> set[int]:
-        """Between the products that compress queries, keys and values and the core; none without such products."""
+        """Return the statements between the products that compress queries, keys and values, and the attention core.
+
+        Empty without such products.
+        """
         last, between = self._nearest_products(self.core)
         down = {k for k in last if any(k in self.flow.leading_to((other,)) for other in last - {k})}
         further: dict[int, tuple[set[int], set[int]]] = {k: self._nearest_products((k,)) for k in last - down}
-        for found, inner in further.values():  # with a norm of what is compressed; adapters have none
+        for found, inner in further.values():  # a compressed value is normed; the one of an adapter is not
             if any(self.ops[k].kind is OpKind.NORM or Trait.ROOT in self.ops[k].traits for k in inner):
                 down |= found
         if not down:
@@ -159,13 +163,15 @@ class _Modules:
         for products, inner in further.values():
             out |= inner if products else set()
         below = self.flow.following(down) | (last - down) | self.flow.following(last - down)
-        return {k for k in out if k in below}  # tables of the rotary embedding come from elsewhere
+        return {k for k in out if k in below}  # excludes the tables of the rotary embedding
 
     # -- MLPs and experts ----------------------------------------------------------------------------------------------
 
     def _mlp(self, norms: Sequence[Sequence[int]]) -> set[int]:
-        """Products around an activation function, with what is between, beside and sent; with the norm that the first
-        of them has inside."""
+        """Return the products around an activation function, with the statements between and beside them.
+
+        Their conversions are included, and a norm that the first product contains.
+        """
         pointwise = self.flow.activation_functions(megatron=True)
         if not pointwise:
             return set()
@@ -175,7 +181,7 @@ class _Modules:
         last = {k for p in pointwise for k in self.flow.after[p] if self.ops[k].kind in PRODUCTS}
         found |= last | {k for p in last for k in self.flow.after[p] if isinstance(self.statements[k], Convert)}
         if self.experts:
-            return found  # the gather of the layer's input is the experts' as well
+            return found  # the experts use the gather of the layer's input, too
         found |= gathered
         for part in norms:
             after = self.flow.following(part)
@@ -184,7 +190,7 @@ class _Modules:
         return found
 
     def _from_norm(self, experts: int, norms: Sequence[Sequence[int]]) -> set[int]:
-        """All that follows from the norm before the experts, up to where it joins what layers hand on."""
+        """Return the statements from the norm before the experts to the point where their result joins the residual."""
         before = self.flow.leading_to((experts,))
         part = max((p for p in norms if before.intersection(p)), key=lambda p: p[-1])
         root = set(part)

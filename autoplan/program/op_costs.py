@@ -1,7 +1,7 @@
-"""Operations of a block as works: local shapes in numbers, arithmetic and traffic under one strategy.
+"""Work of the operations of a block: local shapes in numbers, arithmetic and traffic under one strategy.
 
-The intra-op program prices its options with these, and the workload of a whole plan is made of the same, so that what
-was chosen is what is priced.
+The intra-op program prices its options with these, and the workload of a whole plan consists of the same works, so that
+both agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _NARROW = (OpKind.PRODUCT, OpKind.EXPERTS)
 
 
 def axis_groups(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
-    """Groups of adjacent sub-axes by their indices; `axes` are major to minor and `stride` is that of the last."""
+    """Return the groups of adjacent sub-axes, by their indices.
+
+    Args:
+        axes: sub-axes, major to minor.
+        stride: rank stride of the last sub-axis.
+    """
     strides, step = [0] * len(axes), stride
     for i in reversed(range(len(axes))):
         strides[i] = step
@@ -50,12 +55,12 @@ class OpCosts:
     """Sizes and works of one graph on given sub-axes for one micro-batch and sequence length.
 
     Args:
-        env: `b` and `s`, the part of the sequence one context-parallel rank holds.
+        env: `b` and `s`, the part of the sequence on one context-parallel rank.
         context: context-parallel degree; attention sees the keys of the whole sequence.
-        precision: dtypes of what the model computes in its own parameters' dtype.
-        device_type: whose kernels; they differ in what they keep for the backward.
-        kernels: whose they are, as far as they differ in what they keep; op by op if None.
-        methods: of context parallelism, by block; keys are gathered in others.
+        precision: dtypes of computations that the model does in its own parameters' dtype.
+        device_type: device whose kernels run; they differ in what they keep for the backward.
+        kernels: kernels as far as they differ in what they keep; None runs op by op.
+        methods: context-parallel method of every block; blocks without one gather keys.
     """
 
     def __init__(
@@ -76,8 +81,8 @@ class OpCosts:
         self.sizes = graph.factor_sizes(env)
         self.groups = axis_groups(self.axes)
         self.remapped = _dtype_map(graph, precision)
-        # products of 8 and 4 bits are those of layers: the head stays as the activations are (Transformer Engine's
-        # recipes in Megatron-LM; torchtitan's float8 leaves out "output"); a model without layers is all of them
+        # only products of layers take 8 or 4 bits: the head keeps the dtype of activations (recipes of Transformer
+        # Engine in Megatron-LM; torchtitan's float8 leaves out "output"). Without layers all products take them
         layers = set(layer_calls(graph))
         self._narrow = {c.block for c in graph.calls if c.name in layers or not layers}
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
@@ -89,25 +94,25 @@ class OpCosts:
         return self.kernels.fused
 
     def number(self, size: Expr) -> float:
-        """A symbolic size as a number."""
+        """Return a symbolic size as a number."""
         return float(size.evaluate(self.env))
 
     def dtype(self, value: Value) -> str:
-        """Dtype in which a value is computed."""
+        """Return the dtype in which a value is computed."""
         return self.remapped.get(value.dtype, value.dtype)
 
     def width(self, value: Value) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return DTYPE_BYTES[self.dtype(value)]
 
     def sent_width(self, collective: Collective) -> float:
-        """Bytes of one element of what is sent. Gradients that are summed once per step have their own width."""
+        """Return the bytes of one sent element. Gradients that are summed once per step have their own width."""
         if collective.per == "step" and self.precision.grad_bytes is not None:
             return self.precision.grad_bytes
         return DTYPE_BYTES[self.remapped.get(collective.dtype, collective.dtype)]
 
     def local(self, block: str, value: Value, layout: Layout) -> tuple[int, ...]:
-        """Local shape of a value of a block."""
+        """Return the local shape of a value of a block."""
         key = (block, value.name, layout)
         found = self._local.get(key)
         if found is None:
@@ -124,31 +129,34 @@ class OpCosts:
         return found
 
     def num_bytes(self, block: str, value: Value, layout: Layout) -> float:
-        """Local bytes."""
+        """Return the local bytes of a value."""
         total = self.width(value)
         for size in self.local(block, value, layout):
             total *= size
         return float(total)
 
     def flops(self, block: Block, node: Node) -> float:
-        """Forward arithmetic of a node on all ranks of the intra-op mesh together."""
+        """Return the forward arithmetic of a node on all ranks of the intra-op mesh together."""
         key = (block.name, node.name)
         found = self._flops.get(key)
         if found is None:
             found = self.number(flops(node, block.values, rule_for(node, block.values)))
-            if (
-                op_kind(node.op) is OpKind.ATTENTION
-            ):  # keys of the whole sequence; causal halves are balanced over the ranks
+            # attention sees the keys of the whole sequence; causal halves are balanced over the ranks
+            if op_kind(node.op) is OpKind.ATTENTION:
                 found *= self.context * window_share(node, self.num_keys(block, node))
             self._flops[key] = found
         return found
 
     def num_keys(self, block: Block, node: Node) -> float:
-        """Keys of the whole sequence that attention may see."""
+        """Return the number of keys of the whole sequence that attention may see."""
         return self.number(block.values[node.tensor_inputs[1]].shape[2]) * self.context
 
     def op_work(self, block: Block, node: Node, strategy: Strategy, bias: bool = False) -> OpWork:
-        """One op on one rank. `bias`: a fused addition of a vector along the last dim."""
+        """Return the work of one op on one rank.
+
+        Args:
+            bias: the op includes the addition of a vector along the last dim.
+        """
         op = op_record(node.op)
         attends = op.kind is OpKind.ATTENTION
         inputs = [
@@ -168,7 +176,7 @@ class OpCosts:
         return OpWork(node.op, tuple(inputs), tuple(outputs), self._attrs(block, node, method), flops, moved)
 
     def _attrs(self, block: Block, node: Node, method: ContextMethod | None) -> tuple[tuple[str, Plain], ...]:
-        """What the time of an op depends on beside shapes."""
+        """Return the attributes besides shapes that the time of an op depends on."""
         given = ((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
         attrs, kind = tuple(sorted(given)), op_kind(node.op)
         if self.precision.matmul and kind in _NARROW and block.name in self._narrow:
@@ -198,7 +206,7 @@ class OpCosts:
 
 
 def _dtype_map(graph: ModelGraph, precision: Precision) -> dict[str, str]:
-    """The dtype that most parameters have is computed as `precision.compute`; what the model upcasts stays."""
+    """Map the dtype of most parameters to `precision.compute`; values that the model upcasts keep their dtype."""
     if precision.compute is None:
         return {}
     counts: dict[str, int] = {}

@@ -1,13 +1,13 @@
 """The device grid of a configuration: its mesh, and every axis and group in it.
 
-Ranks are numbered pp, dp, cp, tp, major to minor; experts divide the ranks of a stage again as edp, ep, etp (Liu et
-al., MoE Parallel Folding, arXiv 2504.14960), so that ep takes neighbours: first what etp leaves of tp, then cp, then
-dp. Both divisions are products of the same sub-axes, which exist where every size of the one divides, or is a multiple
-of, what the other leaves at that place:
+Ranks are numbered pp, dp, cp, tp, major to minor. Experts divide the ranks of a stage a second time as edp, ep, etp
+(Liu et al., MoE Parallel Folding, arXiv 2504.14960). ep takes neighbours: first the part of tp that etp does not use,
+then cp, then dp. Both divisions are products of the same sub-axes. These exist if, at every place, one of the two
+remaining sizes divides the other:
 
     dp=4 cp=1 tp=2, ep=4 etp=1:   edp 2 | dp1 2 | tp 2     dp = edp x dp1, ep = dp1 x tp
 
-The numbers of ranks that need no mesh are properties of `ParallelConfig` (num_shards, expert_tp, ...).
+Rank counts that need no mesh are properties of `ParallelConfig` (num_shards, expert_tp, ...).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoplan.ir.layout import Axis, Mesh
 from autoplan.program.context_pins import product_degree
 from autoplan.program.facts import expert_counts, head_counts
 
-_Cut = tuple[str, str, int]  # dense axis, axis of experts, size of what they share
+_Cut = tuple[str, str, int]  # dense axis, axis of experts, size of their common sub-axis
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ParallelDims:
     """The device grid of a configuration.
 
     Attributes:
-        tensor: the sub-axes of tp, major to minor: two where there are fewer key-value heads than tp.
+        tensor: the sub-axes of tp, major to minor: two if there are fewer key-value heads than tp.
         has_experts: the model has experts, which a configuration may spread.
     """
 
@@ -57,7 +57,7 @@ class ParallelDims:
 
     @cached_property
     def data(self) -> list[Axis]:
-        """The axes of data parallelism: dp, or copies of the sharded state, far apart, and its shards, neighbours."""
+        """The axes of data parallelism: dp, or copies of the sharded state (far apart) and its shards (neighbours)."""
         return _data_axes(self.config.dp, self.config.zero_replicas)
 
     @cached_property
@@ -69,10 +69,11 @@ class ParallelDims:
     def mesh(self) -> Mesh:
         """pp, dp, cp and tp, major to minor over ranks, as sub-axes and named products of them.
 
-        Where experts are spread also what they are spread over: `ep` and `edp` (their replicas; `redp` and `sedp` where
-        copies of the sharded state and its shards are two), `etp` if that is not 1.
+        If experts are spread, also the axes of experts: `ep`, `edp` (their replicas; as `redp` and `sedp` for copies of
+        the sharded state and its shards), and `etp` if it is not 1.
 
-        Raises: PinError if experts cannot be spread over the axes.
+        Raises:
+            PinError: experts cannot be spread over the axes.
         """
         c = self.config
         if self.has_experts and c.spreads_experts:
@@ -106,7 +107,11 @@ class ParallelDims:
         return Mesh(tuple(axes), groups)
 
     def _groups(self, own: list[str]) -> list[tuple[str, list[str]]]:
-        """The named products of a folded mesh, with the axes that they are made of. `own`: of the experts' replicas."""
+        """Return the named products of a folded mesh, with the axes that they are made of.
+
+        Args:
+            own: axes of the experts' replicas.
+        """
         data, parts, tensor = ([a.name for a in each] for each in (self.data, self.sequence, self.tensor))
         out = [*((name, [name]) for name in (*data, *parts, *tensor)), ("dp", data), ("tp", tensor)]
         if self.config.cp > 1:
@@ -116,7 +121,7 @@ class ParallelDims:
 
 
 def _named(name: str, axes: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
-    """The group of several sub-axes; one has its own name."""
+    """Return the group of several sub-axes; none for one sub-axis, which has its own name."""
     return {name: tuple(a.name for a in axes)} if len(axes) > 1 else {}
 
 
@@ -134,11 +139,11 @@ def _expert_axes(replicas: int, ep: int, etp: int, copies: int) -> list[Axis]:
 
 
 def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1, copies: int = 1) -> bool:
-    """True if experts over ep x etp can be made of the sub-axes of dp, cp and tp.
+    """Return True if experts over ep x etp can be made of the sub-axes of dp, cp and tp.
 
     Args:
         neighbours: ranks of cp that are an axis of their own, in a product of methods.
-        copies: of the sharded state (hybrid ZeRO), of each of which experts take ranks.
+        copies: copies of the sharded state (hybrid ZeRO); experts take ranks of each.
     """
     ranks = dp * cp * tp
     if ranks % (ep * etp * copies) or dp % copies:
@@ -148,7 +153,7 @@ def folds(dp: int, cp: int, tp: int, ep: int, etp: int, neighbours: int = 1, cop
 
 
 def _cuts(left: Sequence[Axis], right: Sequence[Axis]) -> list[_Cut] | None:
-    """Common sub-axes of two products of equal size, major to minor; None if there are none."""
+    """Return the common sub-axes of two products of equal size, major to minor; None if there are none."""
     a, b = ([(axis.name, axis.size) for axis in side if axis.size > 1] for side in (left, right))
     out: list[_Cut] = []
     while a and b:
@@ -163,8 +168,10 @@ def _cuts(left: Sequence[Axis], right: Sequence[Axis]) -> list[_Cut] | None:
 
 
 def _names(cuts: Sequence[_Cut]) -> list[str]:
-    """A sub-axis that is a whole axis has its name, where it is two the dense one's; but `ep`, and `edp` beside it,
-    within dp alone."""
+    """Name the sub-axes: a sub-axis that is a whole axis has its name, the dense one if it is both.
+
+    Exception: a sub-axis within dp alone that is all of `ep`, or the part of `edp` beside it, has the experts' name.
+    """
     dense, expert = [a for a, _, _ in cuts], [b for _, b, _ in cuts]
     out, seen = [], dict.fromkeys(dense, 0)
     for a, b, _ in cuts:

@@ -1,8 +1,7 @@
-"""What the layouts of a block do not say: passes from statements to statements, in the order of `passes`.
+"""Passes from statements to statements, for features that layouts do not express; `passes` gives their order.
 
-Programs that run and programs that are only priced differ in the passes that they take: Megatron-LM gathers keys and
-values where the runtime here has a ring, and experts over ep x etp can be priced beside a layout that was solved with
-experts over tp.
+Programs that run and programs that are only priced take different passes: Megatron-LM gathers keys and values where the
+runtime here has a ring, and experts over ep x etp can be priced with a layout that was solved for experts over tp.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from autoplan.program.token_dispatch import token_dispatch
 
 @dataclass(frozen=True)
 class Stack:
-    """What decides which passes a program takes.
+    """The facts that decide which passes a program takes.
 
     Attributes:
-        context: ranks that every sequence is cut over; methods: how attention sees all of it, by block.
-        experts: where experts are if not where the layout has them.
-        kernels: whose they are.
-        mesh: of a program that runs; None where the numbers of ranks are not known yet.
+        context: ranks that every sequence is cut over.
+        methods: context-parallel method of every block.
+        experts: degrees of experts that are not where the layout has them.
+        kernels: kernels that the program runs with.
+        mesh: mesh of a program that runs; None if the numbers of ranks are not known yet.
     """
 
     context: int = 1
@@ -41,7 +41,7 @@ class Stack:
 
 
 def executed(mesh: Mesh, methods: Mapping[str, ContextMethod]) -> Stack:
-    """The stack of a program that runs on `mesh`."""
+    """Return the stack of a program that runs on `mesh`."""
     experts = None
     if mesh.has("ep"):
         experts = ExpertDegrees(mesh.size("ep"), mesh.size("etp") if mesh.has("etp") else 1, executed=True)
@@ -49,7 +49,7 @@ def executed(mesh: Mesh, methods: Mapping[str, ContextMethod]) -> Stack:
 
 
 def passes(stack: Stack) -> tuple[Pass, ...]:
-    """The passes of a stack, in order."""
+    """Return the passes of a stack, in order."""
     out: list[Pass] = [vocabulary_losses, batch_sums(stack.mesh)]
     if stack.context > 1:
         kernels = stack.kernels
@@ -62,14 +62,14 @@ def passes(stack: Stack) -> tuple[Pass, ...]:
 
 
 def rewritten(lowered: LoweredBlock, stack: Stack) -> LoweredBlock:
-    """The statements of a block after all passes of a stack."""
+    """Return the statements of a block after all passes of a stack."""
     for change in passes(stack):
         lowered = change(lowered)
     return lowered
 
 
 def vocabulary_losses(lowered: LoweredBlock) -> LoweredBlock:
-    """Losses over a sharded vocabulary: the largest logit of every token, then its sums, are reduced over all ranks."""
+    """Add the all-reduces of losses over a sharded vocabulary: the largest logit of every token, then its sums."""
 
     def sent(op: Op) -> Op:
         if op.strategy.special != "vocab_cross_entropy":
@@ -88,18 +88,20 @@ def vocabulary_losses(lowered: LoweredBlock) -> LoweredBlock:
     return lowered.map_ops(OpKind.LOSS, sent)
 
 
-_PARTS = {"b": "dp", "s": "cp"}  # which ranks have the parts of a micro-batch along a symbol
+_PARTS = {"b": "dp", "s": "cp"}  # symbol of a size -> axis that splits a micro-batch along it
 
 
 def batch_sums(mesh: Mesh | None) -> Pass:
-    """Losses that couple samples: sums over the ranks that share a micro-batch, of their gradients as well.
+    """Return the pass that adds the sums of losses that couple samples, over the ranks that share a micro-batch.
+
+    The gradients of these sums are summed likewise.
 
     Args:
-        mesh: axes of one rank are left out. Without one it is not known which these are.
+        mesh: axes of one rank are left out. None: all axes may have several ranks.
     """
 
     def axis_of(op: Op) -> str:
-        """Over which ranks; empty where it is one."""
+        """Return the axis to sum over; empty if it has one rank."""
         axes = [axis for symbol, axis in _PARTS.items() if symbol in op.node.attrs["over"]]
         if mesh is not None:
             axes = [a for a in axes if mesh.has(a) and mesh.size(a) > 1]
@@ -125,7 +127,7 @@ def batch_sums(mesh: Mesh | None) -> Pass:
 
 
 def fused_losses(lowered: LoweredBlock) -> LoweredBlock:
-    """A fused loss reads the logits as the product left them: casts between the two are not made."""
+    """Let a fused loss read the logits as the product left them, so that casts between the two are not made."""
     found: dict[str, str] = dict.fromkeys(logits(lowered.statements), "")  # dtype of the product, by variable
     out: list[Statement] = []
     for statement in lowered.statements:

@@ -1,7 +1,7 @@
-"""Pins with defaults instead of a search (`read_pins`), and stages of balanced arithmetic.
+"""Fill in pins by defaults instead of a search (`read_pins`), and cut a model into stages of balanced arithmetic.
 
-`read_pins` fills in tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, one micro-batch without a pipeline and 2 * pp
-with one, no recompute, 1F1B, stages of balanced arithmetic. The planner leaves open what is not pinned instead.
+`read_pins` sets every open degree: tp = 1, pp = 1, dp = all remaining devices, ZeRO 1, no recompute, 1F1B, stages of
+balanced arithmetic, and one micro-batch without a pipeline or 2 * pp with one. The planner searches these instead.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ __all__ = [
 
 
 def read_pins(pins: Mapping[str, Any], num_devices: int) -> ParallelConfig:
-    """Check pins, as far as that can be without a model, and fill in the defaults. PinError names the rule."""
+    """Check pins, as far as is possible without a model, and fill in the defaults.
+
+    Raises:
+        PinError: a pin breaks a rule, which the message names.
+    """
     config = Pins(pins).completed(num_devices)
     check_legal(config, Facts(num_devices), Scope.SEARCHED)
     return config
 
 
 def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Calls per stage: as pinned, else contiguous with the least maximal arithmetic."""
+    """Return the calls of every stage: as pinned, else contiguous with the least maximal arithmetic."""
     units = pipeline_units(graph)
     num_stages = config.pp * config.virtual_stages
     if num_stages == 1:
@@ -49,7 +53,7 @@ def split_stages(graph: ModelGraph, config: ParallelConfig, env: Mapping[str, in
 
 
 def stage_calls(units: Sequence[Sequence[str]], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Calls per stage from the number of units per stage."""
+    """Return the calls of every stage from the number of units per stage."""
     out, at = [], 0
     for count in counts:
         out.append(tuple(n for unit in units[at : at + count] for n in unit))
@@ -58,7 +62,7 @@ def stage_calls(units: Sequence[Sequence[str]], counts: Sequence[int]) -> tuple[
 
 
 def _balance(weights: Sequence[float], parts: int) -> list[int]:
-    """Contiguous parts with the least maximal sum (dynamic programme)."""
+    """Return the sizes of contiguous parts with the least maximal sum (dynamic programme)."""
     n = len(weights)
     prefix = [0.0]
     for w in weights:

@@ -1,10 +1,10 @@
 """The intra-op problem as plain data, built from a ModelGraph: choices, options, and the conversions between layouts.
 
     minimise   sum over choices  weight * cost(option chosen)
-             + sum over values v and target layouts t needed by somebody
+             + sum over values v and required target layouts t
                                  weight(v) * conversion(native layout of v -> t)
 
-* a *choice* is an op (its strategies), a parameter (how it is stored), or a boundary (the layout in which a block hands
+* a *choice* is an op (its strategies), a parameter (its storage), or a boundary (the layout in which a block hands
   a value to the next); exactly one option is taken;
 * an option *requires* values in given layouts and *provides* the native layout of others;
 * a value is converted once per target layout however many consumers share it (Megatron's one gather for q, k and v).
@@ -47,7 +47,12 @@ _RESTRICTIONS = (
 
 @dataclass(frozen=True)
 class Option:
-    """One way to settle a choice."""
+    """One way to settle a choice.
+
+    Attributes:
+        requires, provides: layouts of the values that it reads, and of those that it makes.
+        parts: the options that a merged option stands for, with the names of their choices.
+    """
 
     name: str
     requires: tuple[tuple[ValueKey, Layout], ...]
@@ -55,31 +60,40 @@ class Option:
     cost_s: float
     state_bytes: float = 0.0
     strategy: Strategy | None = None
-    parts: tuple[tuple[str, Option], ...] = ()  # what a merged option stands for: (choice name, option)
+    parts: tuple[tuple[str, Option], ...] = ()
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """Exactly one option is taken; its cost counts `weight` times."""
+    """A choice of which exactly one option is taken; its cost counts `weight` times.
+
+    Attributes:
+        follows: it is element-wise or a view, so that a conversion just before it rarely pays.
+    """
 
     name: str
     options: tuple[Option, ...]
     weight: float = 1.0
-    follows: bool = False  # element-wise or a view: a conversion just before it rarely pays
+    follows: bool = False
 
 
 @dataclass(frozen=True)
 class IntraProblem:
-    """Choices plus what it costs to convert a value. `convert_s` is None where a conversion does not exist."""
+    """The choices of a model, and the prices of converting its values.
+
+    Attributes:
+        convert_s: seconds to convert a value from one layout to another; None if no such conversion exists.
+        state_budget_bytes: limit of parameters, gradients and optimizer state of one rank, all layers.
+    """
 
     choices: tuple[LayoutChoice, ...]
     weights: Mapping[ValueKey, float]
     convert_s: Callable[[ValueKey, Layout, Layout], float | None]
     restrictions: tuple[str, ...] = ()
-    state_budget_bytes: float | None = None  # parameters, gradients and optimizer state of one rank, all layers
+    state_budget_bytes: float | None = None
 
     def filtered(self, allowed: Callable[[LayoutChoice, Option], bool]) -> IntraProblem:
-        """The same problem with fewer options (pins, comparisons). InfeasibleError names a choice left with none."""
+        """Return the problem with only the allowed options. InfeasibleError names a choice left without any."""
         choices = []
         for choice in self.choices:
             options = tuple(o for o in choice.options if allowed(choice, o))
@@ -95,7 +109,7 @@ Selection = Mapping[str, Option]  # choice name -> option
 
 
 def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
-    """Cost in seconds of a complete selection; inf if it breaks the budget or a conversion does not exist."""
+    """Return the seconds of a complete selection; inf if it breaks the budget or a conversion does not exist."""
     total = state = 0.0
     native: dict[ValueKey, Layout] = {}
     needed: dict[ValueKey, set[Layout]] = {}
@@ -120,25 +134,25 @@ def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
 
 @dataclass(frozen=True)
 class IntraSettings:
-    """What the intra-op problem is priced for."""
+    """The settings that the intra-op problem is priced for."""
 
-    axes: tuple[Axis, ...]  # the sub-axes to choose layouts on (tensor parallel)
+    axes: tuple[Axis, ...]  # tensor-parallel sub-axes to choose layouts on
     cluster: Cluster
     env: Mapping[str, int]  # b (micro-batch per data-parallel rank) and s
     num_micro_batches: int = 1
-    # parameters may be stored in at most this multiple of the least possible; None: no limit. A pinned degree is a wish
-    # for memory: without a limit a small model is cheapest replicated.
+    # Stored state is limited to this multiple of the least possible; None: no limit. A pinned degree is a wish to save
+    # memory: without a limit a small model is cheapest replicated.
     state_slack: float | None = 1.02
     profile: Profile | None = None
     mode: Mode = Mode.EAGER
     precision: Precision = PRECISIONS["native"]
-    context: int = 1  # context-parallel degree: `s` of `env` is one rank's part
+    context: int = 1  # context-parallel degree; `s` in `env` is the part of one rank
     options: RunOptions = field(default_factory=RunOptions)
     constants: Constants = field(default_factory=Constants.shipped)
 
     @property
     def costs(self) -> Costs:
-        """Prices of this cluster."""
+        """The prices of this cluster."""
         return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
@@ -163,7 +177,7 @@ class _Build:
         return self.op_costs.num_bytes(key[0], self.value(key), layout)
 
     def canonical(self, key: ValueKey, layout: Layout) -> Layout:
-        """Without a gradient, R and I are the same: R is written."""
+        """Return the layout with I written as R if the value has no gradient: then both mean the same."""
         return layout if self.value(key).requires_grad else tuple(R if t is I else t for t in layout)
 
     def run(self) -> IntraProblem:
@@ -185,18 +199,17 @@ class _Build:
         )
 
     def _is_vector(self, choice: LayoutChoice) -> bool:
-        """A stored parameter of one dim: small, and cheaper to keep whole."""
+        """Return True for a stored parameter of one dim: it is small, and cheaper to keep whole."""
         return choice.name.startswith("store ") and len(self.value(choice.options[0].provides[0][0]).shape) < 2
 
     def _node(self, block: Block, node: Node) -> None:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
-        # a table that is not trained is split all the same
+        # a frozen table is split too
         frozen = any(name in block.params for name in node.tensor_inputs)
-        counts = (
-            op_kind(node.op) is OpKind.COUNT
-        )  # of parts of the tokens: to add them up is to send less than the tokens' experts
+        # adding up the counts of parts of the tokens sends less than the experts of all tokens
+        counts = op_kind(node.op) is OpKind.COUNT
         if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
-            found = [s for s in found if s.name == "R"]  # a slice of it is free
+            found = [s for s in found if s.name == "R"]  # slicing it is free
         options = []
         for s in found:
             requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
@@ -209,7 +222,7 @@ class _Build:
         )
 
     def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
-        """Forward and backward on this shard."""
+        """Return the seconds of forward and backward on this shard."""
         work = self.op_costs.op_work(block, node, s)
         return self.costs.forward_s(work).mid + self.costs.backward_s(work).mid
 
@@ -217,7 +230,10 @@ class _Build:
         return self.costs.collective_s(kind, num_bytes, self.op_costs.groups[axes]).mid
 
     def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
-        """Collectives inside a special form: the loss over a split vocabulary reduces a maximum and sums per token."""
+        """Return the seconds of collectives inside a strategy.
+
+        A loss over a split vocabulary reduces a maximum and sums per token.
+        """
         if s.special != "vocab_cross_entropy":
             return 0.0
         target = block.values[node.tensor_inputs[1]]
@@ -227,7 +243,7 @@ class _Build:
         return sum(self._collective_s("all_reduce", n * tokens * width, everywhere) for n in (1, sums))
 
     def _storage(self) -> None:
-        """How each parameter is stored: invariant, or a shard of one of its factors. Tied uses share one choice."""
+        """Add the storage choice of each parameter: invariant, or a shard of one factor. Tied uses share one choice."""
         uses: dict[str, ValueKey] = {}
         classes = Classes[ValueKey]()
         for call in self.graph.calls:
@@ -265,7 +281,7 @@ class _Build:
             self.choices.append(LayoutChoice(f"store {name}", tuple(options), float(count)))
 
     def _shards_of(self, key: ValueKey, dim: int, position: int) -> list[Layout]:
-        """Storage by one factor over the whole product, or over the leading sub-axes if too small (few KV heads)."""
+        """Return shards by one factor over all sub-axes, or over the leading ones if it is too small (few KV heads)."""
         size = self.sizes[(self.value(key).dims or ())[dim][position]]
         out, total = [], 1
         for used in range(1, self.rank + 1):
@@ -294,7 +310,7 @@ class _Build:
                 )
 
     def _boundaries(self) -> None:
-        """One layout per class of values that blocks hand to each other; inputs are R, the loss is I."""
+        """Add one layout choice per class of values that blocks hand to each other; inputs are R, the loss is I."""
         links = Classes[ValueKey]()
         for call in self.graph.calls:
             block = self.graph.blocks[call.block]
@@ -339,7 +355,7 @@ class _Build:
         return out
 
     def step_bytes(self, key: ValueKey, layout: Layout, step: ConversionStep) -> float:
-        """Payload of one conversion step: the gathered or reduced tensor (all_to_all: the local one)."""
+        """Return the payload of one conversion step: the gathered or reduced tensor (all_to_all: the local one)."""
         size = self.local_bytes(key, layout)
         if step.kind is ConversionKind.ALL_GATHER:
             for axis in step.axes:
@@ -351,7 +367,7 @@ class _Build:
         if steps is None:
             return None
         if key in self.params and any(step.kind is not ConversionKind.TO_REPLICATE for step in steps):
-            return None  # weights are not gathered over these sub-axes: ZeRO does that over the data-parallel ones
+            return None  # only ZeRO gathers weights, over the data-parallel sub-axes
         grad = self.value(key).requires_grad
         total, current = 0.0, list(source)
         for step in steps:
@@ -375,19 +391,22 @@ COPIES = frozenset(ConversionKind) - {ConversionKind.ALL_REDUCE, ConversionKind.
 
 
 def copy_work(num_bytes: float, dtype: str) -> OpWork:
-    """What a conversion copies besides what it sends."""
+    """Return the work of copying `num_bytes`, which some conversions do besides sending."""
     elements = max(1, round(num_bytes / DTYPE_BYTES[dtype]))
     tensor = TensorWork((elements,), dtype)
     return OpWork("clone", (tensor,), (tensor,), (), 0.0, 2.0 * num_bytes)
 
 
 def _state_bytes(precision: Precision, width: int) -> float:
-    """Bytes of optimizer state per parameter element."""
+    """Return the bytes of optimizer state per parameter element."""
     return 2.0 * width if precision.state_bytes is None else precision.state_bytes
 
 
 def _show(layout: Layout, value: Value) -> str:
-    """`S(kv)`, `I`, `S(kv)xI`: per sub-axis, or once if all are alike; `S(hidden:1)` where two dims have the factor."""
+    """Return the text of a layout: `S(kv)`, `I`, or `S(kv)xI` per sub-axis if they differ.
+
+    `S(hidden:1)` names the dim too if two dims have the factor.
+    """
     names = [f for dim in value.dims or () for f in dim]
     texts = []
     for kind in layout:
@@ -398,5 +417,5 @@ def _show(layout: Layout, value: Value) -> str:
 
 
 def build_problem(graph: ModelGraph, settings: IntraSettings) -> IntraProblem:
-    """The intra-op problem of a whole model. Raises RuleError for an op without a rule."""
+    """Return the intra-op problem of a whole model. RuleError for an op without a rule."""
     return _Build(graph, settings).run()

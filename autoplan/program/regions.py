@@ -1,4 +1,4 @@
-"""Which statements of a lowered block belong together: what may be computed again, the logits of a loss."""
+"""Find the statements of a lowered block that belong together: recompute regions, and the logits of a loss."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from autoplan.program.statements import Convert, Op, reads_of, writes_of
 PRODUCTS = (OpKind.PRODUCT, OpKind.EXPERTS)
 _SAME_LOGITS = frozenset((Trait.CAST, Trait.RESIZES))
 _Is = Callable[[OpRecord], bool]
-# of the statements of a block: what stands for a conversion between layouts
+# the record that stands for a conversion between layouts
 _CONVERSION = OpRecord("", OpKind.OTHER)
-Variables = Sequence[tuple[Sequence[str], Sequence[str]]]  # what each statement reads and writes
+Variables = Sequence[tuple[Sequence[str], Sequence[str]]]  # variables that each statement reads, and writes
 
 
 @dataclass(frozen=True)
 class Region:
-    """Statements that are computed again together, and run together at the place of the last of them.
+    """Statements that are recomputed together, at the place of the last of them.
 
     Attributes:
-        group: attention (its core), mlp (what is between two products), norms.
+        group: attention (its core), mlp (the operations between two products) or norms.
         statements: positions, ascending.
-        reads: variables from outside, without parameters; writes: those of it that statements outside read.
+        reads: variables made outside the region that it reads, without parameters.
+        writes: variables made in the region that statements outside it read.
     """
 
     group: str
@@ -38,24 +39,25 @@ class Region:
 
 
 def choices(found: Iterable[Region]) -> tuple[str, ...]:
-    """Every way to compute some groups of regions again, by name."""
+    """Return every way to recompute some of the groups of the regions found, by name."""
     there = [g for g in GROUPS if any(r.group == g for r in found)]
     sets = itertools.chain.from_iterable(itertools.combinations(there, n) for n in range(1, len(there) + 1))
     return tuple("+".join(names) for names in sets)
 
 
 def variables_of(statements: Sequence[Op | Convert]) -> Variables:
-    """What each statement reads and writes."""
+    """Return the variables that each statement reads and writes."""
     return [(reads_of(s), writes_of(s)) for s in statements]
 
 
 def regions(
     statements: Sequence[Op | Convert], outputs: Sequence[str], groups: Iterable[str] = GROUPS
 ) -> tuple[Region, ...]:
-    """The regions of a block. Collectives between operations are in none: what is computed again sends nothing more.
+    """Return the recompute regions of a block. They contain no collective, so that recompute sends nothing.
 
     Args:
         outputs: variables that the block hands out.
+        groups: groups of regions to look for.
     """
     variables = variables_of(statements)
     flow = Flow(statements, variables)
@@ -77,7 +79,7 @@ def regions(
 
 
 def _region(group: str, part: tuple[int, ...], flow: Flow, outputs: Sequence[str]) -> Region | None:
-    """These statements as a region; None if another one needs a result before the last of them can run."""
+    """Return these statements as a region; None if another statement needs a result before the last of them can run."""
     inside = {v for i in part for v in flow.variables[i][1]}
     users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
     if any(i < part[-1] for mine in users.values() for i in mine):
@@ -92,12 +94,12 @@ def _records(statements: Sequence[Op | Convert]) -> list[OpRecord]:
 
 
 def is_view(op: OpRecord) -> bool:
-    """True for views and casts, which hand on the same numbers in another form."""
+    """Return True for views and casts, which hand on the same numbers in another form."""
     return op.kind is OpKind.VIEW or Trait.CAST in op.traits
 
 
 class Flow(Dataflow):
-    """Who makes and who reads the variables of a block, and what its operations are."""
+    """The data flow of a block: who makes and who reads its variables, and the record of each operation."""
 
     def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
         super().__init__(variables)
@@ -105,10 +107,10 @@ class Flow(Dataflow):
         self.ops = _records(statements)
 
     def activation_functions(self, megatron: bool = False) -> set[int]:
-        """Pointwise operations from an activation function on to the product that takes their result.
+        """Return the pointwise operations from an activation function to the product that takes their result.
 
         Args:
-            megatron: any product or experts, and behind views; else a product with weights.
+            megatron: accept any product or experts as the end, and views on the way; else only a product with weights.
         """
 
         def ends(op: OpRecord) -> bool:
@@ -124,7 +126,7 @@ class Flow(Dataflow):
         return out
 
     def _to_product(self, start: int, ends: _Is, through: _Is) -> set[int] | None:
-        """`start` and what follows; None unless a product is all that they lead to."""
+        """Return `start` and the statements that follow it; None unless every path from it ends at a product."""
         found = {start}
         if not self.after[start]:
             return None
@@ -138,7 +140,7 @@ class Flow(Dataflow):
         return found
 
     def norms(self) -> set[int]:
-        """Norms, as one operation or written out around a reciprocal root."""
+        """Return norms, as one operation or written out around a reciprocal root."""
         out = {i for i, op in enumerate(self.ops) if op.kind is OpKind.NORM}
         for i, op in enumerate(self.ops):
             if Trait.ROOT in op.traits:
@@ -146,7 +148,7 @@ class Flow(Dataflow):
         return out
 
     def _written_out(self, root: int) -> set[int]:
-        """Of a root of a mean: back to the value that is normed, on over what scales it."""
+        """Return a norm written out around `root`: back to the value that is normed, forward over the rescaling."""
         found, queue, normed = {root}, list(self.before[root]), set[str]()
         while queue:
             i = queue.pop()
@@ -177,10 +179,10 @@ class Flow(Dataflow):
 def attention_core(
     statements: Sequence[Op | Convert], variables: Sequence[tuple[Sequence[str], Sequence[str]]]
 ) -> list[int]:
-    """Statements that selective recompute runs again: fused attention, or softmax between two matrix products.
+    """Return the statements that selective recompute reruns: fused attention, or softmax between two matrix products.
 
     Args:
-        variables: what each statement reads and writes.
+        variables: names that each statement reads, and writes.
     """
     out: set[int] = set()
     ops = _records(statements)
@@ -198,7 +200,9 @@ def attention_core(
 
 
 def _until_matmul(start: int, ops: Sequence[OpRecord], neighbours: Sequence[Sequence[int]]) -> set[int]:
-    """Statements from `start` to the nearest matmul, it included, through element-wise operations and views only."""
+    """Return the statements from `start` to the nearest matmul, inclusive, through element-wise operations and views
+    only.
+    """
     found: set[int] = set()
     for k in neighbours[start]:
         if ops[k].kind is OpKind.PRODUCT and not ops[k].weights:
@@ -210,7 +214,7 @@ def _until_matmul(start: int, ops: Sequence[OpRecord], neighbours: Sequence[Sequ
 
 
 def logits(statements: Sequence[Op | Convert]) -> frozenset[str]:
-    """Variables that are the logits of a loss: cast or seen in another shape, back to the product that made them."""
+    """Return the variables that hold the logits of a loss: casts and reshapes, and the product that made them."""
     found: set[str] = set()
     for statement in reversed(statements):
         if isinstance(statement, Convert):

@@ -1,7 +1,7 @@
-"""Activations that several units of a pipeline have to do with: the output of an encoder, skip connections.
+"""Activations shared by several pipeline units: the output of an encoder, skip connections.
 
-A value that one unit makes and only the next one takes is kept by one of them. Others are kept by several, or pass
-through stages that do not use them, and a stage holds each once.
+A value that one unit makes and only the next one takes is kept by one of them. Other values are kept by several units,
+or pass through stages that do not use them; a stage holds each once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def shared_values(
     op_costs: OpCosts,
     again: frozenset[str],
 ) -> tuple[SharedValue, ...]:
-    """The values that more than one call keeps, or that cross more than one cut.
+    """Return the values that more than one call keeps, or that cross more than one cut.
 
     Args:
         activation_bytes: activations by block.
-        again: calls that full recompute computes again; they keep what goes into them.
+        again: calls under full recompute; they keep their inputs.
     """
     calls = {c.name: c for c in graph.calls}
     made: dict[str, tuple[int, float]] = {}
@@ -57,6 +57,6 @@ def shared_values(
 
 
 def _keeps(call: Call, activation_bytes: Activations) -> set[str]:
-    """What a call keeps of its inputs and outputs."""
+    """Return the inputs and outputs that a call keeps."""
     sizes = (*activation_bytes.saved_inputs, *activation_bytes.saved_outputs)
     return {value for value, size in zip((*call.inputs, *call.outputs), sizes, strict=True) if size}

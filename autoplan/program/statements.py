@@ -1,8 +1,8 @@
 """Statements of a lowered block: operations and conversions, each with the collectives that it performs.
 
-Pricing, the ledger and the emitted text are all read off these. `autoplan.program.lower` makes them of layouts,
-`autoplan.program.passes` rewrites them for what the layouts do not say: experts that tokens travel to, sequences that
-are cut, sums over a batch.
+Prices, the ledger and the emitted text all derive from these. `autoplan.program.lower` makes them from layouts.
+`autoplan.program.passes` rewrites them for features that layouts do not express: token dispatch, context parallelism,
+sums over a batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Collective:
         what: name of the value that is sent.
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv; priced only: ep_dispatch, ep_combine.
         axes: names of the mesh: one axis or product, or the adjacent sub-axes of a product.
-        num_elements: of the gathered or reduced tensor on one rank (all_to_all: the local one).
-        dtype: in the graph. A price takes the dtype that this one is computed in.
+        num_elements: elements of the gathered or reduced tensor on one rank (all_to_all: of the local tensor).
+        dtype: dtype of the value in the graph. A price uses the dtype that it is computed in.
         phase: forward or backward.
         per: micro_batch or step.
         of_layout: it follows from the layouts alone: a conversion, a loss over a sharded vocabulary, a gradient.
@@ -81,13 +81,13 @@ class Op:
     """`targets = op(args)` under a strategy.
 
     Attributes:
-        values, inputs: the values behind `targets` and behind `args`.
-        bias: a fused addition.
-        collectives: what the runtime function of the operation sends.
+        values, inputs: the values that `targets` and `args` name.
+        bias: variable of a fused addition.
+        collectives: collectives of the operation's runtime function.
         over: keyword arguments of that function with the axes that it works over.
-        experts: how the experts of the operation are spread, where that is not as its strategy says. Priced.
+        experts: how the experts of the operation are spread if the strategy does not say it. Priced.
         token_ranks: ranks that each compute the operation for their own part of the tokens. Priced.
-        logits_dtype: dtype of the logits that a fused loss reads as the product left them: of the loss, and of the cast
+        logits_dtype: dtype of the logits as the product left them, for a fused loss that reads them and for the cast
             that it makes needless. Priced.
     """
 
@@ -113,9 +113,9 @@ class BlockParam:
     """A parameter as the emitted block holds it.
 
     Attributes:
-        used: the type its uses see; differs from `stored` where the reduction of its gradient is deferred.
+        used: the layout that its uses take; differs from `stored` if the reduction of its gradient is deferred.
         collectives: that reduction, once per step.
-        spread: of experts that tokens travel to: the axes that split the parameter, instead of `stored`.
+        spread: axes that split the parameter instead of `stored`, for experts under token dispatch.
     """
 
     attr: str
@@ -143,26 +143,26 @@ class LoweredBlock:
     num_dropouts: int
 
     def elements(self, value: Value, layout: Layout) -> Expr:
-        """Element count of a value on one rank."""
+        """Return the number of elements of a value on one rank."""
         return product(self.shape(value, layout))
 
     def shape(self, value: Value, layout: Layout) -> list[Expr]:
-        """Local size of every dim."""
+        """Return the local size of every dim."""
         return local_shape(value, layout, self.factors, self.axes)
 
     def map_ops(self, kind: OpKind, change: Callable[[Op], Op]) -> LoweredBlock:
-        """The block with `change` applied to its operations of a kind."""
+        """Return the block with `change` applied to its operations of a kind."""
         if all(op_kind(node.op) is not kind for node in self.block.nodes):
             return self
         statements = (change(s) if isinstance(s, Op) and op_kind(s.node.op) is kind else s for s in self.statements)
         return replace(self, statements=tuple(statements))
 
 
-Pass = Callable[[LoweredBlock], LoweredBlock]  # statements to statements
+Pass = Callable[[LoweredBlock], LoweredBlock]
 
 
 def local_factors(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[list[Expr]]:
-    """Per dim the local sizes of its factors."""
+    """Return the local sizes of the factors of every dim."""
     out = [[factors[f] for f in dim] for dim in value.dims or ()]
     for axis, kind in zip(axes, layout, strict=True):
         if kind.is_shard:
@@ -171,22 +171,22 @@ def local_factors(value: Value, layout: Layout, factors: Mapping[str, Expr], axe
 
 
 def local_shape(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> list[Expr]:
-    """Local size of every dim."""
+    """Return the local size of every dim."""
     return [product(dim) for dim in local_factors(value, layout, factors, axes)]
 
 
 def local_bytes(value: Value, layout: Layout, factors: Mapping[str, Expr], axes: Sequence[Axis]) -> Expr:
-    """Bytes of the local tensor."""
+    """Return the bytes of the local tensor."""
     return product(local_shape(value, layout, factors, axes)) * dtype_bytes(value.dtype)
 
 
 def reads_of(statement: Statement) -> tuple[str, ...]:
-    """Variables that a statement reads."""
+    """Return the variables that a statement reads."""
     if isinstance(statement, Convert):
         return (statement.source,)
     return tuple(a for a in (*statement.args, statement.bias) if a is not None)
 
 
 def writes_of(statement: Statement) -> tuple[str, ...]:
-    """Variables that a statement makes."""
+    """Return the variables that a statement makes."""
     return (statement.target,) if isinstance(statement, Convert) else statement.targets

@@ -1,29 +1,33 @@
-"""Expert parallelism on one rank: what it sends and computes if experts are laid out over ep x etp ranks, not over tp.
+"""Token dispatch on one rank: collectives and products of experts that are laid out over ep x etp ranks instead of tp.
 
-The folding of Megatron-Core (Liu et al., MoE Parallel Folding, arXiv 2504.14960): the dp * cp * tp ranks of a pipeline
-stage are divided a second time, into replicas * ep * etp. With T tokens in a micro-batch, k experts per token, E
-experts, hidden size h, inner size f, w bytes per element and tokens spread evenly over the experts:
+The folding is that of Megatron-Core (Liu et al., MoE Parallel Folding, arXiv 2504.14960): the dp * cp * tp ranks of a
+pipeline stage are divided a second time, into replicas * ep * etp. With T tokens in a micro-batch, k experts per token,
+E experts, hidden size h, inner size f, w bytes per element and tokens spread evenly over the experts:
 
     rows (a token once per expert)    n = T k / tp       each tp rank routes and dispatches its own share of the tokens
     over ep                           n h w              dispatch and combine, forward and backward
     over etp                          etp n h w          rows gathered for dispatch, reduced and scattered to combine
     products of one rank              etp n rows, E / ep experts of inner size f / etp: the block's flops / tp
 
-What travels over ep of these bytes is the dispatcher's choice (`config.parallel.Dispatcher`): all of it, or each
-token once per node and device (kinds `ep_dispatch` and `ep_combine`: see `collectives`), on the way to the experts in 8
-bits if so asked; gradients of what was combined take that way, too.
+The dispatcher (`config.parallel.Dispatcher`) decides how much of these bytes travels over ep: all of them, or each
+token once per node and device (kinds `ep_dispatch` and `ep_combine`: see `collectives`). It may send rows to the
+experts in 8 bits. Gradients of the combined rows travel the same way.
 
-Beside it rows are put in order in memory: passes over a row of size h, each a read or a write (Megatron-Core 0.12,
-transformer/moe/token_dispatcher.py and moe_utils.py). To all experts of other ranks (alltoall): read once per token and
-written per expert (`permute`), sorted by local expert on arrival (read and written) where a rank has several, and all
-of it back. With one copy per device (flex): read as it arrived and written per expert, and back; tokens are not copied
-before they are sent. The backward passes over them as often.
+Rows are also put in order in memory. This is counted in passes over a row of size h, each a read or a write
+(Megatron-Core 0.12, transformer/moe/token_dispatcher.py and moe_utils.py):
 
-The layout was solved with experts over tp; the collectives that it has for that alone are then not performed. Values
-that are gathered for the router and the experts only stay as they are, and what the experts return is no pending sum:
-where the program wants it split over tokens, it is; where it wants it whole, a gather is left of the all-reduce. What
-others need too (shared experts) is still gathered. The router works on each rank's own tokens, as Megatron's does under
-sequence parallelism: where the layout has it on whole values, its operations are 1 / tp of those.
+    alltoall    read once per token and written per expert (`permute`); sorted by local expert on arrival (read and
+                written) if a rank has several experts; the same on the way back
+    flex        one copy per device: read as it arrived and written per expert, and back; tokens are not copied before
+                they are sent
+
+The backward makes as many passes.
+
+If the layout is solved with experts over tp, the collectives that serve only that split are not performed. Values that
+are gathered only for the router and the experts stay split, and the result of the experts is not a pending sum: where
+the program wants it split over tokens, it already is; where it wants it whole, a gather replaces the all-reduce. Values
+that other operations need too (shared experts) are still gathered. The router works on the tokens of its own rank, as
+in Megatron under sequence parallelism: where the layout gives it whole values, its operations count 1 / tp of them.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ Collectives = tuple[str | None, str | None]  # forward, backward
 
 
 def token_dispatch(degrees: ExpertDegrees) -> Pass:
-    """The pass that sends tokens to experts over ep x etp and back, and what they make of the layout's conversions."""
+    """Return the pass that sends tokens to experts over ep x etp and back, and adapts the conversions around them."""
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         weights = expert_weights(lowered.block)
@@ -74,8 +78,9 @@ def _spread(block: Block, name: str, degrees: ExpertDegrees) -> tuple[Spread, ..
     return (Spread("ep", degrees.ep, 0, 0), *inner)
 
 
-# Conversions of what only the router and the experts read, and of what the experts return: what is left of them by
-# kind and target type. A slice of a replicated value is free; its gradient is gathered where the value is invariant.
+# Collectives (forward, backward) that remain of a conversion, by its kind and target type: _BEFORE for values that only
+# the router and the experts read, _AFTER for the result of the experts. A slice of a replicated value is free; its
+# gradient is gathered where the value is invariant.
 _BEFORE: dict[tuple[ConversionKind, str], Collectives] = {
     (ConversionKind.ALL_GATHER, "R"): (None, None),
     (ConversionKind.ALL_GATHER, "I"): (None, None),
@@ -94,7 +99,7 @@ def _is_experts(statement: Statement) -> bool:
 
 
 def only_for_experts(lowered: LoweredBlock) -> set[int]:
-    """Statements that nothing but the experts needs: the router, and conversions before it."""
+    """Return the statements that only the experts need: the router, and conversions before it."""
     readers: dict[str, set[int]] = {}
     for k, statement in enumerate(lowered.statements):
         for name in reads_of(statement):
@@ -114,7 +119,7 @@ def _is_pending(layout: Layout) -> bool:
 
 
 def _sums_of_experts(lowered: LoweredBlock) -> set[int]:
-    """Conversions of sums that are pending because of the experts alone."""
+    """Return the conversions of sums that are pending only because of the experts."""
     pending: set[str] = set()
     found: set[int] = set()
     for k, statement in enumerate(lowered.statements):
@@ -133,7 +138,7 @@ def _sums_of_experts(lowered: LoweredBlock) -> set[int]:
 
 
 def _rerouted(lowered: LoweredBlock) -> LoweredBlock:
-    """The block with what is left of its conversions around experts; the router is on each rank's own tokens."""
+    """Return the block with the remaining collectives around experts, and the router on the tokens of its own rank."""
     router, ranks = only_for_experts(lowered), math.prod(axis.size for axis in lowered.axes)
     places = (*((k, _BEFORE) for k in router), *((k, _AFTER) for k in _sums_of_experts(lowered)))
     statements = list(lowered.statements)
@@ -152,7 +157,7 @@ def _rerouted(lowered: LoweredBlock) -> LoweredBlock:
 
 
 def _left_of(lowered: LoweredBlock, statement: Convert, left: Collectives) -> Convert:
-    """A conversion with the collectives that are left of it."""
+    """Return a conversion with the collectives that remain of it."""
     value, gathers = statement.value, statement.step.source.is_shard
     small, large = (statement.layout, statement.result) if gathers else (statement.result, statement.layout)
     axes, out = tuple(lowered.axes[i].name for i in statement.step.axes), []
@@ -168,8 +173,10 @@ def _on_whole_values(op: Op) -> bool:
 
 
 def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
-    """Rows travel to their experts and back, in both passes; before them, how many go where. Where experts are split,
-    what arrived goes to all parts, and what they make of it comes back."""
+    """Add the all-to-alls of rows to their experts and back, in both passes, and before them those of the row counts.
+
+    If experts are split over etp, arrived rows go to all parts, and their results are combined.
+    """
     tokens = op.strategy.inputs[0]
     if degrees.executed and not all(kind.is_shard and kind.dim == 0 for kind in tokens):
         raise LayoutError(
@@ -214,9 +221,9 @@ def _ranks(op_costs: OpCosts) -> int:
 
 
 def on_token_share(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
-    """An operation of the router on whole values, as one of `ways` ranks computes it for its own tokens.
+    """Return a router operation on whole values as one of `ways` ranks computes it for its share of the tokens.
 
-    Dividing sizes, not adding them up anew: a value counts as split where its first dims are the tokens.
+    Sizes are divided instead of computed anew: a value counts as split if its first dims are the tokens.
     """
     tokens = op_costs.env["b"] * op_costs.env["s"]
 
@@ -234,13 +241,13 @@ def on_token_share(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
 
 
 def _rows(block: Block, node: Node, op_costs: OpCosts) -> float:
-    """Rows that one rank dispatches: its share of the tokens, once per expert that takes them."""
+    """Return the rows that one rank dispatches: its share of the tokens, once per expert that takes them."""
     tokens = op_costs.number(block.values[node.tensor_inputs[0]].shape[0])
     return tokens * float(node.attrs["top_k"]) / _ranks(op_costs)
 
 
 def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
-    """How often a row of size h is read or written in one pass to put rows in order, on average; see above."""
+    """Return how often a row of size h is read or written, on average, to put rows in order once (see the module)."""
     if degrees.ep == 1 or degrees.dispatcher is Dispatcher.ALL_TO_ALL:
         sorting = 4.0 if degrees.ep > 1 and num_local > 1 else 0.0
         return 2.0 * (1.0 + 1.0 / top_k) + sorting
@@ -248,10 +255,10 @@ def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
 
 
 def travelled_bytes(block: Block, node: Node, op_costs: OpCosts, degrees: ExpertDegrees) -> int:
-    """What the runtime keeps beside what experts keep on the ranks of their tokens, for tokens that spread evenly.
+    """Return the bytes that the runtime keeps for dispatch on top of what experts keep, for evenly spread tokens.
 
-    Rows as they arrived, at each of etp parts of an expert all of them; rows as they came back, and an index that says
-    which token they are of (runtime/experts.py).
+    These are rows as they arrived (each of etp parts of an expert has all of them), rows as they came back, and the
+    index of their tokens (runtime/experts.py).
     """
     if degrees.ep * degrees.etp == 1:
         return 0
@@ -262,7 +269,7 @@ def travelled_bytes(block: Block, node: Node, op_costs: OpCosts, degrees: Expert
 
 
 def local_products(work: OpWork, block: Block, node: Node, op_costs: OpCosts, degrees: ExpertDegrees) -> OpWork:
-    """The products of one rank: the rows that reach it through its E / ep experts, each split over etp."""
+    """Return the products of one rank: the rows that reach it through its E / ep experts, each split over etp."""
     hidden, index, weights, gate_up, down = work.inputs
     rows = max(1, round(_rows(block, node, op_costs) * degrees.etp))
     whole: Layout = (R,) * len(op_costs.axes)

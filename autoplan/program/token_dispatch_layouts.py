@@ -1,7 +1,7 @@
-"""Layouts for experts that tokens travel to: every rank of tensor parallelism sends tokens of its own.
+"""Layouts for token dispatch: every rank of tensor parallelism sends its own tokens to experts.
 
-The experts' operation takes and gives tokens split over the sequence, and their weights belong to the ranks of ep x
-etp, not to tensor parallelism: of these, no storage is chosen here, and none counts.
+The experts' operation takes and gives tokens split over the sequence. Expert weights belong to the ranks of ep x etp
+instead of tp: no storage is chosen for them here, and their bytes do not count.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ _RESTRICTION = "tokens travel to experts from where tensor parallelism splits th
 
 
 def expert_weights(block: Block) -> frozenset[str]:
-    """Values of a block that hold the weights of experts, expert by expert."""
+    """Return the values of a block that hold the weights of experts, expert by expert."""
     return frozenset(
         name for node in block.nodes if op_kind(node.op) is OpKind.EXPERTS for name in node.tensor_inputs[3:5]
     )
 
 
 def inner_place(block: Block, name: str) -> tuple[int, int]:
-    """(dim, position) of the factor in a weight of experts that is their inner size: rows of the first product (of gate
-    and up alike), columns of the second."""
+    """Return (dim, position) of the factor of an expert weight that is the inner size of experts.
+
+    It is in the rows of the first product (of gate and up alike) and in the columns of the second.
+    """
     node = next(n for n in block.nodes if op_kind(n.op) is OpKind.EXPERTS and name in n.tensor_inputs[3:5])
     return (1, int(bool(node.attrs["gated"]))) if name == node.tensor_inputs[3] else (2, 0)
 
 
 def with_token_dispatch(problem: IntraProblem, graph: ModelGraph, state_slack: float | None) -> IntraProblem:
-    """The problem with only those strategies of experts that split the tokens over all of tensor parallelism.
+    """Return the problem with only the expert strategies that split the tokens over all of tensor parallelism.
 
     Args:
-        state_slack: of the problem's budget, which does not count the weights of experts any more.
+        state_slack: factor of the problem's state budget over the least possible state. The budget shrinks by the part
+            for expert weights, which no longer count.
 
-    Raises: InfeasibleError if some experts cannot be run on a part of the tokens, naming them.
+    Raises:
+        InfeasibleError: some experts cannot run on a part of the tokens; the message names them.
     """
     nodes = {f"{b.name}/{n.name}": (b, n) for b, n in nodes_with(graph, OpKind.EXPERTS)}
     weights: set[ValueKey] = {(b.name, name) for b in graph.blocks.values() for name in expert_weights(b)}
@@ -64,7 +68,7 @@ def with_token_dispatch(problem: IntraProblem, graph: ModelGraph, state_slack: f
 
 
 def _own(option: Option, hidden: ValueKey) -> bool:
-    """True if the tokens that an option of experts takes are split, and nothing else."""
+    """Return True if an option of experts takes tokens that are split on every axis by the token dim."""
     layouts = [layout for key, layout in option.requires if key == hidden]
     return all(t.is_shard and t.dim == 0 for layout in layouts for t in layout)
 

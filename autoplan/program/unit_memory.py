@@ -1,4 +1,4 @@
-"""Activation memory of a unit of a pipeline: a layer with the glue after it."""
+"""Activation memory of a pipeline unit: a layer with the glue after it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class UnitMemory:
     """Bytes of one unit and micro-batch on one rank.
 
     Attributes:
-        saved, selective, kept: without recompute, with the attention core recomputed, with all of its layers.
-        choices: the same under every other choice that all of its layers know.
-        transient, recompute_transient: the most beyond what it and those before it keep, without and with recompute.
+        saved: kept without recompute.
+        selective: kept if the attention core is recomputed.
+        kept: kept if all of its layers are recomputed.
+        choices: kept under every other recompute choice that all of its layers know.
+        transient: the most beyond the bytes that it and the units before it keep, without recompute.
+        recompute_transient: the same with full recompute.
     """
 
     saved: float
@@ -35,7 +38,7 @@ class UnitMemory:
     choices: Mapping[str, float]
 
     def without_shared(self, unit: int, shared: Sequence[SharedValue]) -> UnitMemory:
-        """Without the values that all units of a stage hold once together."""
+        """Return the memory without the values that all units of a stage hold once together."""
         if not shared:
             return self
         saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
@@ -55,15 +58,15 @@ def unit_memories(
     layers: Set[str],
     shared: Sequence[SharedValue],
 ) -> list[UnitMemory]:
-    """The memory of every unit, without the values that several units of a stage hold once together."""
+    """Return the memory of every unit, without the values that several units of a stage hold once together."""
     return [_memory(calls, activation_bytes, layers).without_shared(u, shared) for u, calls in enumerate(units)]
 
 
 def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], layers: Set[str]) -> UnitMemory:
-    """The memory of the unit of these calls. Walks it as `activation_bytes.peak_bytes_of` walks a stage.
+    """Return the memory of the unit of these calls, by the walk of `activation_bytes.peak_bytes_of`.
 
     Args:
-        activation_bytes: by block.
+        activation_bytes: activations by block.
         layers: names of the calls that recompute applies to.
     """
     of = activation_bytes
@@ -90,17 +93,17 @@ def with_dispatch(
     op_costs: OpCosts,
     experts: ExpertDegrees | None,
 ) -> Mapping[str, Activations]:
-    """The activations of all blocks if experts are spread: the layout that they were counted for has them on tp.
+    """Return the activations of all blocks with spread experts; they were counted for a layout with experts on tp.
 
-    Gradients of experts that other ranks hold are not made here. Where a program runs so, rows that came from other
-    ranks, and what experts elsewhere made of ours, are kept as well.
+    Gradients of experts on other ranks are not made here. If the program runs with token dispatch, rows from other
+    ranks and the results of experts on other ranks are kept as well.
     """
     if experts is None:
         return activation_bytes
     out = {}
     for name, low in lowered.items():
         out[name] = activation_bytes[name]
-        if not op_costs.kernels.megatron:  # those make no gradients of weights (`program.megatron_kernels`)
+        if not op_costs.kernels.megatron:  # Megatron's kernels make no separate weight gradients
             out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
         if experts.executed:
             nodes = [node for node in low.block.nodes if op_kind(node.op) is OpKind.EXPERTS]
@@ -110,7 +113,7 @@ def with_dispatch(
 
 
 def _without_gradients(a: Activations, lowered: LoweredBlock, block: BlockWork, op_costs: OpCosts) -> Activations:
-    """Without the gradients of the experts that other ranks hold."""
+    """Return the activations without the gradients of experts that other ranks hold."""
     away = 0
     for stored, p in zip(lowered.params, block.params, strict=True):
         if p.expert:

@@ -1,7 +1,7 @@
-"""Layouts without sequence parallelism: what blocks hand over is whole on every rank of tensor parallelism.
+"""Layouts without sequence parallelism: values between blocks are whole on every rank of tensor parallelism.
 
-Shoeybi et al., Megatron-LM, 2019: an all-reduce behind each pair of products, norms and residuals computed everywhere.
-Sequence parallelism (Korthikanti et al., 2022) came later; runs without it keep tp times as much of them.
+Shoeybi et al., Megatron-LM, 2019: an all-reduce after each pair of products; every rank computes norms and residuals in
+full, and keeps tp times as many of their bytes as with sequence parallelism (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _RESTRICTION = "no sequence parallelism: values between blocks are whole on ever
 
 
 def without_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
-    """The problem without options that split an activation over a factor of what blocks hand over: batch, sequence or
-    hidden size."""
+    """Return the problem without options that split an activation over a factor of the values between blocks.
+
+    These factors are batch, sequence and hidden size.
+    """
     crossing = {
         factor
         for block in graph.blocks.values()

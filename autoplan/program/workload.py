@@ -1,4 +1,4 @@
-"""Workload: what one rank does under a solved layout, read off the very statements that code generation emits."""
+"""Workload: the work of one rank under a solved layout, derived from the statements that code generation emits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from autoplan.program.unit_memory import unit_memories, with_dispatch
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """What all workloads of one layout share: the statements of every block, and what they keep."""
+    """The part that all workloads of one layout share: the statements of every block, and the activations they keep."""
 
     op_costs: OpCosts
     blocks: Mapping[str, LoweredBlock]
@@ -49,7 +49,7 @@ class LoweredModel:
 
 
 def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> LoweredModel:
-    """Every block under a selection, which was solved for the sub-axes of `works`."""
+    """Lower every block under a selection that was solved for the sub-axes of `op_costs`."""
     lowered = {n: BlockLowering(graph, b, selection, op_costs.axes).run() for n, b in graph.blocks.items()}
     activation_bytes = {
         n: activations(
@@ -74,15 +74,15 @@ def workload(
     ends: bool = False,
     made: LoweredModel | None = None,
 ) -> Workload:
-    """The workload of one rank and micro-batch under `selection`.
+    """Return the workload of one rank and micro-batch under `selection`.
+
+    Its `model_flops` follow the published definition of MFU (see `_node_flops`), whatever the kernels compute.
 
     Args:
         op_costs: sizes on the sub-axes that the selection was solved for.
-        made: what `lower_all` made of these, if there is one already.
-        experts: where experts are instead of where the selection has them; None, or on the ranks of tp: there.
+        made: result of `lower_all` for these arguments, if there is one already.
+        experts: degrees of experts if they are not on the ranks of tp, where the selection has them.
         ends: embedding and head are units of their own (see `pipeline_units`).
-
-    Its `model_flops` are those of the published definition of MFU (see `_node_flops`), whatever the kernels compute.
     """
     experts = _elsewhere(experts, op_costs)
     made = lower_all(graph, selection, op_costs) if made is None else made
@@ -126,7 +126,7 @@ def workload(
 
 
 def _elsewhere(experts: ExpertDegrees | None, op_costs: OpCosts) -> ExpertDegrees | None:
-    """The degrees of experts that are not where tensor parallelism has them."""
+    """Return the degrees of experts if tokens travel to them; None if experts are split over tp."""
     tp = math.prod(a.size for a in op_costs.axes)
     return experts if experts is not None and experts.dispatches(tp) else None
 
@@ -134,7 +134,7 @@ def _elsewhere(experts: ExpertDegrees | None, op_costs: OpCosts) -> ExpertDegree
 def _blocks(
     graph: ModelGraph, made: LoweredModel, experts: ExpertDegrees | None
 ) -> tuple[dict[str, LoweredBlock], dict[str, BlockWork]]:
-    """The statements of every block after all passes, and their work."""
+    """Return the statements of every block after all passes, and their work."""
     op_costs = made.op_costs
     stack = Stack(op_costs.context, op_costs.methods, experts, op_costs.kernels)
     lowered = {n: rewritten(low, stack) for n, low in made.blocks.items()}
@@ -146,7 +146,7 @@ def _blocks(
 
 
 def _check_modules(asked: Sequence[str], activation_bytes: Mapping[str, Activations]) -> None:
-    """PinError for a module that no layer has."""
+    """Raise PinError for a module that no layer has."""
     for name in asked:
         if not any(name in h.modules for h in activation_bytes.values()):
             there = [m for m in MODULES if any(m in h.available for h in activation_bytes.values())]
@@ -157,7 +157,7 @@ def _check_modules(asked: Sequence[str], activation_bytes: Mapping[str, Activati
 
 
 def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:
-    """Model flops of all calls, and of them what causal attention does not see: half of its scores."""
+    """Return the model flops of all calls, and the part of them that causal attention masks: half of its scores."""
     found = {}
     for name, block in graph.blocks.items():
         total = masked = 0.0
@@ -173,12 +173,12 @@ def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:
 
 
 def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
-    """Model flops of one node as the field counts them, forward and backward, of one context-parallel rank's tokens.
+    """Return the model flops of one node by the published count, forward and backward, for one rank's tokens.
 
     6 N + 12 L H Q S per token (Chowdhery et al., PaLM, 2022, appendix B; Megatron-LM counts alike): matrix products
-    and attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward. N is
-    the parameters that are multiplied: a table that is only looked up is not, experts are those of a token. What is
-    computed again is not counted.
+    and attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward. N
+    counts the parameters that are multiplied: not tables that are only looked up, and only the experts of one token.
+    Recompute is not counted.
     """
     op = op_record(node.op)
     if not op.multiplies:
@@ -193,7 +193,7 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
 def _tied(
     graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
 ) -> tuple[tuple[int, int, float], ...]:
-    """Parameters that several units use: the gradient of the last use waits for the first."""
+    """Return parameters that several units use: the gradient of the last use waits for the first."""
     unit_of = {name: u for u, unit in enumerate(units) for name in unit}
     block_of = {c.name: c.block for c in graph.calls}
     out = []
@@ -210,7 +210,7 @@ def _tied(
 def _cuts(
     graph: ModelGraph, units: tuple[tuple[str, ...], ...], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
 ) -> tuple[float, ...]:
-    """Bytes of all values that cross between unit i and i + 1."""
+    """Return the bytes of all values that cross between unit i and i + 1."""
     calls = {c.name: c for c in graph.calls}
     made: dict[str, tuple[int, float]] = {}
     last_use: dict[str, int] = {}
@@ -230,7 +230,7 @@ def _cuts(
 
 
 def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCosts) -> BlockWork:
-    """The work of one call of a block: the sum over its statements."""
+    """Return the work of one call of a block: the sum over its statements."""
     block = lowered.block
     ops: list[OpWork] = []
     position: dict[int, int] = {}  # statement -> op
@@ -253,7 +253,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
-        comms=tuple(c for comms in (*sent, *of_layout) for c in comms),  # sums of seconds are made in this order
+        comms=tuple(c for comms in (*sent, *of_layout) for c in comms),  # seconds are summed in this order
         params=tuple(_param(p, lowered, op_costs) for p in lowered.params),
         selective_ops=frozenset(position[k] for k in activation_bytes.selective_ops if k in position),
         joined_ops=joined,
@@ -269,7 +269,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
 
 
 def _op_work(block: Block, op: Op, op_costs: OpCosts) -> OpWork:
-    """The work of one operation, as passes have changed it."""
+    """Return the work of one operation, as passes have changed it."""
     work = op_costs.op_work(block, op.node, op.strategy, op.bias is not None)
     if op.logits_dtype is not None:
         work = _of_narrow_logits(work, op_costs.remapped.get(op.logits_dtype, op.logits_dtype))
@@ -287,11 +287,11 @@ def _copy(statement: Convert, block: Block, op_costs: OpCosts) -> OpWork:
     return copy_work(size, op_costs.dtype(statement.value))
 
 
-_PRICED_AXES = {"cpu": "cp", "cpr": "cp", "replicas": "batch"}  # of the mesh; parts of cp are said by `part`
+_PRICED_AXES = {"cpu": "cp", "cpr": "cp", "replicas": "batch"}  # mesh axis -> priced axis; `part` tells the parts of cp
 
 
 def _sends(statement: Statement | BlockParam, op_costs: OpCosts, of_layout: bool = False) -> list[CommWork]:
-    """The priced collectives of a statement: those that follow from the layouts alone, or the others."""
+    """Return the priced collectives of a statement: those that follow from the layouts alone, or the others."""
     out = []
     for c in statement.collectives:
         if c.priced and c.of_layout == of_layout:
@@ -312,7 +312,7 @@ def _recomputed(
     position: Mapping[int, int],
     sent: Sequence[Sequence[CommWork]],
 ) -> Recomputed:
-    """What the modules that are computed again do.
+    """Return the work of the recomputed modules.
 
     Args:
         sent: collectives by statement.
@@ -328,17 +328,17 @@ def _recomputed(
 
 
 def _expert_activation(experts: OpWork) -> OpWork:
-    """Of the rows that reach this rank: gate and up read, their product written."""
+    """Return the activation function on the rows that reach this rank: gate and up read, their product written."""
     hidden, index, _, gate_up, down = experts.inputs[:5]
     total = dict(experts.attrs).get("num_experts")
     share = down.shape[0] / int(total) if index.shape[-1] > 1 and isinstance(total, (int, float)) else 1.0
-    rows = max(1, round(index.num_elements * share))  # with one expert each: those that came to this rank
+    rows = max(1, round(index.num_elements * share))  # an index of one expert per row: all rows are of this rank
     given, made = (TensorWork((rows, n), hidden.dtype, True) for n in (gate_up.shape[1], down.shape[2]))
     return OpWork("silu", (given,), (made,), (), float(made.num_elements), float(given.num_bytes + made.num_bytes))
 
 
 def _of_narrow_logits(work: OpWork, dtype: str) -> OpWork:
-    """What a fused loss leaves of an operation: logits are not cast, it reads them in the dtype of the product."""
+    """Return an operation as a fused loss leaves it: logits are not cast but read in the dtype of the product."""
     if op_has(work.op, Trait.CAST):
         return replace(work, op="reshape", attrs=(), flops=0.0, moved_bytes=0.0)
     first, *others = work.inputs
@@ -346,8 +346,7 @@ def _of_narrow_logits(work: OpWork, dtype: str) -> OpWork:
 
 
 def _param(p: BlockParam, lowered: LoweredBlock, op_costs: OpCosts) -> ParamWork:
-    """A parameter as one rank stores it: laid out over the ranks of experts instead of the selection's sub-axes if it
-    is spread over them."""
+    """Return a parameter as one rank stores it: on the ranks of experts if it is spread over them, else as selected."""
     if p.spread:
         elements = math.prod(int(op_costs.number(size)) for size in p.value.shape) // math.prod(
             s.ways for s in p.spread

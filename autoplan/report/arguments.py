@@ -1,4 +1,5 @@
-"""What is typed on the command line: pins, assumptions, degrees, what is varied. PinError says what would work."""
+"""Read the text arguments of the command line: pins, assumptions, degrees, varied values. PinError says what would
+work."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from autoplan.ops.table import nodes_with
 from autoplan.search.layouts import PlanRequest
 from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE_NUMBERS
 
-_COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not that of `@nic=400,price=2`
+_COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not the commas of `@nic=400,price=2`
 _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
 _SHORT = {"gbs": "global_batch_size", "seq": "seq_len"}
 
 
 def read_pin_words(texts: Sequence[str]) -> dict[str, Any]:
-    """`tp=8`, `stages=10,11,11`, and several of them in one text: `tp=8,pp=2`."""
+    """Read pins: `tp=8`, `stages=10,11,11`, or several in one text: `tp=8,pp=2`."""
     pins: dict[str, Any] = {}
     for text in texts:
         for part in _PIN.split(text):
@@ -44,7 +45,7 @@ def _read_value(name: str, value: str) -> object:
 
 
 def read_degrees(given: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
-    """Return the values of degrees that were typed, by name; None stays: left out. `layers`: of the model, in order."""
+    """Return the values of typed degrees by name; None (omitted) stays None. `layers`: of the model, in order."""
     out = dict(given)
     for record in choices_of(ParallelConfig):
         text = given.get(record.name)
@@ -54,7 +55,7 @@ def read_degrees(given: Mapping[str, Any], layers: Sequence[str]) -> dict[str, A
 
 
 def read_assumptions(texts: Sequence[str]) -> Assumptions:
-    """`mtbf_device_days=2000`, and several of them in one text: `pue=1.1,usd_per_kwh=0.08`."""
+    """Read assumptions: `mtbf_device_days=2000`, or several in one text: `pue=1.1,usd_per_kwh=0.08`."""
     given: dict[str, object] = {}
     for text in texts:
         for part in text.split(","):
@@ -69,8 +70,10 @@ def read_assumptions(texts: Sequence[str]) -> Assumptions:
 
 
 def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`, `stages=8,8/10,6`: lists
-    of values by name."""
+    """Read lists of values by name.
+
+    Forms: `nodes=8,16`, `nic=100..1600` (doubled), `device=h100-sxm5-80gb,h200-sxm-141gb`, `stages=8,8/10,6`.
+    """
     out: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = (piece.strip() for piece in text.partition("="))
@@ -91,7 +94,7 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _values(name: str, text: str) -> list[str]:
-    """Values with commas between them, or with `/` where a value has commas of its own: `stages=8,8/10,6`."""
+    """Split values at commas, or at `/` if a value has commas itself: `stages=8,8/10,6`."""
     if "/" not in text and (name in LISTS or re.search(r"modules:[^,]*,", text)):
         if name in LISTS:
             return [text]
@@ -101,7 +104,7 @@ def _values(name: str, text: str) -> list[str]:
 
 
 def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
-    """What is assumed of uneven routing: `{"value", "what", "source"}`; None for a model without experts."""
+    """Return the assumed imbalance of routing: `{"value", "what", "source"}`; None for a model without experts."""
     if not nodes_with(request.graph, OpKind.EXPERTS):
         return None
     shipped = "stated, not fitted: published runs with experts force balance; others: --constants FILE"

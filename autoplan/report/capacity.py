@@ -28,7 +28,7 @@ _LISTS = {
     "mode": "mode",
 }
 _RUN = ("days", "with failures", "cost", "goodput")
-_FOLDED = {"model": 12, "cluster": 20}  # columns that may take several lines, and from which width on
+_FOLDED = {"model": 12, "cluster": 20}  # columns that may take several lines, and their least width
 
 
 def _shown(name: str, value: object) -> str:
@@ -36,7 +36,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[Cell]) -> None:
-    """The table of `autoplan capacity`: what all rows share first, then a row each, then reasons and sources."""
+    """Print the table of `autoplan capacity`: the common values first, then a row each, then reasons and sources."""
     from autoplan import __version__
 
     rows = [cell_row(cell, task.assumptions) for cell in found]
@@ -91,7 +91,7 @@ def _run_columns(run: Run | None) -> list[str]:
 
 
 def _plan_columns(cell: Cell, run: Run | None, assumed: Assumptions, marks: dict[str, int]) -> list[str]:
-    """Of the plan, or why there is none; remarks are numbered in `marks`."""
+    """Return the cells of the plan, or the reason why there is none; remarks are numbered in `marks`."""
     point = cell.point
     if point.planned is None or run is None:
         return ["-"] * 5 + [f"{point.status} [{marks.setdefault(point.reason, len(marks) + 1)}]"]
@@ -116,7 +116,7 @@ def _ends(q: Quantity) -> str:
 
 
 def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[Cell]) -> dict[str, Any]:
-    """The answer of `autoplan capacity` as plain data."""
+    """Return the answer of `autoplan capacity` as plain data."""
     return {
         "schema": data.REPORT_SCHEMA_VERSION,
         "status": status,

@@ -16,7 +16,7 @@ from autoplan.units import GB, TERA
 
 
 def models_data() -> list[dict[str, Any]]:
-    """Every model of the catalog."""
+    """Return every model of the catalog."""
     out = []
     for name in models.names():
         d = models.describe_model(name)
@@ -39,7 +39,7 @@ def models_data() -> list[dict[str, Any]]:
 
 
 def models_table() -> Table:
-    """Every model of the catalog, one line each."""
+    """Return a table of the models of the catalog, one line each."""
     table = plain_table("model", "parameters", "active", "layers", "hidden", "heads (kv)", "vocabulary", "experts")
     for d in models_data():
         experts = f"{d['num_experts']} (top {d['num_experts_per_token']})" if d["num_experts"] else ""
@@ -57,7 +57,7 @@ def models_table() -> Table:
 
 
 def device_data(device_id: str) -> dict[str, Any]:
-    """One device: figures of one rank, and the instances that have it."""
+    """Return one device: the figures of one rank, and the instances that have it."""
     e = hardware.entry(device_id)
     d = e.device
     return {
@@ -95,7 +95,7 @@ def device_data(device_id: str) -> dict[str, Any]:
 
 
 def devices_table() -> Table:
-    """Every device, one line each. Bandwidths per device and direction; FLOP dense."""
+    """Return a table of the devices, one line each. Bandwidths are per device and direction; FLOP are dense."""
     table = plain_table(
         "device", "memory GB", "HBM GB/s", "bf16 TFLOP/s", "reached", "scale-up GB/s", "NIC Gbit/s", "$/h"
     )
@@ -116,7 +116,7 @@ def devices_table() -> Table:
 
 
 def show_device(out: Console, device_id: str) -> None:
-    """Everything the catalog knows about one device."""
+    """Print everything that the catalog knows about one device."""
     e = hardware.entry(device_id)
     d = e.device
     peaks = ", ".join(f"{dtype} {flops / TERA:,.4g}" for dtype, flops in d.peak_flops_by_dtype.items())

@@ -1,7 +1,8 @@
 """Command lines that a report proposes: `autoplan estimate ...` prices the very plan that it follows.
 
-The words of ParallelConfig and RunOptions follow from their records (`choice_words`), what else a price depends on is
-in `settings`: nothing of a plan is left to the defaults of the command unless it is equal to them.
+The words of ParallelConfig and RunOptions follow from their records (`choice_words`); `settings` adds the other inputs
+of
+a price. A value is omitted only if it equals the default of the command.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from autoplan.search.layouts import PlanRequest
 
 
 def _given(flag: str, value: object, default: object = None) -> list[str]:
-    """A flag and its value; nothing for the default."""
+    """Return a flag and its value; nothing if the value is the default."""
     return [] if value == default else [flag, str(value)]
 
 
 def task(model: str, cluster: str, request: PlanRequest) -> list[str]:
-    """Words for what is planned for, as all commands take them."""
+    """Return the words for the task, as all commands take them."""
     words = [model, "--cluster", cluster, "--seq-len", str(request.seq_len)]
     return [*words, "--global-batch-size", str(request.global_batch_size)]
 
 
 def settings(request: PlanRequest) -> list[str]:
-    """Words for how the run is set up and what its price rests on, as all commands take them."""
+    """Return the words for the setup of the run and the sources of its price, as all commands take them."""
     words = _given("--precision", request.precision, "bf16") + _given("--mode", str(request.mode), "eager")
     words += choice_words(request.options)
     if request.profile is not None:
@@ -38,7 +39,7 @@ def settings(request: PlanRequest) -> list[str]:
 
 
 def run_words(tokens: float | None, assumed: Assumptions | None) -> list[str]:
-    """Words for the size of the whole run and what is assumed of it."""
+    """Return the words for the size of the whole run and its assumptions."""
     words = [] if tokens is None else ["--tokens", f"{tokens:.0f}" if tokens == int(tokens) else repr(tokens)]
     given = {} if assumed is None or tokens is None else assumed.given
     return words + [word for name, value in given.items() for word in ("--assume", f"{name}={value!r}")]
@@ -52,7 +53,7 @@ def estimate_command(
     tokens: float | None = None,
     assumed: Assumptions | None = None,
 ) -> list[str]:
-    """Return the words of the command line that prices this plan again, to the same figures."""
+    """Return the words of the command line that prices this plan to the same figures."""
     words = ["autoplan", "estimate", *task(model, cluster, request), *choice_words(config, layer_calls(request.graph))]
     return [*words, *settings(request), *_executed(request), *run_words(tokens, assumed)]
 
@@ -72,7 +73,7 @@ def _executed(request: PlanRequest) -> list[str]:
 
 
 def wrapped(words: Sequence[str], width: int) -> list[str]:
-    """A command line in lines of about `width` columns, broken between words where a shell reads on."""
+    """Break a command line into lines of about `width` columns, between words and with a backslash."""
     lines: list[str] = []
     for word in map(shlex.quote, words):
         if lines and len(lines[-1]) + 1 + len(word) <= width:

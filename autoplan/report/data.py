@@ -1,25 +1,27 @@
-"""Reports as JSON: plain data, versioned. Seconds, bytes, tokens per second; every quantity is
-`{"low", "mid", "high", "evidence"}`, evidence one of exact, measured, fitted, assumed.
+"""Reports as JSON: plain data, versioned.
+
+Units are seconds, bytes and tokens per second. Every quantity is `{"low", "mid", "high", "evidence"}`; evidence is one
+of exact, measured, fitted, assumed.
 
 Schema 1:
 
     {"schema": 1, "status": "ok", "command": "plan" | "estimate",
-     "model": {"name", "num_params", "num_layers", "left_out": [str]},  # left_out: what no price has
+     "model": {"name", "num_params", "num_layers", "left_out": [str]},  # left_out: parts without a price
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode",
                  option of RunOptions: value, ..., "profile", "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
-     "priced_not_executed": [str],      # of the plan: what has a price, but autoplan's own runtime does not execute
+     "priced_not_executed": [str],      # parts of the plan with a price that autoplan's own runtime does not execute
      "plan": {field of ParallelConfig: value, ..., "offload": [str],
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
               "context_method": null | str | {block: str}},
-              # with virtual stages: layers per chunk, in model order; what a rank holds the schedule says
+              # with virtual stages: layers per chunk, in model order; the schedule says which chunks a rank holds
      "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "fits",
                   # mfu counts attention in full (as PaLM, NeMo), mfu_causal half of it (as Megatron Bridge)
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
-                              "fullest", "memory_bytes": quantity}],  # fullest: the moment that memory_bytes is of
+                              "fullest", "memory_bytes": quantity}],  # fullest: the moment of memory_bytes
                   "host_memory_capacity_bytes": null | number, "host_memory_bytes": [{term: quantity} per stage],
                   "breakdown_s": {term: quantity}, "run": null | run},
      "alternatives": [{"priced_not_executed", "plan", "estimate"}],                       # plan: the next best ones
@@ -34,15 +36,15 @@ Schema 1:
           "assumptions": {name: {"value": null | quantity, "given", "what", "source"}}}
 
     {"schema": 1, "status": "infeasible", "message", "stage", "term", "needed_bytes", "available_bytes", "config",
-     "cheapest_change"}                                            # where nothing fits; null for what is not known
+     "cheapest_change"}                                            # if nothing fits; null for unknown values
 
     {"schema": 1, "status": "ok" | "interrupted" | "infeasible" | "illegal" | "stopped", "command": "whatif",
      "model", "cluster", "request": as of plan, before anything is varied,
-     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.whatif.whatif
+     "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweeps.whatif.whatif
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
-     "left_out": {model: [str]}, "rows": [...]}  # columns: autoplan.capacity.capacity
+     "left_out": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity
 """
 
 from __future__ import annotations
@@ -67,17 +69,17 @@ REPORT_SCHEMA_VERSION = 1
 
 
 def to_text(data: Mapping[str, Any]) -> str:
-    """JSON text; a number that JSON does not have is an error, never `NaN`."""
+    """Return JSON text. A number that JSON does not have is an error, never `NaN`."""
     return json.dumps(data, indent=1, allow_nan=False)
 
 
 def quantity(q: Quantity) -> dict[str, Any]:
-    """A quantity."""
+    """Return a quantity as plain data."""
     return {"low": q.low, "mid": q.mid, "high": q.high, "evidence": str(q.tag)}
 
 
 def cluster(c: Cluster) -> dict[str, Any]:
-    """A cluster."""
+    """Return a cluster as plain data."""
     return {
         "name": str(c),
         "num_nodes": c.num_nodes,
@@ -104,7 +106,7 @@ def _maybe(q: Quantity | None) -> dict[str, Any] | None:
 
 
 def assumptions(assumed: Assumptions | None) -> dict[str, Any]:
-    """What is assumed of a run, with sources. `value` null: not known, or as the source says."""
+    """Return the assumptions about a run, with sources. `value` null: not known, or as the source says."""
     known = assumed if assumed is not None else Assumptions()
     return {
         name: {
@@ -118,7 +120,7 @@ def assumptions(assumed: Assumptions | None) -> dict[str, Any]:
 
 
 def run_data(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[str, Any]:
-    """A whole run."""
+    """Return a whole run as plain data."""
     g = r.goodput
     return {
         "tokens": r.tokens,
@@ -147,7 +149,7 @@ def run_data(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[
 
 
 def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """An estimate, and the `run` of it."""
+    """Return an estimate as plain data; `whole` becomes its `run`."""
     return {
         "step_time_s": quantity(e.step_time_s),
         "tokens_per_s": e.tokens_per_s,
@@ -177,7 +179,7 @@ def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[s
 
 
 def certificate(c: Certificate) -> dict[str, Any]:
-    """A certificate."""
+    """Return a certificate as plain data."""
     return {
         "considered": c.considered,
         "illegal": c.illegal,
@@ -197,7 +199,7 @@ def certificate(c: Certificate) -> dict[str, Any]:
 
 
 def pins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fixed choices."""
+    """Return pins as plain data."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
 
 
@@ -242,7 +244,7 @@ def _planned(p: Planned, request: PlanRequest, tokens: float | None, assumed: As
 def plan_report(
     request: PlanRequest, result: SearchResult, tokens: float | None, assumed: Assumptions | None = None
 ) -> dict[str, Any]:
-    """The answer of `autoplan plan`."""
+    """Return the answer of `autoplan plan` as plain data."""
     best, *rest = result.plans
     return {
         **_head("plan", request),
@@ -255,19 +257,19 @@ def plan_report(
 def estimate_report(
     request: PlanRequest, planned: Planned, tokens: float | None, assumed: Assumptions | None = None
 ) -> dict[str, Any]:
-    """The answer of `autoplan estimate`."""
+    """Return the answer of `autoplan estimate` as plain data."""
     return {**_head("estimate", request), **_planned(planned, request, tokens, assumed)}
 
 
 def whatif_report(
     status: str, request: PlanRequest, vary: Mapping[str, Sequence[Any]], rows: Sequence[Mapping[str, object]]
 ) -> dict[str, Any]:
-    """The answer of `autoplan whatif`; `request`: what was asked for before anything is varied."""
+    """Return the answer of `autoplan whatif` as plain data; `request`: the task before anything is varied."""
     return {**_head("whatif", request), "status": status, "vary": dict(vary), "rows": list(rows)}
 
 
 def infeasible_report(error: Exception) -> dict[str, Any]:
-    """Why nothing fits. The fields of `autoplan.search.planner.InfeasibleReport`, where the error carries one."""
+    """Return why nothing fits, with the fields of `search.infeasible.InfeasibleReport` if the error carries one."""
     report = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
     return {

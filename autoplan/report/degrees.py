@@ -1,5 +1,4 @@
-"""The configuration of degrees as people give them: what is left out follows from the rest. PinError says what would
-work."""
+"""The configuration for given degrees, with the omitted ones derived from the rest. PinError says what would work."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from autoplan.program.legality import Scope, check_legal
 from autoplan.search.nearest import Changes, explained
 from autoplan.search.planner import PlanRequest
 
-DEGREES = tuple(name for name in PINS if name != "num_micro_batches")  # that may be given
+DEGREES = tuple(name for name in PINS if name != "num_micro_batches")  # choices that may be given
 
 
 def checked_config(request: PlanRequest, given: Mapping[str, Any]) -> ParallelConfig:
-    """`config_of` for a task. PinError for what is illegal there names the nearest that is legal."""
+    """Return `config_of` for a task. PinError for an illegal configuration names the nearest legal one."""
     values = {name: value for name, value in given.items() if value is not None}
 
     def attempt(changes: Changes, facts: Facts) -> Changes | None:
@@ -43,9 +42,12 @@ def _legal(given: Mapping[str, Any], facts: Facts) -> ParallelConfig:
 
 
 def config_of(num_devices: int, global_batch_size: int, given: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration of degrees, None as left out; what is left out follows from the rest (`Pins.completed`).
+    """Return the configuration for degrees; omitted ones (None) follow from the rest (`Pins.completed`).
 
-    PinError for an unknown name or a value that cannot be; whether the whole is legal is not looked at.
+    It may still be illegal: `checked_config` looks at that.
+
+    Raises:
+        PinError: for an unknown name or an impossible value.
     """
     values = {name: value for name, value in given.items() if value is not None or name not in DEGREES}
     values |= {name: tuple(v) for name in ("recompute", "stages") if isinstance(v := values.get(name), list)}

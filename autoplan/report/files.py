@@ -1,4 +1,4 @@
-"""Files that commands write: whole, or row by row; and refused before hours of work rather than after them."""
+"""Files that commands write, whole or row by row; unwritable paths are refused before the work, not after it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autoplan.files import AppendedFile, write_whole
 
 
 def check_writable(path: Path | str) -> None:
-    """PinError for a path that is a folder, or whose folder is missing or not to be written in; nothing is written."""
+    """Raise PinError if a path is a folder, or if its folder is missing or not writable. Writes nothing."""
     path = Path(path)
-    if os.path.isdir(path):  # as those below False, not an error, for what may not be looked at
+    if os.path.isdir(path):  # like the tests below False, not an error, for paths that may not be looked at
         raise PinError(f"cannot write {path}: it is a folder; name a file in it, for example {path / 'out'}")
     if not os.path.isdir(path.parent):
         raise PinError(f"cannot write {path}: there is no folder {path.parent}; make it, or name another")
@@ -25,7 +25,7 @@ def check_writable(path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write `text` as `autoplan.files.write_whole` does. Raises: PinError if it cannot be written."""
+    """Write `text` as `autoplan.files.write_whole` does. Raises PinError if it cannot be written."""
     check_writable(path)
     with _writing(path):
         write_whole(path, text)
@@ -33,7 +33,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path | str) -> Iterator[None]:
-    """PinError that names `path` for what the system says."""
+    """Turn an OSError into a PinError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def _writing(path: Path | str) -> Iterator[None]:
 class CsvFile:
     """A CSV file of rows with the same columns, written row by row: killed at any time, it holds the rows so far.
 
-    Until the first row it holds the line of their names. Raises: PinError if it cannot be written.
+    Until the first row it holds the line of column names. Raises PinError if it cannot be written.
     """
 
     def __init__(self, path: Path | str, columns: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class CsvFile:
             self._file = AppendedFile(path, _line(self._columns))
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Append one row. Raises: ValueError if it has other columns."""
+        """Append one row. Raises ValueError if it has other columns."""
         if list(row) != self._columns:
             raise ValueError(f"columns {list(row)} are not those of {self._path}: {self._columns}")
         with _writing(self._path):
@@ -67,15 +67,15 @@ class CsvFile:
 
 
 class _NoRows:
-    """Stands for a CSV file where none is wanted."""
+    """Takes the place of a CSV file where none is wanted."""
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Keep nothing."""
+        """Drop the row."""
 
 
 @contextlib.contextmanager
 def csv_rows(path: Path | None, columns: Sequence[str]) -> Iterator[CsvFile | _NoRows]:
-    """Yield what rows are added to: a CsvFile, or nothing without a path."""
+    """Yield an object to add rows to: a CsvFile, or one that drops them if there is no path."""
     if path is None:
         yield _NoRows()
         return

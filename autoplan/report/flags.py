@@ -73,7 +73,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best so far, labelled.", min=1)]
 
 
-# By the parameter of a command that takes them as one mapping: the choices that the command line has for it
+# Parameters of commands that take several choices as one mapping -> the class of these choices
 _GROUPS: Mapping[str, type] = {"degrees": ParallelConfig, "options": RunOptions}
 CHOSEN: Mapping[str, Any] = {}  # the default of such a parameter
 
@@ -95,7 +95,7 @@ def _annotation(record: Choice) -> tuple[Any, object]:
 def with_choices(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every choice, in place of its parameters `degrees` and `options`.
 
-    Each of these is called with the values by the choices' names.
+    The command gets these parameters as mappings from the choices' names to their values.
     """
     signature = inspect.signature(command, eval_str=True)
     given, groups = [], {}

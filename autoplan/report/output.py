@@ -1,6 +1,6 @@
-"""Standard output of a command: what is lost of it is an error, never a plan that nobody got and exit code 0.
+"""Standard output of a command: a loss is an error, so that a command never ends with exit code 0 and no output.
 
-Python itself ignores a closed standard output, and meets a full disk only when it ends, with a traceback.
+Python itself ignores a closed standard output, and meets a full disk only at its end, with a traceback.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 EXIT_LOST_OUTPUT = 4
-EXIT_BROKEN_PIPE = 141  # of the reader that went away (`| head -1`): 128 + SIGPIPE, as a shell reports it
+EXIT_BROKEN_PIPE = 141  # the reader has gone (`| head -1`): 128 + SIGPIPE, as a shell reports it
 
 
 class LostOutput(Exception):
-    """Standard output cannot be written. No OSError: libraries of the terminal swallow those."""
+    """Standard output cannot be written. Not an OSError: terminal libraries swallow those."""
 
 
 class _Checked:
@@ -30,12 +30,12 @@ class _Checked:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's own."""
+        """Write as the stream does."""
         with _lost():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """As the stream's own."""
+        """Flush as the stream does."""
         with _lost():
             self._stream.flush()
 
@@ -49,16 +49,16 @@ def _lost() -> Iterator[None]:
 
 
 def say_error(message: str) -> None:
-    """Print one line on stderr; a stderr that cannot be written changes no exit code."""
+    """Print one line on stderr; if stderr cannot be written, the exit code stays."""
     with suppress(OSError, ValueError):
         print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def written_output() -> Iterator[None]:
-    """Inside, standard output that cannot be written ends the command: one line on stderr and EXIT_LOST_OUTPUT.
+    """Guard standard output: if it cannot be written, the command ends with one line on stderr and EXIT_LOST_OUTPUT.
 
-    A closed standard output is refused before any work. A pipe whose reader is gone ends it without a word, with
+    A closed standard output is refused before any work. A pipe whose reader is gone ends the command silently, with
     EXIT_BROKEN_PIPE.
     """
     stream = cast(TextIO | None, sys.stdout)
@@ -84,8 +84,8 @@ def written_output() -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let go of what the stream still holds: Python would try to write it again at its end."""
-    with suppress(OSError, ValueError):  # a stream without a file, or one that is closed
+    """Drop the rest of the stream's buffer, which Python would try to write at its end."""
+    with suppress(OSError, ValueError):  # a stream without a file, or a closed one
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

@@ -1,4 +1,4 @@
-"""What the options of `plan`, `estimate` and `whatif` ask for, as a PlanRequest."""
+"""Read the options of `plan`, `estimate` and `whatif` into a PlanRequest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoplan.sweeps.whatif import check_sweep, read_constants
 
 
 def import_from_here() -> None:
-    """Let Python find `package.module:factory` in the folder where the user stands, as `python -m` would."""
+    """Let Python find `package.module:factory` in the current folder, as `python -m` would."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -44,9 +44,9 @@ def read_request(
     runnable: bool = False,
     target_len: str | None = None,
 ) -> PlanRequest:
-    """Everything is read and checked before the model is loaded, which may take long.
+    """Return the request. Everything else is read and checked before the model is loaded, which may take long.
 
-    `options`: as `options_of` takes them.
+    `options`: in the form that `options_of` takes.
     """
     if not math.isfinite(time_limit):
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")

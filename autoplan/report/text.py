@@ -1,7 +1,7 @@
 """Reports as text for people: the answer first, warnings last, at most 110 columns, every number with its unit.
 
-Numbers are followed by where they come from: exact (follows from the model and the plan), measured, fitted (to
-measurements of others, or between measured points), assumed.
+Numbers are followed by their source: exact (follows from the model and the plan), measured, fitted (to measurements of
+others, or between measured points), assumed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from autoplan.sweeps.whatif import Point, batch_warning, row, run_of
 
 TEXT_WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
-_TIGHT = 0.03  # of a device's memory: less than this is a warning
-_PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # a gap below it is rounding; that of the solver's tie-breaking is larger
+_TIGHT = 0.03  # of a device's memory: less free memory is a warning
+_PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # smaller gaps are rounding; the gap from the solver's tie-breaking is larger
 _TERMS = {
     "tp_comm": "communication inside layers",
     "cp_comm": "context-parallel communication",
@@ -50,14 +50,14 @@ _TERMS = {
 
 
 def console(stderr: bool = False) -> Console:
-    """A console of at most WIDTH columns; colours only on a terminal and without NO_COLOR."""
+    """Return a console of at most TEXT_WIDTH columns; colours only on a terminal and without NO_COLOR."""
     probe = Console(stderr=stderr)
     width = min(TEXT_WIDTH, probe.width) if probe.is_terminal else TEXT_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
-    """`text` in lines of the console's width; nothing for an empty one."""
+    """Print `text` in lines of the console's width; nothing if it is empty."""
     lines = textwrap.wrap(
         text,
         max(40, out.width),
@@ -71,7 +71,7 @@ def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: 
 
 
 def plain_table(*columns: str, left: int = 1) -> Table:
-    """A plain table: `left` columns of text, the others numbers."""
+    """Return a plain table with `left` columns of text and the others of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < left else "right", overflow="fold")
@@ -79,7 +79,7 @@ def plain_table(*columns: str, left: int = 1) -> Table:
 
 
 def _interval(q: Quantity) -> str:
-    """`1.70 s (1.06 to 2.72)`."""
+    """Return seconds with their interval: `1.70 s (1.06 to 2.72)`."""
     unit, factor = ("s", 1.0) if q.high >= 1 else ("ms", 1e3)
     low, mid, high = (numbers.digits(v * factor) for v in (q.low, q.mid, q.high))
     return f"{mid} {unit} ({low} to {high})"
@@ -109,7 +109,11 @@ def _pins(pins: Mapping[str, object]) -> str:
 
 
 def cluster_line(c: Cluster) -> str:
-    """`64 x h100-sxm5-80gb (8 nodes of 8; scale-up 450 GB/s over 8, network 400 Gbit/s per device)`."""
+    """Return a cluster in one line, for example
+
+    `64 x h100-sxm5-80gb (8 nodes of 8; per device and direction: scale-up 450 GB/s over 8, network 400 Gbit/s over
+    64)`.
+    """
     links = []
     for level in c.levels:
         speed = level.bytes_per_s
@@ -121,7 +125,7 @@ def cluster_line(c: Cluster) -> str:
 
 
 def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
-    """Which numbers are measured, fitted, assumed."""
+    """Print which numbers are measured, fitted or assumed."""
     source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
     paragraph(out, f"Evidence: {evidence_label(estimate)} ({source}; times are low to high)", 10, "dim")
     imbalance = imbalance_of(request)
@@ -144,12 +148,12 @@ def _run_text(run: Run) -> str:
 
 
 def _span(q: Quantity, shown: Callable[[float], str]) -> str:
-    """`$562k ($402k to $850k)`."""
+    """Return a quantity with its interval: `$562k ($402k to $850k)`."""
     return f"{shown(q.mid)} ({shown(q.low)} to {shown(q.high)})"
 
 
 def _failures_text(run: Run) -> str:
-    """The same with failures, restarts and checkpoints."""
+    """Return days, cost and goodput with failures, restarts and checkpoints."""
     days, good = run.days_with_failures, run.goodput
     if days is None or good is None:
         return ""
@@ -209,7 +213,10 @@ def _answer(
 
 
 def mfu_text(e: Estimate) -> str:
-    """`MFU 46 % (attention counted in full, as PaLM and NeMo do), 43 % (causal: half of it, as Megatron Bridge)`."""
+    """Return both forms of MFU.
+
+    `MFU 46 % (attention counted in full, as PaLM and NeMo do), 43 % (causal: half of it, as Megatron Bridge)`.
+    """
     text = f"MFU {100 * e.mfu:.0f} %"
     if e.mfu_causal == e.mfu:
         return text  # no attention here is causal
@@ -225,7 +232,7 @@ def _host_text(e: Estimate) -> str:
 
 
 def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
-    """Neighbouring stages that look the same stand in one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
+    """Group neighbouring stages with the same figures into one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
 
     def shown(s: StageEstimate) -> tuple[object, ...]:
         sizes = (*s.memory.values(), *s.host_memory.values())
@@ -340,7 +347,7 @@ def _ranking(
 
 
 def run_cells(run: Run | None) -> list[str]:
-    """Days, days with failures, and cost (without failures); nothing without a run."""
+    """Return days, days with failures, and cost (without failures); nothing without a run."""
     if run is None:
         return []
     failing = run.days_with_failures
@@ -352,7 +359,7 @@ def run_cells(run: Run | None) -> list[str]:
 
 
 def proof_text(gap: float, intra_gap: float) -> str:
-    """What a certificate proves, in words. Both gaps are (found - bound) / found."""
+    """Say in words what a certificate proves. Both gaps are (found - bound) / found."""
     if gap >= 1:
         proof = "no bound on the best of this space"
     elif gap > _PROVED:
@@ -417,13 +424,13 @@ def _warnings(
 
 
 def left_out_notes(requests: Sequence[PlanRequest]) -> list[str]:
-    """What models do and no price here has: `BertForMaskedLM: dropout p=0.1 inside attention is not in the price`."""
+    """Return what models do and prices omit: `BertForMaskedLM: dropout p=0.1 inside attention is not in the price`."""
     found = [f"{r.graph.name}: {what} is not in the price" for r in requests for what in r.graph.left_out]
     return list(dict.fromkeys(found))
 
 
 def assumptions_text(assumed: Assumptions | None) -> str:
-    """`mtbf_device_days 2,112 (567 to 3,419), ..., pue 1.1 (given)`."""
+    """Return the known assumptions: `mtbf_device_days 2,112 (567 to 3,419), ..., pue 1.1 (given)`."""
     known = assumed if assumed is not None else Assumptions()
     parts = []
     for name in FIGURES:
@@ -437,7 +444,7 @@ def assumptions_text(assumed: Assumptions | None) -> str:
 def prices(
     out: Console, requests: Sequence[PlanRequest], tokens: float | None, assumed: Assumptions | None = None
 ) -> None:
-    """Every price that was used, with its source and date, and what is assumed of the run."""
+    """Print every price that was used, with its source and date, and the assumptions about the run."""
     if tokens is None:
         return
     lines = []
@@ -461,7 +468,7 @@ def prices(
 
 
 def _run_options(request: PlanRequest) -> str:
-    """What departs from the defaults."""
+    """Return the options that differ from the defaults."""
     said = option_texts(request.options)
     said += [f"constants of {request.constants_file}"] if request.constants_file is not None else []
     return "".join(f", {text}" for text in said)
@@ -484,7 +491,7 @@ def plan_text(
     tokens: float | None,
     assumed: Assumptions | None = None,
 ) -> None:
-    """The answer of `autoplan plan`."""
+    """Print the answer of `autoplan plan`."""
     best = result.plans[0]
     _heading(out, request)
     _evidence(out, request, best.estimate)
@@ -496,7 +503,7 @@ def plan_text(
     prices(out, [request], tokens, assumed)
     _warnings(out, best.estimate, request, tokens, assumed)
     nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
-    fixed = request.cluster.fabric is not None  # which says how many devices there are
+    fixed = request.cluster.fabric is not None  # it fixes the number of devices
     varied = f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"
     _next(
         out,
@@ -516,7 +523,7 @@ def estimate_text(
     tokens: float | None,
     assumed: Assumptions | None = None,
 ) -> None:
-    """The answer of `autoplan estimate`."""
+    """Print the answer of `autoplan estimate`."""
     _heading(out, request)
     _evidence(out, request, planned.estimate)
     _answer(out, "PLAN", planned, request, tokens, assumed)
@@ -534,7 +541,7 @@ def whatif_text(
     tokens: float | None,
     assumed: Assumptions | None = None,
 ) -> None:
-    """The table of `autoplan whatif`."""
+    """Print the table of `autoplan whatif`."""
     _heading(out, request)
     out.print()
     varied = list(found[0].varied) if found else []
@@ -560,7 +567,7 @@ def whatif_text(
             cells += [numbers.digits(step.mid), span, numbers.scaled(e.tokens_per_s)]
             if point.request is not None:
                 days_and_cost = run_cells(run_of(e, point.request, tokens, assumed))
-                cells += days_and_cost[::2]  # with failures: in the rows of --csv and --json; here is no room
+                cells += days_and_cost[::2]  # only --csv and --json show them with failures
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
             ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
             cells.append(plan_label(point.planned.config, e) + ended)

@@ -18,9 +18,11 @@ _MICROSECONDS = 1e6
 
 
 def trace(estimate: Estimate | None) -> dict[str, Any]:
-    """Every action of every rank as an event, and as the last one of each rank what follows the pipeline.
+    """Return every action of every rank as an event, and last for each rank the time after the pipeline.
 
-    The name is torch's (chunk, kind, micro-batch: `3F0`), the category the kind. None, or without events: an empty one.
+    Event names are torch's (chunk, kind, micro-batch: `3F0`), categories are the kinds. Without an estimate or its
+    events
+    the trace is empty.
     """
     events: list[dict[str, Any]] = []
     if estimate is None:
@@ -40,7 +42,7 @@ def trace(estimate: Estimate | None) -> dict[str, Any]:
 
 
 def write(estimate: Estimate, path: Path) -> None:
-    """The trace as a JSON file, whole or not at all. PinError if it cannot be written."""
+    """Write the trace as a JSON file, whole or not at all. Raises PinError if it cannot be written."""
     write_text(path, json.dumps(trace(estimate)))
 
 

@@ -1,4 +1,4 @@
-"""A line on stderr that says what a person waits for."""
+"""A line on stderr that says what a person is waiting for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Quiet:
-    """Stands for a status line where nobody looks."""
+    """Takes the place of a status line where nobody looks."""
 
     def __enter__(self) -> _Quiet:
         return self
@@ -16,11 +16,11 @@ class _Quiet:
         return None
 
     def update(self, text: str) -> None:
-        """Nothing to show."""
+        """Show nothing."""
 
 
 def waiting(what: str, quiet: bool) -> Any:
-    """A context: a line on stderr while a person waits, changed by its `update(text)`; nothing in files and pipes."""
+    """Return a context that shows a line on stderr, changed by its `update(text)`; nothing in files and pipes."""
     if quiet or not sys.stderr.isatty():
         return _Quiet()
     from rich.console import Console

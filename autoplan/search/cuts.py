@@ -1,18 +1,18 @@
-"""Where to cut the pipeline and what to compute again: exact for one candidate, given its prices.
+"""Where to cut the pipeline and what to recompute: exact for one candidate, given its prices.
 
-The step never gets shorter if an action gets longer, so for a given cut the best choice on every stage is the least
+The step never gets shorter if an action gets longer. So for a given cut, the best choice on every stage is the least
 recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
 
     max over stages s of   m T_s + E_s + sum over stages i < s of T_i
 
-(m micro-batches; T_s forward, backward, the least recompute that can fit, and what the stage waits for its receives;
-E_s what happens once per step on that stage): a lower bound of the event simulation, see
-`lower_bound_1f1b` (tests/schedule_bounds.py). From right to left it is V_s = max(m T_s + E_s, T_s + V_{s+1}), so a
-dynamic programme gives its minimum over all ways to cut the rest. A second bound, stronger with few micro-batches, is
+(m micro-batches; T_s forward, backward, the least recompute that can fit, and the stage's wait for its receives; E_s
+the seconds once per step on that stage). It is a lower bound of the event simulation, see `lower_bound_1f1b`
+(tests/schedule_bounds.py). From right to left it is V_s = max(m T_s + E_s, T_s + V_{s+1}), so a dynamic programme gives
+its minimum over all ways to cut the rest. A second bound, stronger with few micro-batches, is
 
     max over stages s of   sum of all T_i + (m - 1) T_s - (w_s - 1) f_s
 
-(f_s forward, w_s forwards before the first backward), the D_s of `bound_1f1b` with the least sum that any cut has.
+(f_s forward, w_s forwards before the first backward): the D_s of `bound_1f1b`, with the least sum that any cut has.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from autoplan.cost_models.time.price import Pricer, ranges_of
 
 Array = NDArray[np.float64]
 _CLOSE = 1e-9  # relative: equal within rounding
-_BISECTED = 1e-3  # relative: how closely the bound is found
-_MOST_LEVELS = 8  # of recompute, that a shortage is told by
-_MOST_CHECKED = 200  # stages whose memory `Cutter.binds` looks at one by one
+_BISECTED = 1e-3  # relative: precision of the bound
+_MOST_LEVELS = 8  # recompute levels examined for a shortage
+_MOST_CHECKED = 200  # stages whose memory `Cutter.binds` examines one by one
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The best cut found, and a bound that no cut of this candidate is below. None: none fits (or beats `cutoff`)."""
+    """The best cut found, and a bound that no cut of this candidate beats.
+
+    Attributes:
+        chunks: units per stage; None if no cut fits (or beats the cutoff).
+    """
 
     chunks: tuple[int, ...] | None
     recompute: tuple[int, ...]
@@ -50,13 +54,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why nothing fits: the stage that misses most, its largest term, and what it needs."""
+    """Why nothing fits: the stage that lacks most, its largest memory term, and the bytes it needs.
+
+    Attributes:
+        on_host: the memory of the host is too small, not that of the device.
+    """
 
     stage: int
     term: str
     needed_bytes: float
     available_bytes: float
-    on_host: bool = False  # it is the memory of the host that does not do
+    on_host: bool = False
 
 
 class Cutter:
@@ -64,10 +72,11 @@ class Cutter:
 
     Args:
         pricer: prices at the candidate's degrees (no virtual stages).
-        recompute: pinned: one choice for all layers, or by names of units' calls; None: searched, how many steps each
-            stage goes down the ladder of the pricer.
+        recompute: pinned recompute: one choice for all layers, or by names of units' calls; None: searched, as steps of
+            each stage along the recompute frontier of the pricer.
         stages: pinned units per stage, or None.
-        capacity_bytes: of one device. host_capacity_bytes: of its share of the host; None: the cluster's.
+        capacity_bytes: memory of one device.
+        host_capacity_bytes: its share of the host's memory; None: the cluster's.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class Cutter:
         self.fixed = recompute
         layers = pricer.workload.layers
         self.layer_count = np.concatenate([[0], np.cumsum(layers)])
-        # per rung of the ladder, prefix sums over units of steps, of bytes freed and of seconds
+        # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
         rungs = pricer.frontier.rungs if recompute is None else ()
         self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
         self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
@@ -99,18 +108,19 @@ class Cutter:
         self._built = False
 
     def quick_bound_s(self) -> float:
-        """A bound that knows nothing of memory and of what can be cut: see `_spread`."""
+        """Return a lower bound on the step time that ignores memory and legal cuts (see `_spread`)."""
         total = float(self.time[-1]) + self.pp * self.stage_s
         return _spread(total, self.pp, self.m) + self.after_s
 
     def _build(self) -> None:
-        """Windows of every stage: not needed for the quick bound."""
+        """Compute the windows of every stage, which the quick bound does not need."""
         if self._built:
             return
         self._built, pricer = True, self.pricer
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
-        least = np.minimum(memory.transient, memory.recompute_transient)  # of the last unit: before it, others are gone
+        # only the last unit's: before an earlier unit runs its backward, later ones are freed
+        least = np.minimum(memory.transient, memory.recompute_transient)
         self._transient = np.concatenate([[0.0], least])[self._j]
         self._forward = _prefix(np.array(pricer.forward))
         n = self.num_units
@@ -125,7 +135,7 @@ class Cutter:
         state = window(memory.stored) + window(memory.states) + memory.fixed
         gathered, self._grads = window(memory.gathered), window(memory.grads)
         self._on_host = window(memory.hosted)
-        for tied in memory.tied:  # a stage with both holds them once
+        for tied in memory.tied:  # a stage with both units holds the parameter once
             both, once = (i <= tied.first) & (j > tied.last), tied.states
             state, gathered = state - both * (once.stored + once.optimizer), gathered - both * once.gathered
             self._grads = self._grads - both * once.gradients
@@ -155,7 +165,7 @@ class Cutter:
         self._waits = [self._waiting(s) for s in range(self.pp)]
 
     def _moved_once(self) -> Array:
-        """Seconds of what ZeRO moves once per step and nothing hides, by stage: as `Pricer.step_s` has it."""
+        """Return the seconds of ZeRO's transfers once per step that nothing hides, by stage (as in `Pricer.step_s`)."""
         pricer, i, j = self.pricer, self._i, self._j
         if pricer.chained:
             sums = _prefix(np.array(pricer.first) + np.array(pricer.last))
@@ -179,7 +189,7 @@ class Cutter:
     # -- bounds -----------------------------------------------------------------------------------------------------
 
     def _window(self, stage: int) -> tuple[Array, Array]:
-        """T[i, j] and E[i, j] of stage `stage` holding units i .. j - 1; T is inf if that cannot fit."""
+        """Return T[i, j] and E[i, j] of a stage with units i .. j - 1; T is inf if they cannot fit."""
         n, memory = self.num_units, self.pricer.memory
         i, j, held, gain = self._i, self._j, self._held, self._gain
         legal = self._legal & (i >= stage) & (j <= n - (self.pp - 1 - stage))
@@ -192,7 +202,7 @@ class Cutter:
             legal &= j == n
         shape = legal.copy()
         legal &= self._on_host <= self.host_capacity * (1 + _CLOSE)
-        # what a micro-batch may hold: gradients come into being in the first backward, later ones find them there
+        # bytes that a micro-batch may hold: the first backward allocates gradients, later ones reuse them
         first, later = memory.flights[stage]
         share = 1.0 + memory.fragmentation.mid
         room = self.capacity - self._state - share * self._transient
@@ -214,12 +224,12 @@ class Cutter:
             legal &= keep <= most + _CLOSE * self.capacity
             again = self._repeated()[j] - self._repeated()[i]
         each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
-        least = each if self.fixed is None else each + again  # with memory without end
+        least = each if self.fixed is None else each + again  # with unlimited memory
         self._shapes.append((shape, least))
         return np.where(legal, each + again, math.inf), self._once_s
 
     def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
-        """Of every window the least seconds and steps down the ladder that free `short` bytes, and what is missing."""
+        """Return for every window the least seconds and frontier steps that free `short` bytes, and what is missing."""
         i, j = self._i, self._j
         again, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
         for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
@@ -231,20 +241,20 @@ class Cutter:
         return again, steps, short
 
     def _received(self, stage: int) -> Array:
-        """Seconds of a receive from the stage before, by the first unit of this one."""
+        """Return the seconds of a receive from the stage before, by the first unit of this one."""
         return np.array([0.0, *(self.pricer.hops[stage - 1] if stage else [0.0] * (self.num_units - 1)), 0.0])
 
     def _sent(self, stage: int) -> Array:
-        """Seconds of a receive from the stage after (of a gradient), by the first unit of that one."""
+        """Return the seconds of a receive of a gradient from the stage after, by the first unit of that one."""
         last = stage == self.pp - 1
         return np.array([0.0, *([0.0] * (self.num_units - 1) if last else self.pricer.hops[stage]), 0.0])
 
     def _waiting(self, stage: int) -> Array:
-        """D[i, j] of stage `stage`, see the module."""
+        """Return D[i, j] of a stage (see the module)."""
         warm = self.pricer.memory.flights[stage][0]
         i, j = self._i, self._j
         received = self._received(stage)[i]
-        action = self.stage_s  # forward's share of it at most
+        action = self.stage_s  # an upper bound of the forward's share
         forward = self._forward[j] - self._forward[i] + received + action
         least = self._least_sum if math.isfinite(self._least_sum) else 0.0
         each = self._each[stage]
@@ -252,7 +262,7 @@ class Cutter:
         return np.where(fits, least + (self.m - 1) * np.where(fits, each, 0.0) - (warm - 1) * forward, math.inf)
 
     def _freed(self) -> Array:
-        """Prefix of what a pinned mapping frees."""
+        """Return the prefix sums of the bytes that a pinned mapping frees."""
         m, p = self.pricer.memory, self.pricer
         return _prefix(
             np.array([m.saved[u] - m.kept_bytes(u, p.pinned_recompute.get(u, NONE)) for u in range(self.num_units)])
@@ -266,12 +276,12 @@ class Cutter:
         return _prefix(np.array(again))
 
     def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
-        """Per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
+        """Return per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
 
-        The first counts from the start of stage s, the second is that of the whole step.
+        The first bound counts from the start of stage s, the second is that of the whole step.
 
         Args:
-            below_s: only cuts of which the second bound is below this, without what comes after the pipeline.
+            below_s: use only cuts whose second bound is below this, without the seconds after the pipeline.
         """
         self._build()
         ends = np.full(self.num_units + 1, math.inf)
@@ -286,9 +296,9 @@ class Cutter:
         return runs[::-1], waits[::-1]
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
-        """No cut that fits is faster; inf if none fits.
+        """Return a lower bound on the step time of every cut that fits; inf if none fits.
 
-        The least step that both bounds allow for the same cut, by bisection; it stops at `cutoff_s`.
+        It is the least step that both bounds allow for the same cut, by bisection, which stops at `cutoff_s`.
         """
         runs, waits = self.rest()
         low = max(float(runs[0][0]), float(waits[0][0]))
@@ -308,11 +318,11 @@ class Cutter:
         return low + self.after_s
 
     def binds(self, limit_s: float) -> bool:
-        """False if memory changes nothing about plans below `limit_s`: every stage of every cut that might be one fits
-        without computing anything again (beyond what is pinned).
+        """Return False if memory does not change any plan below `limit_s`.
 
-        A plan whose step is below the limit has only stages of which m T_s + E_s is. Then offloading, which is never
-        faster, gives no better plan.
+        Then every stage of every cut that may give such a plan fits without recompute beyond the pinned one, and
+        offloading, which is never faster, gives no better plan. A plan whose step is below the limit has only stages
+        with m T_s + E_s below it.
         """
         self._build()
         short = [shape & (self.m * each + self._once_s + self.after_s < limit_s) for shape, each in self._shapes]
@@ -329,7 +339,7 @@ class Cutter:
         return any(n is None or (n > 0 and self.fixed is None) for n in least)
 
     def free_bound_s(self) -> float:
-        """As `bound_s`, if memory were without end: what offloading cannot beat either."""
+        """Return the bound of `bound_s` with unlimited memory, which offloading cannot beat either."""
         self._build()
         least = np.full(self.num_units + 1, math.inf)
         least[self.num_units] = 0.0
@@ -339,16 +349,16 @@ class Cutter:
         return float(least[0]) + self.after_s
 
     def lacks_device_memory(self) -> bool:
-        """Where the bound says that nothing fits: True if it is not for what the host has no room for.
+        """Return True if a candidate fails only because of device memory, given that the bound says that nothing fits.
 
-        The bound counts the most that any choice of recompute frees, so that with fewer choices nothing fits either.
-        (A single cut may: what comes back from the host takes more room than what is computed again.)
+        The bound assumes the most bytes that any recompute choice frees, so with fewer choices nothing fits either. (A
+        single cut may: activations fetched from the host take more room than recomputed ones.)
         """
         self._build()
         return float(self._on_host.max()) <= self.host_capacity
 
     def _even(self) -> tuple[int, ...]:
-        """The cut with the least longest stage: where the search starts from, beside the one with the least bound."""
+        """Return the cut with the shortest longest stage, from which the search starts, with the one of least bound."""
         ends = np.full(self.num_units + 1, math.inf)
         ends[self.num_units] = 0.0
         best = [ends]
@@ -365,14 +375,14 @@ class Cutter:
     # -- search -----------------------------------------------------------------------------------------------------
 
     def search(self, cutoff_s: float = math.inf, max_evaluated: int = 10_000) -> Cut:
-        """The best cut below `cutoff_s`."""
+        """Return the best cut below `cutoff_s`."""
         root = self.bound_s(cutoff_s)
         best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
         limit, open_bound, evaluated = cutoff_s, math.inf, 0
         if root < limit * (1 - _CLOSE):
             best, evaluated = self._climb(self._even(), limit, max_evaluated // 2)
             limit = best[0] if best is not None else limit
-        runs, waits = self.rest(limit - self.after_s)  # only better cuts matter from here on
+        runs, waits = self.rest(limit - self.after_s)  # from here on only better cuts matter
         # bound, stage, first unit, chunks so far, largest term so far, sum of T so far
         stack: list[tuple[float, int, int, tuple[int, ...], float, float]] = [(root, 0, 0, (), 0.0, 0.0)]
         while stack:
@@ -406,7 +416,7 @@ class Cutter:
     def _climb(
         self, chunks: tuple[int, ...], limit: float, max_evaluated: int
     ) -> tuple[tuple[float, tuple[int, ...], tuple[int, ...]] | None, int]:
-        """From `chunks`, move one unit between neighbours while the step gets shorter."""
+        """Move one unit between neighbours, from `chunks` on, while the step gets shorter."""
         best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
         evaluated, tried = 0, set()
         queue = [chunks]
@@ -432,7 +442,7 @@ class Cutter:
         return best, evaluated
 
     def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Steps down the ladder per stage: the fewest that fit, or what is pinned; None if it does not fit."""
+        """Return frontier steps per stage: the fewest that fit, or the pinned ones; None if the cut does not fit."""
         out = []
         for s, units in enumerate(ranges_of(chunks)):
             count = self._least_of(s, units)
@@ -450,7 +460,7 @@ class Cutter:
     def _least(self, stage: int, units: range) -> int | None:
         layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
         counts = self._counts(units, layers)
-        if self.fixed is None:  # fewer than the bound says cannot fit
+        if self.fixed is None:  # the bound excludes fewer
             counts = counts[int(self._reach[stage][units.start, units.stop]) :]
         return next((n for n in counts if self._fits(self._memory(stage, units, n))), None)
 
@@ -458,7 +468,7 @@ class Cutter:
         return total_bytes(memory.terms) <= self.capacity and total_bytes(memory.host) <= self.host_capacity
 
     def _memory(self, stage: int, units: range, count: int) -> RankMemory:
-        """Memory of one stage."""
+        """Return the memory of one stage."""
         ranges = [range(0, 0)] * self.pp
         tried = [0] * self.pp
         ranges[stage], tried[stage] = units, count
@@ -472,7 +482,7 @@ class Cutter:
         return [0]
 
     def shortage(self) -> Shortage:
-        """How far the most even cut with the least memory (everything allowed computed again) is from fitting."""
+        """Return how far the most even cut with the least memory (the most recompute) is from fitting."""
         self._build()
         chunks = self.pinned or tuple(
             (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
@@ -482,14 +492,14 @@ class Cutter:
         for s, units in enumerate(ranges):
             layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
             counts = self._counts(units, layers)
-            some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last needs least, nearly always
+            some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last one nearly always needs least
             options = [self._memory(s, units, count) for count in sorted(some)]
             found.append(shortage_of(s, options, self.capacity, self.host_capacity))
         return worst_of(found)
 
 
 def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
-    """The least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
+    """Return the least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
 
     All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so T_0 m (1 - ((m - 1) / m)^p) is the total.
     """
@@ -498,7 +508,7 @@ def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
 
 
 def shortage_of(rank: int, options: Sequence[RankMemory], capacity: float, host_capacity: float) -> Shortage:
-    """What a rank lacks: of its host, if its own memory would do with one of the options, else of its own."""
+    """Return what a rank lacks: host memory if one of the options fits the device, else device memory."""
     fitting = [m for m in options if total_bytes(m.terms) <= capacity]
     if fitting and all(total_bytes(m.host) > host_capacity for m in fitting):
         host = min((m.host for m in fitting), key=total_bytes)
@@ -509,14 +519,14 @@ def shortage_of(rank: int, options: Sequence[RankMemory], capacity: float, host_
 
 
 def worst_of(found: Sequence[Shortage]) -> Shortage:
-    """That of which least is there."""
+    """Return the shortage with the least available relative to the need."""
     if not found:
         raise ValueError("a pipeline has at least one stage")
     return max(found, key=lambda s: s.needed_bytes / s.available_bytes)
 
 
 def total_bytes(terms: Mapping[str, Quantity]) -> float:
-    """Expected bytes of all terms of memory."""
+    """Return the expected bytes of all memory terms."""
     return sum(q.mid for q in terms.values())
 
 

@@ -1,7 +1,7 @@
-"""Enumeration of degrees under pins: every way to spread devices over pp, dp and tp, cut the batch, choose a stage.
+"""Enumeration of degrees under pins: every way to spread devices over pp, dp and tp, cut the batch, choose a ZeRO.
 
-What is left out of it is illegal (`autoplan.program.legality`): each rule is tried as soon as the choices that it names
-are decided. A search looks at a part of what is legal (`Limits`); `legal` goes through all of it.
+Everything left out is illegal (`autoplan.program.legality`): each rule is checked as soon as its choices are decided. A
+search looks at a part of the legal space (`Limits`); `legal` goes through all of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autoplan.program.legality import RULES, Rule, Scope, zero_replica_counts
 from autoplan.program.parallel_dims import folds
 from autoplan.schedules.schedule import SCHEDULES
 
-MAX_ACTIONS = 10_000  # of a schedule that is looked at beside 1F1B: with more micro-batches the bubble is small anyway
+MAX_ACTIONS = 10_000  # limit for schedules other than 1F1B: with more micro-batches the bubble is small anyway
 ONE_DOMAIN = "tp within one scale-up domain"
 BEYOND = "degrees that are else not looked at, since no others are legal under these pins"
 
 
 def search_order(config: ParallelConfig) -> tuple[Any, ...]:
-    """Return the sorting key of the configurations of a search: of two that are as fast the first is taken."""
+    """Return the sort key of the configurations of a search: of equally fast ones the first is taken."""
     c = config
     degrees = (c.pp, c.dp, c.tp, c.zero_stage, c.micro_batch_size, c.num_micro_batches, c.ep, c.cp)
     return (*degrees, c.schedule, c.virtual_stages, c.methods, c.expert_tp, c.zero_replicas, c.offload)
@@ -44,19 +44,19 @@ class Space:
 
     @property
     def num_considered(self) -> int:
-        """Legal and illegal together."""
+        """Number of candidates, legal and illegal together."""
         return len(self.candidates) + sum(self.illegal.values())
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The facts that decide which degrees are legal, and what a search looks at of them without a pin.
+    """The facts that decide which degrees are legal, and the part of them that a search looks at without a pin.
 
     Attributes:
-        scope: of the rules that are kept.
+        scope: scope of the rules to keep.
         domain: the largest tp.
         contexts: values of cp.
-        schedules: (name, stages per rank) beside 1F1B.
+        schedules: (name, stages per rank) besides 1F1B.
         units: devices of one unit of every level but the outermost (scale-up domain, node, rail group).
     """
 
@@ -68,7 +68,7 @@ class Limits:
     units: tuple[int, ...] = ()
 
 
-# When a choice is decided; the others are pinned or at their default from the start.
+# the step at which a choice is decided; other choices are pinned or at their default from the start
 _START, _CONTEXT, _MESH, _EXPERTS, _BATCH, _ZERO, _COPIES, _SCHEDULE = range(8)
 _DECIDED = {
     "cp": _CONTEXT, "pp": _MESH, "tp": _MESH, "dp": _MESH, "ep": _EXPERTS, "etp": _EXPERTS,
@@ -80,7 +80,11 @@ _UNDECIDED = {record.name: record.default for record in CHOICES if record.name i
 
 @lru_cache(maxsize=256)
 def _levels(scope: Scope, pinned: frozenset[str]) -> tuple[tuple[Rule, ...], ...]:
-    """The rules by when all that they name is decided. `pinned`: decided from the start."""
+    """Return the rules by the step at which all their choices are decided.
+
+    Args:
+        pinned: choices that are decided from the start.
+    """
     found: list[list[Rule]] = [[] for _ in range(_SCHEDULE + 1)]
     for rule in RULES:
         if rule.scope <= scope:
@@ -90,10 +94,10 @@ def _levels(scope: Scope, pinned: frozenset[str]) -> tuple[tuple[Rule, ...], ...
 
 
 class _Walk:
-    """The enumeration, in an order that decides what rules are about as early as possible.
+    """The enumeration, in an order that decides the choices of rules as early as possible.
 
     Args:
-        early: pinned choices count as decided from the start, so that what is illegal is left early, and the rule that
+        early: pinned choices count as decided from the start, so that illegal branches end early, and the rule that
             comes closest to a candidate is kept as `error`; else every candidate is counted under the rule it breaks.
     """
 
@@ -107,7 +111,7 @@ class _Walk:
         self.error: tuple[tuple[int, int], PinError] | None = None
 
     def _broken(self, level: int, draft: ParallelConfig) -> str | None:
-        """The name of the first rule of a level that a draft breaks, which is decided up to that level."""
+        """Return the name of the first rule of a level that a draft breaks; the draft is decided up to that level."""
         for rule in self.levels[level]:
             reason = rule.broken(draft, self.facts)
             if reason is not None:
@@ -117,7 +121,7 @@ class _Walk:
         return None
 
     def _blame(self, rule: Rule, reason: str, level: int) -> None:
-        """Keep the rule that is most about what is pinned; of several the one that is met last."""
+        """Keep the rule that concerns pinned choices most; of several the last one."""
         rank = (-sum(name in _DECIDED and name not in self.pins for name in rule.names), level)
         if self.error is None or self.error[0] < rank:
             self.error = (rank, PinError(reason, rule.names))
@@ -129,7 +133,7 @@ class _Walk:
         return name is not None
 
     def candidates(self) -> Iterator[ParallelConfig]:
-        """All of them."""
+        """Yield all candidates."""
         if self._left_out(_START, self.base):
             return
         for cp in [self.pins["cp"]] if "cp" in self.pins else self.limits.contexts:
@@ -178,7 +182,7 @@ class _Walk:
                         yield from self._schedules(copied)
 
     def _micro_batches(self, dp: int) -> Iterator[tuple[int, int]]:
-        """(size, number) of the micro-batches of a data-parallel rank."""
+        """Yield (size, number) of the micro-batches of a data-parallel rank."""
         pins, batch = self.pins, self.facts.batch or 1
         if self.early and batch % dp:
             return
@@ -188,7 +192,10 @@ class _Walk:
                 yield size, num
 
     def _copies(self, draft: ParallelConfig) -> list[int]:
-        """Copies of what ZeRO shards: one, or as few as leave the ranks that share it in one unit of a level."""
+        """Return the numbers of copies of the state that ZeRO shards.
+
+        These are one, and for every level the fewest copies whose shards stay within one unit of it.
+        """
         c = draft
         if "zero_replicas" in self.pins:
             return [self.pins["zero_replicas"]]
@@ -199,7 +206,7 @@ class _Walk:
         return sorted({1, *(next((n for n in legal if ranks <= n * unit), 1) for unit in self.limits.units)})
 
     def _schedules(self, plain: ParallelConfig) -> Iterator[ParallelConfig]:
-        """The candidate under every schedule that takes its degrees."""
+        """Yield the candidate under every schedule that takes its degrees."""
         pinned = "schedule" in self.pins or "virtual_stages" in self.pins
         for schedule, virtual_stages in self._orders(pinned, plain.pp):
             others = not self.early and not pinned and schedule != "1F1B"
@@ -228,7 +235,7 @@ class _Walk:
                 yield schedule, virtual_stages
 
     def _spread(self, mesh: ParallelConfig) -> list[tuple[int, int | None]]:
-        """(ep, etp) that break no rule; etp None: as tp."""
+        """Return the (ep, etp) that break no rule; etp None means tp."""
         pins = self.pins
         found = self._all_spread(mesh) if self.early else self._searched_spread(mesh)
         out: list[tuple[int, int | None]] = []
@@ -247,10 +254,11 @@ class _Walk:
         return list(itertools.product(parts, [self.pins["etp"]] if "etp" in self.pins else whole))
 
     def _searched_spread(self, mesh: ParallelConfig) -> list[tuple[int, int]]:
-        """Experts where tp has them; tokens travelling to whole ones, or to some that tp splits.
+        """Return the (ep, etp) that a search looks at.
 
-        Two more are legal and looked at if pinned: all experts whole on every rank beside tp, and experts that tp
-        splits although there are enough to give ep x tp ranks whole ones.
+        Experts are split over tp as the rest, or tokens travel to whole experts, or to experts that tp splits. Two more
+        are legal, and looked at if pinned: all experts whole on every rank beside tp, and experts that tp splits
+        although there are enough to give ep x tp ranks whole ones.
         """
         d, model, pins = mesh, self.facts.model, self.pins
         experts = 0 if model is None else model.num_experts
@@ -273,7 +281,7 @@ class _Walk:
 
 
 def candidates(limits: Limits, pins: Pins) -> Space:
-    """What a search looks at, under pins whose values were checked; where that is nothing, what is legal beside it."""
+    """Return the candidates of a search under checked pins; if there are none, all legal ones."""
     walk = _Walk(limits, pins, early=False)
     found = tuple(walk.candidates())
     restrictions = (ONE_DOMAIN,) if walk.limited else ()
@@ -286,12 +294,12 @@ def candidates(limits: Limits, pins: Pins) -> Space:
 
 
 def legal(limits: Limits, pins: Pins) -> Iterator[ParallelConfig]:
-    """All legal candidates under pins whose values were checked, whether a search would look at them or not."""
+    """Return all legal candidates under checked pins, whether or not a search looks at them."""
     return _Walk(_all_of(limits), pins, early=True).candidates()
 
 
 def fault(limits: Limits, pins: Pins) -> PinError | None:
-    """Why there is no legal candidate: the rule that the one closest to legal breaks; None if there is one."""
+    """Return why there is no legal candidate: the rule that the closest one breaks; None if there is a candidate."""
     walk = _Walk(_all_of(limits), pins, early=True)
     if next(walk.candidates(), None) is not None:
         return None

@@ -1,4 +1,4 @@
-"""The price of one given configuration, and the rules that it must keep."""
+"""Price one given configuration, and check the rules that it must keep."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ from autoplan.search.layouts import CandidateLayout, LayoutCache, PlanRequest, c
 
 @dataclass(frozen=True)
 class Planned:
-    """One plan: `config` with stages and layers computed again per stage, and what it costs."""
+    """One plan with its price.
+
+    Attributes:
+        config: the configuration, with stages and recomputed layers per stage.
+    """
 
     config: ParallelConfig
     estimate: Estimate
@@ -39,15 +43,19 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time, with several per rank by number of layers (`even_cuts`). With more
-    chunks than layers, or where the given stages have no layer at an end, embedding and head are chunks of their own. A
-    schedule that fixes the number of virtual stages sets it where it is left at 1. With cp and no `context_method`: the
-    cheapest that fits where the plan is to be executed, else keys and values as the frameworks of the mode move them
-    (hidden behind attention with overlap "cp"). Raises: PinError for degrees that the cluster or model cannot take;
-    InfeasibleError if no layout exists; StoppedError if none was found in time.
+    Stages that are not given are balanced by time, or with several per rank by number of layers (`even_cuts`). With
+    more chunks than layers, or if the given stages have no layer at an end, embedding and head are chunks of their own.
+    A schedule with a fixed number of virtual stages sets it if it is left at 1. With cp and no `context_method`: the
+    cheapest methods that fit if the plan is to be executed; else keys and values move as in the frameworks of the mode
+    (hidden behind attention with overlap "cp").
+
+    Raises:
+        PinError: degrees that the cluster or model cannot take.
+        InfeasibleError: no layout exists.
+        StoppedError: no layout was found in time.
     """
     pins = {**request.pins, "state_slack": config.state_slack}
-    if modules_of(config.recompute):  # what is kept is known of those that are asked for
+    if modules_of(config.recompute):  # kept bytes are known for requested modules only
         config = replace(config, recompute=check_choice(config.recompute))
         pins["recompute"] = config.recompute
     r = replace(request, pins=pins)
@@ -65,7 +73,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
 
 
 def _cheapest(points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool) -> Planned:
-    """Under the methods of context parallelism that are fastest of those that fit; if none does, need least memory."""
+    """Return the plan with the fastest methods of context parallelism that fit; if none fits, with the least memory."""
     found = [
         _priced(points, replace(config, context_method=dict(methods)), experts, ends, methods)
         for methods in points.methods_of(config.tp, config.micro_batch_size, config.cp)
@@ -105,25 +113,29 @@ def _priced(
 
 
 def ends_apart(graph: ModelGraph, config: ParallelConfig) -> bool:
-    """True if a chunk of the pipeline holds no layer: only the embedding, or only the head."""
+    """Return True if a chunk of the pipeline holds no layer: only the embedding, or only the head."""
     if config.stages is not None:
         return 0 in config.stages
     return config.pp * config.virtual_stages > len(pipeline_units(graph))
 
 
 def units_of(stages: Sequence[int], ends: bool) -> tuple[int, ...]:
-    """Units per chunk from layers per chunk; `ends`: embedding and head are units of their own."""
+    """Return units per chunk from layers per chunk.
+
+    Args:
+        ends: embedding and head are units of their own.
+    """
     last = len(stages) - 1
     return tuple(n + (ends and k == 0) + (ends and k == last) for k, n in enumerate(stages))
 
 
 def layers_of(workload: Workload, chunks: Sequence[int]) -> list[int]:
-    """Layers per chunk from units per chunk."""
+    """Return layers per chunk from units per chunk."""
     return [sum(workload.layers[u] for u in units) for units in ranges_of(chunks)]
 
 
 def _with_chunks(config: ParallelConfig) -> ParallelConfig:
-    """With the number of virtual stages that a schedule in V shape implies."""
+    """Return the configuration with the number of virtual stages that its schedule fixes (V shape)."""
     rule = SCHEDULES.get(config.schedule)
     if rule is None or config.virtual_stages != 1 or rule.virtual_stages[1] is None:
         return config
@@ -131,7 +143,7 @@ def _with_chunks(config: ParallelConfig) -> ParallelConfig:
 
 
 def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers computed again per chunk. PinError for more than a chunk has."""
+    """Return the recomputed layers of each chunk. Raises PinError for more than a chunk has."""
     layers = layers_of(pricer.workload, chunks)
     if isinstance(config.recompute, tuple):
         for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
@@ -152,6 +164,6 @@ def _has_experts(graph: ModelGraph) -> bool:
 
 
 def check_config(request: PlanRequest, config: ParallelConfig) -> None:
-    """Raise PinError, with the nearest that is legal, for a configuration that is not (`autoplan.program.legality`)."""
+    """Raise PinError with the nearest legal choices if a configuration is illegal (`autoplan.program.legality`)."""
     legality = Scope.EXECUTED if request.executed else Scope.PRICED
     nearest.check_with_nearest(config, request.facts, legality)

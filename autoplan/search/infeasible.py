@@ -1,4 +1,4 @@
-"""Nothing fits: which term on which stage stands in the way, and the cheapest change that would help."""
+"""Explain why no plan fits: the stage and memory term at fault, and the cheapest change that would help."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from autoplan.search.layouts import (
     space_of,
 )
 
-_BUDGET_S = 30.0  # to find the cheapest change
+_BUDGET_S = 30.0  # time to find the cheapest change
 _MORE_NODES = (2, 4, 8, 16, 32)
-_NUM_SHORTAGES = 8  # candidates whose shortage is looked at where the search saw none
-_NUM_CUTS = 64  # evaluated per candidate before it counts as one that does not fit
+_NUM_SHORTAGES = 8  # candidates to examine if the search recorded no shortage
+_NUM_CUTS = 64  # cuts to evaluate before a candidate counts as too big
 
 
 @dataclass(frozen=True)
 class InfeasibleReport:
-    """Why nothing fits, and the cheapest change that would."""
+    """The reason why no plan fits, and the cheapest change that would help."""
 
     stage: int
     term: str
@@ -43,24 +43,24 @@ class InfeasibleReport:
 
 
 class NothingFits(InfeasibleError):
-    """No plan of the space fits the memory; `report` says what stands in the way."""
+    """No plan of the space fits the memory; `report` gives the reason."""
 
     def __init__(self, message: str, report: InfeasibleReport) -> None:
         super().__init__(message)
         self.report = report
 
     def __reduce__(self) -> tuple[type[NothingFits], tuple[str, InfeasibleReport]]:
-        # rank 0 sends it to the other ranks; by default only the message would go
+        # rank 0 sends the error to the other ranks; without this only the message would arrive
         return type(self), (str(self), self.report)
 
 
 def nothing_fits(
     points: LayoutCache, candidates: Sequence[ParallelConfig], shortages: Sequence[tuple[Shortage, ParallelConfig]]
 ) -> InfeasibleError:
-    """The error for a space of which every candidate was seen and none fits.
+    """Return the error for a space in which every candidate was seen and none fits.
 
     Args:
-        shortages: of the candidates that were refused with a layout.
+        shortages: shortages of the candidates that were refused with a layout.
     """
     r = points.request
     shortages = shortages or _shortages(points, candidates)
@@ -86,7 +86,7 @@ def nothing_fits(
 
 
 def _shortages(points: LayoutCache, candidates: Sequence[ParallelConfig]) -> list[tuple[Shortage, ParallelConfig]]:
-    """Where the quick bound refused everything: what the smallest candidates lack. Raises: StoppedError."""
+    """Return what the smallest candidates lack, if the quick bound refused all of them. Raises StoppedError."""
     found = []
     for candidate in sorted(candidates, key=least_memory_first)[:_NUM_SHORTAGES]:
         cutter = points.cutter(candidate)
@@ -96,10 +96,12 @@ def _shortages(points: LayoutCache, candidates: Sequence[ParallelConfig]) -> lis
 
 
 def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = _BUDGET_S) -> str:
-    """A sentence: dropping a pin costs nothing, then all pins; then more nodes, with the pins or without; else memory.
+    """Return a sentence with the cheapest change that makes a plan fit.
+
+    Dropping a pin costs nothing, then dropping all pins; then more nodes, with or without the pins; else more memory.
 
     Args:
-        budget_s: for all attempts together; each gets at most half of what is left.
+        budget_s: seconds for all attempts together; each gets at most half of the rest.
     """
     r, end = request, time.perf_counter() + budget_s
     undecided = 0
@@ -117,7 +119,7 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
 
 
 def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
-    """Changes of a request, cheapest first."""
+    """Return changes of a request, cheapest first."""
     r = request
 
     def without(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
     out = [(f"Without the pin {k}={v}", replace(r, pins=without({k: v}))) for k, v in r.pins.items()]
     if len(r.pins) > 1:
         out.append(("Without pins", replace(r, pins={})))
-    if r.executed or r.cluster.fabric is not None:  # on the devices of this job, or of this fabric
+    if r.executed or r.cluster.fabric is not None:  # the devices of the job or of the fabric are fixed
         return out
     for pins, text in ((r.pins, ""), ({}, " and without pins")) if r.pins else ((r.pins, ""),):
         for factor in _MORE_NODES:
@@ -137,9 +139,9 @@ def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
 
 
 def feasible(request: PlanRequest, deadline: float) -> bool | None:
-    """True if some plan fits; None if that was not decided before `deadline` (of time.perf_counter).
+    """Return True if some plan fits; None if that was not decided before `deadline` (of time.perf_counter).
 
-    Of each mesh the smallest micro-batches with the least and the most ZeRO are tried: the others need more memory.
+    For each mesh only the smallest micro-batches with the least and the most ZeRO are tried: others need more memory.
     """
     try:
         found = space_of(request).candidates

@@ -1,13 +1,13 @@
-"""Candidates whose ranks hold several stages of the pipeline, or whose backward is split: one cut each, priced exactly.
+"""Cuts of candidates with several pipeline stages per rank or a split backward: one cut each, priced exactly.
 
-The cut is an even one by time, of several the fastest (`even_cuts`), and every rank computes the least number of layers
-again that fits, taken in turn from its stages, first ones first; so a candidate is one plan, and its step one event
+The cut is even by time, or the fastest of a few even ones (`even_cuts`). Every rank recomputes the least number of
+layers that fits, taken in turn from its stages, first ones first. So a candidate is one plan, and its step one event
 simulation. The bound that needs neither memory nor a simulation is
 
     max over ranks r of   m T_r + sum over stages before the first of r of F, and of B unless the backward is split
 
-(m micro-batches; T_r forward and backward of one on all stages of r; F, B forward and backward of a stage): before r
-begins, the first micro-batch has passed the stages before; its last backward is that of its first stage, which the
+(m micro-batches; T_r forward and backward of one on all stages of r; F, B forward and backward of a stage). Before r
+starts, the first micro-batch has passed the stages before; its last backward is that of its first stage, and the
 backwards of the stages before follow.
 """
 
@@ -27,9 +27,9 @@ from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, total_bytes, worst_of
 
 
-@lru_cache(maxsize=256)  # candidates that differ in ZeRO or in the number of micro-batches have the same
+@lru_cache(maxsize=256)  # candidates that differ in ZeRO or micro-batches share cuts
 def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
-    """Units per chunk, each at least one, with the least sum of squared times of chunks."""
+    """Return units per chunk, each at least one, with the least sum of squared times of chunks."""
     n = len(seconds)
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     i, j = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
@@ -37,7 +37,7 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     least = np.full(n + 1, np.inf)
     least[n] = 0.0
     nexts = []
-    for _ in range(num_chunks):  # from the last chunk to the first
+    for _ in range(num_chunks):  # last chunk first
         through = squares + least[None, :]
         nexts.append(through.argmin(axis=1))
         least = through.min(axis=1)
@@ -50,17 +50,18 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Units per chunk, each at least one: the most even cut by time, and where units are left over, two more.
+    """Return candidates for units per chunk, each at least one: the most even cut by time, and up to two more.
 
-    A round are the chunks that the ranks run at the same time (chunks k pp to k pp + pp - 1): it lasts as long as its
-    longest chunk. What is left over is in few rounds there, the last or the first ones; spread over all of them, as the
-    most even cut may have it, it makes every round longer. Which is fastest is for a simulation to say.
+    The two more exist if units remain after equal chunks. A round is the set of chunks that the ranks run at the same
+    time (chunks k pp to k pp + pp - 1); it lasts as long as its longest chunk. The two put the remaining units into few
+    rounds, the last or the first ones: spread over all rounds, as in the most even cut, they make every round longer. A
+    simulation decides which is fastest.
     """
     chunks, n = pp * virtual_stages, len(seconds)
     full, rest = divmod(n % chunks, pp)
     found = [even_cut(seconds, chunks)]
     for late in (True, False) if full or rest else ():
-        order = list(range(virtual_stages))[:: -1 if late else 1]  # in which rounds get more
+        order = list(range(virtual_stages))[:: -1 if late else 1]  # rounds in the order in which they get more
         sizes = [n // chunks * pp] * virtual_stages
         for k in order[:full]:
             sizes[k] += pp
@@ -73,18 +74,19 @@ def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple
 
 
 def fastest(cuts: Sequence[tuple[int, ...]], step_s: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """The cut with the shortest step; nothing is simulated where there is one."""
+    """Return the cut with the shortest step; a single cut is not simulated."""
     return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
 
 
 class ChunkCutter:
-    """One candidate.
+    """The cut of one candidate.
 
     Args:
-        plain: the same degrees under 1F1B with one stage per rank.
-        schedule, virtual_stages: of the candidate.
-        capacity_bytes: of one device.
-        recompute: pinned, as for Cutter. stages: pinned units per stage, or None.
+        plain: cutter of the same degrees under 1F1B with one stage per rank.
+        schedule, virtual_stages: schedule and stages per rank of the candidate.
+        capacity_bytes: memory of one device.
+        recompute: pinned recompute, as for Cutter.
+        stages: pinned units per stage, or None.
     """
 
     def __init__(
@@ -114,11 +116,11 @@ class ChunkCutter:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """The cut that is fastest where memory is without end."""
+        """The cut that is fastest with unlimited memory."""
         return fastest(self.cuts, lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
 
     def quick_bound_s(self) -> float:
-        """A bound that knows nothing of memory, see the module."""
+        """Return a lower bound on the step time that ignores memory (see the module)."""
         return min(self._quick_bound_s(cut) for cut in self.cuts)
 
     def _quick_bound_s(self, cut: Sequence[int]) -> float:
@@ -136,11 +138,11 @@ class ChunkCutter:
         return most + self.plain.after_s
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
-        """Its step; inf if it does not fit."""
+        """Return the step time in seconds; inf if the candidate does not fit."""
         return self.search(cutoff_s).step_s
 
     def search(self, cutoff_s: float = math.inf, max_evaluated: int = 1) -> Cut:
-        """The plan, if it fits and is below `cutoff_s`."""
+        """Return the plan, if it fits and is below `cutoff_s`."""
         if self._found is None:
             recompute = self._least_recompute()
             if recompute is None:
@@ -154,23 +156,23 @@ class ChunkCutter:
         return Cut(None, (), math.inf, found.step_s, True, 1)
 
     def binds(self, limit_s: float) -> bool:
-        """False if it fits without computing anything again (beyond what is pinned), see `Cutter.binds`."""
+        """Return False if the candidate fits without recompute beyond the pinned one (see `Cutter.binds`)."""
         found = self.search()
         return found.chunks is None or (self.fixed is None and any(found.recompute))
 
     def free_bound_s(self) -> float:
-        """Its step, if memory were without end: what offloading cannot beat either."""
+        """Return the step time with unlimited memory, which offloading cannot beat either."""
         if self._free_s is None:
             costs, split = self.pricer.costs, SCHEDULES[self.schedule].split_backward
             walks = costs.overhead_s("split_layer_s") or costs.host_fixed_s("split_layer_s").mid
-            if split and walks:  # which layers that run again do not have
+            if split and walks:  # recomputed layers do not have it
                 self._free_s = self.quick_bound_s()
             else:
                 self._free_s = self.pricer.step_s(self.chunks, self._pinned())
         return self._free_s
 
     def _pinned(self) -> tuple[int, ...]:
-        """Steps down the ladder of every chunk that are pinned; none where recompute is searched."""
+        """Return the pinned steps along the recompute frontier of every chunk; zeros if recompute is searched."""
         out = [0] * len(self.chunks)
         for mine in self.chunks_of:
             for k, count in zip(mine, self._choices(mine)[0], strict=True):
@@ -178,9 +180,9 @@ class ChunkCutter:
         return tuple(out)
 
     def _least_recompute(self) -> tuple[int, ...] | None:
-        """Layers per chunk: on every rank the least number that fits; None if none does.
+        """Return recomputed layers per chunk: on every rank the least number that fits; None if none does.
 
-        By bisection: the more is computed again, the less is held.
+        Found by bisection: the more is recomputed, the less is kept.
         """
         out = [0] * len(self.chunks)
         for rank, mine in enumerate(self.chunks_of):
@@ -191,7 +193,7 @@ class ChunkCutter:
                 range(len(choices) - 1), True, key=lambda n: self._needed(rank, mine, choices[n]) <= self.capacity
             )
             while total_bytes(self._memory(rank, mine, choices[least]).host) > self.host_capacity:
-                least += 1  # what is computed again is not on the host
+                least += 1  # recomputed activations are not on the host
                 if least == len(choices):
                     return None
             for k, count in zip(mine, choices[least], strict=True):
@@ -199,9 +201,9 @@ class ChunkCutter:
         return tuple(out)
 
     def _choices(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
-        """Steps down the ladder of recompute of each chunk of a rank, fewest first."""
+        """Return steps along the recompute frontier for the chunks of a rank, fewest first."""
         ranges = ranges_of(self.chunks)
-        most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # without a search, its layers
+        most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # the chunk's layers if recompute is not searched
         if self.fixed is None:
             turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
             taken = [(0,) * len(most)]
@@ -222,7 +224,7 @@ class ChunkCutter:
         return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_recompute)
 
     def shortage(self) -> Shortage:
-        """How far it is from fitting, with everything computed again that may be."""
+        """Return how far the candidate is from fitting with the most recompute."""
         return worst_of(
             [
                 shortage_of(

@@ -1,4 +1,4 @@
-"""Solve the intra-op problem as an ILP (PuLP, HiGHS; CBC as the fallback), and the same by brute force for tests.
+"""Solve the intra-op problem as an ILP (PuLP, HiGHS; CBC as the fallback), or by brute force for tests.
 
     x[c,o]   in {0,1}  option o of choice c;                sum_o x[c,o] = 1
     y[u,a,l] in [0,1]  operand u, native in layout a, is used in layout l
@@ -7,8 +7,8 @@
     z[v,a,l] in [0,1]  value v is converted from a to l;    z[v,a,l] >= y[u,a,l] for every operand u that is v
     minimise  sum w_c cost[c,o] x[c,o] + sum w_v conversion[v,a,l] z[v,a,l]
 
-y and z are continuous: with x integral their optimal values are. The transport rows of y make the relaxation nearly
-tight (exact on trees), so that a whole model is solved at the root node.
+y and z are continuous: with integral x their optimal values are integral. The transport rows of y make the relaxation
+nearly tight (exact on trees), so that a whole model is solved at the root node.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.layout import Layout
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey, evaluate_selection
 
-# Costs are scaled so that the largest of one option is _SCALE. Ties are broken by option order and for fewer
+# Costs are scaled so that the largest cost of one option is _SCALE. Ties are broken by option order and for fewer
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
 _SCALE = 1e3
 _TIE = 1e-6
-_EXPLAIN_S = 1.0  # at least this long to say why nothing satisfies a problem
+_EXPLAIN_S = 1.0  # least time to explain why a problem is infeasible
 
 
 _Use = dict[Layout, list[pulp.LpVariable]]  # one operand of one choice: the options that take it in each layout
@@ -60,7 +60,7 @@ class IntraSolution:
 
 
 def _prune(problem: IntraProblem) -> IntraProblem:
-    """Drop options that need a layout nobody can provide or convert to."""
+    """Return the problem without options that need a layout which nobody can provide or convert to."""
     choices = list(problem.choices)
     while True:
         native: dict[ValueKey, set[Layout]] = {}
@@ -87,8 +87,8 @@ def _prune(problem: IntraProblem) -> IntraProblem:
 def follow(problem: IntraProblem) -> IntraProblem:
     """Merge element-wise chains into their producer: one choice, no conversion inside the chain.
 
-    Done where the value has one consumer and no pending sum can sit between the two (or the consumer passes it on).
-    A restriction: converting a small operand just before a broadcast, say, can be cheaper.
+    A value is merged if it has one consumer and no pending sum can sit between the two (or the consumer passes it on).
+    This is a restriction: converting a small operand just before a broadcast, for example, can be cheaper.
     """
     choices = {c.name: c for c in problem.choices}
     changed = True
@@ -145,7 +145,7 @@ def _merge(a: LayoutChoice, b: LayoutChoice, key: ValueKey) -> LayoutChoice | No
 
 
 def make_solver(time_limit_s: float) -> pulp.LpSolver:
-    """HiGHS if it is there, else a CBC that is installed, else the one that PuLP ships."""
+    """Return HiGHS if available, else an installed CBC, else the CBC that PuLP ships."""
     options = {"msg": False, "timeLimit": time_limit_s, "threads": 1}
     highs = pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **options)
     if highs.available():
@@ -158,7 +158,11 @@ _Terms = list[tuple[pulp.LpVariable, float]]
 
 
 class _Model:
-    """The ILP of a problem. `elastic`: operands may stay without a layout; `missing` says which did."""
+    """The ILP of a problem.
+
+    Args:
+        elastic: operands may stay without a layout; `missing` lists those.
+    """
 
     def __init__(self, problem: IntraProblem, *, elastic: bool = False) -> None:
         self.problem, self.elastic = problem, elastic
@@ -187,7 +191,7 @@ class _Model:
     def _choice(
         self, index: int, choice: LayoutChoice, native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]]
     ) -> list[tuple[ValueKey, _Use]]:
-        """Variables of one choice; the operands it uses."""
+        """Add the variables of one choice; return the operands it uses."""
         xs = [self.lp.add_variable(f"x{index}_{k}", cat="Binary") for k in range(len(choice.options))]
         self.variables[choice.name] = xs
         self.lp += pulp.lpSum(xs) == 1
@@ -206,7 +210,7 @@ class _Model:
         return [(key, use) for (key, _), use in uses.items()]
 
     def _prices(self, key: ValueKey, sources: Iterable[Layout], targets: Iterable[Layout]) -> _Prices:
-        """Scaled cost of every possible conversion of a value; nothing for staying as it is."""
+        """Return the scaled cost of every possible conversion of a value; none for keeping its layout."""
         out: _Prices = {}
         for source, target in itertools.product(sources, targets):
             price = 0.0 if source == target else self.problem.convert_s(key, source, target)
@@ -218,7 +222,7 @@ class _Model:
     def _value(
         self, key: ValueKey, native: Mapping[Layout, list[pulp.LpVariable]], uses: list[tuple[str, _Use]]
     ) -> None:
-        """Where every use of one value gets its layout from."""
+        """Add the rows that give every use of one value its layout."""
         targets = list(dict.fromkeys(layout for _, use in uses for layout in use))
         prices = self._prices(key, native, targets)
         self.ties += len(targets) * _TIE
@@ -249,20 +253,21 @@ class _Model:
                 self.lp += pulp.lpSum(moves) <= pulp.lpSum(native[source])
 
     def solve(self, solver: pulp.LpSolver, objective: _Terms) -> str:
-        """PuLP's status."""
+        """Solve and return PuLP's status."""
         self.lp.setObjective(pulp.LpAffineExpression(objective))
         self.lp.solve(solver)
         return str(pulp.LpStatus[self.lp.status])
 
 
 def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
-    """Proved optimum; a stop by time is labelled in `status`.
+    """Return the proved optimum; a stop by time is labelled in `status`.
 
     Args:
         merge_chains: let element-wise chains follow their producer: fewer variables, and a restriction of the space.
 
-    Raises: InfeasibleError if nothing satisfies the problem, naming what stands in the way; StoppedError if time ran
-        out before any solution was found.
+    Raises:
+        InfeasibleError: nothing satisfies the problem; the message names the obstacle.
+        StoppedError: time ran out before any solution was found.
     """
     start = time.perf_counter()
     deadline = start + time_limit_s
@@ -291,7 +296,7 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
     cost = evaluate_selection(whole, selection)
     optimal = model.lp.sol_status == pulp.LpSolutionOptimal
     bound = _dual_bound(model.lp, solver)
-    known = cost if optimal else 0.0  # CBC says no more than that it is done
+    known = cost if optimal else 0.0  # CBC reports no bound
     bound_s = known if bound is None else min(cost, max(0.0, bound - model.ties) / model.scale)
     return IntraSolution(
         selection=selection,
@@ -307,7 +312,7 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
 
 
 def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:
-    """What makes a problem infeasible: an operand that cannot get its layout, or the budget."""
+    """Return what makes a problem infeasible: an operand that cannot get its layout, or the budget."""
     model = _Model(problem, elastic=True)
     status = model.solve(make_solver(time_limit_s), [(miss, 1.0) for miss, *_ in model.missing])
     stuck = [(c, k, t) for miss, c, k, t in model.missing if status == "Optimal" and (miss.value() or 0.0) > 0.5]
@@ -334,7 +339,7 @@ def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:
 
 
 def _dual_bound(lp: pulp.LpProblem, solver: pulp.LpSolver) -> float | None:
-    """HiGHS's own dual bound; None where the solver does not say."""
+    """Return the dual bound of HiGHS; None for other solvers."""
     model = getattr(lp, "solverModel", None)
     if not isinstance(solver, pulp.HiGHS) or model is None:
         return None
@@ -342,7 +347,11 @@ def _dual_bound(lp: pulp.LpProblem, solver: pulp.LpSolver) -> float | None:
 
 
 def brute_force(problem: IntraProblem, limit: int = 2_000_000) -> tuple[float, Mapping[str, Option]]:
-    """Least cost over every selection; for tests of small problems. ValueError beyond `limit` selections."""
+    """Return the least cost over every selection, for tests of small problems.
+
+    Raises:
+        ValueError: more than `limit` selections.
+    """
     total = 1
     for choice in problem.choices:
         total *= len(choice.options)

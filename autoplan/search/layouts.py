@@ -1,4 +1,4 @@
-"""What is planned for, and the layouts of its candidates: one per tensor-parallel degree and micro-batch size."""
+"""The request for a plan, and the layouts of its candidates: one per tensor-parallel degree and micro-batch size."""
 
 from __future__ import annotations
 
@@ -56,27 +56,28 @@ from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
 
-ILP_LIMIT_S = 120.0  # of one integer program of layouts
+ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for.
+    """The task of a search.
 
     Attributes:
         global_batch_size: sequences per step over all data-parallel ranks.
         pins: fixed choices (autoplan.config.choices.PINS), checked here.
         precision: a name of autoplan.config.parallel.PRECISIONS.
         options: kernels of attention, how kernels are started, what overlaps.
-        constants: of the cost model; those of this version, or what `autoplan calibrate` made of measured steps.
-        constants_file: where they were read from, for reports.
+        constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
+        constants_file: file that they were read from, for reports.
         profile: measured times that override the cluster's figures.
-        profile_file: the name or file they were read from, for reports.
-        top: how many plans to return, best first, each with other degrees.
-        time_limit_s: then the best plan so far is returned; while there is none, the search goes on for a while.
+        profile_file: name or file that the profile was read from, for reports.
+        top: number of plans to return, best first, each with other degrees.
+        time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
+            while.
         memory_margin: share of a device's memory that the expected need leaves free.
-        executed: True: only what the runtime executes today.
-        target_len: tokens per target sequence, where a model has one with a length of its own; None: seq_len.
+        executed: True: only plans that the runtime can execute.
+        target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
     """
 
     graph: ModelGraph
@@ -105,7 +106,7 @@ class PlanRequest:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """What of model, cluster and run decides which configurations are legal."""
+        """The facts of model, cluster and run that decide which configurations are legal."""
         return Facts.of(
             self.graph,
             self.cluster,
@@ -119,27 +120,27 @@ class PlanRequest:
 
     @property
     def fixed(self) -> Pins:
-        """The pins in one form."""
+        """The pins as Pins."""
         return self.pins if isinstance(self.pins, Pins) else Pins(self.pins)
 
     @property
     def scope(self) -> Scope:
-        """The rules that a search keeps."""
+        """The scope of rules that a search keeps."""
         return Scope.EXECUTED if self.executed else Scope.SEARCHED
 
     def env(self, size: int, cp: int = 1) -> dict[str, int]:
-        """Numbers for the symbols of sizes: `size` sequences, cut over `cp` ranks."""
+        """Return the values of size symbols for `size` sequences, cut over `cp` ranks."""
         return {"b": size, "s": self.seq_len // cp, "t": self.target_len or self.seq_len}
 
     @property
     def costs(self) -> Costs:
-        """What operations and collectives cost in this task."""
+        """The prices of operations and collectives in this task."""
         return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """The layout inside blocks for one (tp, micro-batch size), and the work it makes."""
+    """The layout inside blocks for one (tp, micro-batch size), and the workload it makes."""
 
     mesh_axes: tuple[Axis, ...]
     solution: IntraSolution
@@ -148,16 +149,18 @@ class CandidateLayout:
 
 
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
-_Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp; for experts that tokens travel to, from each rank its own
+_Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
 
 
 class LayoutCache:
-    """Layouts by (tp, micro-batch size, context) and workloads, also by expert degrees and methods of context
-    parallelism, made when first asked for.
+    """Layouts by (tp, micro-batch size, context), made on demand.
+
+    Workloads are also by expert degrees and methods of context parallelism.
 
     Attributes:
         phases: seconds by phase, added to.
-        gap: the largest gap of a layout's proof; `all_proved`: no layout was stopped by time.
+        gap: the largest gap of a layout's proof.
+        all_proved: no layout was stopped by time.
     """
 
     def __init__(self, request: PlanRequest, phases: dict[str, float] | None = None) -> None:
@@ -170,7 +173,7 @@ class LayoutCache:
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, Chosen], LoweredModel] = {}
-        self._stopped: dict[_Cut, float] = {}  # the limit that did not do
+        self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
 
@@ -184,12 +187,14 @@ class LayoutCache:
         ends: bool = False,
         methods: Chosen = (),
     ) -> CandidateLayout | None:
-        """None where no layout exists. `ends`: embedding and head are units of their own (`pipeline_units`).
+        """Return the layout and its work; None if no layout exists.
 
         Args:
-            methods: (block, name of its method of context parallelism); none: as frameworks move keys and values.
+            ends: embedding and head are units of their own (`pipeline_units`).
+            methods: (block, name of its context-parallel method); empty: keys and values move as in frameworks.
 
-        Raises: StoppedError if that is not decided within `limit_s`.
+        Raises:
+            StoppedError: the layout is not decided within `limit_s`.
         """
         own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
         layout = self._layout((tp, size, cp, own), limit_s)
@@ -260,7 +265,7 @@ class LayoutCache:
         ends: bool,
         methods: Chosen,
     ) -> CandidateLayout:
-        made = self._lowered.get((cut, methods))  # all degrees of experts share it
+        made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
             works = self._works(axes, cut, methods)
             made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, works)
@@ -290,34 +295,36 @@ class LayoutCache:
     # -- methods of context parallelism -----------------------------------------------------------------------------
 
     def with_methods(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> list[ParallelConfig]:
-        """One candidate per method of every block that may be the best; itself where nothing is to be decided; none if
-        its tp excludes the pinned methods.
+        """Return one candidate per useful combination of context-parallel methods.
 
-        Left out is what another method of the same block is at least as good as in both passes and in every term of
-        memory. Raises: StoppedError.
+        It is the candidate itself if there is nothing to decide; empty if its tp excludes the pinned methods. A method
+        is left out if another one of the same block is at least as good in both passes and in every memory term.
+
+        Raises:
+            StoppedError: the layout is not decided within `limit_s`.
         """
         c = candidate
         if c.cp == 1 or c.methods or self._layout((c.tp, c.micro_batch_size, c.cp, False), limit_s) is None:
             return [c]
         found = self.methods_of(c.tp, c.micro_batch_size, c.cp, limit_s)
-        if c.spreads_experts:  # they are spread over the sub-axes of products, too, if they can be
+        if c.spreads_experts:  # the sub-axes of products must hold the experts, too
             neighbours = [neighbours_of((name for _, name in chosen), c.cp) for chosen in found]
             degrees = (c.dp, c.cp, c.tp, c.ep, c.expert_tp)
             found = [x for x, n in zip(found, neighbours, strict=True) if folds(*degrees, n, c.zero_replicas)]
         return [c.but(context_method=dict(chosen) or None) for chosen in found]
 
     def decided(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> ParallelConfig:
-        """With methods; of those that were not looked at one by one, the ones that keep least. Raises: StoppedError."""
+        """Return the candidate with methods: of several, those that keep least. Raises StoppedError."""
         found = self.with_methods(candidate, limit_s)
         return min(found, key=lambda c: self._kept(c, limit_s)) if len(found) > 1 else (*found, candidate)[0]
 
     def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[Chosen]:
-        """As `with_methods`; none where no layout exists."""
+        """Return the combinations of `with_methods`; empty if no layout exists."""
         key, pinned = (tp, size, cp), self.request.pins.get("context_method")
         if pinned is not None:
             try:
                 chosen = chosen_methods(self.request.graph, ParallelConfig(tp=tp, cp=cp, context_method=pinned))
-            except PinError:  # with this tp
+            except PinError:  # not possible with this tp
                 return []
             return [frozen({block: method.name for block, method in chosen.items()})]
         if key not in self._worth:
@@ -330,7 +337,7 @@ class LayoutCache:
     def _figures(
         self, key: tuple[int, int, int], method: ContextMethod, blocks: Sequence[str]
     ) -> dict[str, tuple[float, ...]]:
-        """Of these blocks under one method: seconds of both passes with what they send, bytes of every kind."""
+        """Return for each of these blocks under one method the seconds of both passes, and all kinds of bytes."""
         tp, size, cp = key
         point = self.get(tp, size, cp, methods=tuple((block, method.name) for block in sorted(blocks)))
         if point is None:
@@ -344,7 +351,7 @@ class LayoutCache:
         return out
 
     def of(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
-        """The layout of a candidate; None where there is none. Raises: StoppedError."""
+        """Return the layout of a candidate; None if there is none. Raises StoppedError."""
         candidate = self.decided(candidate, limit_s)
         spread = None
         if candidate.spreads_experts:
@@ -360,18 +367,18 @@ class LayoutCache:
         return math.inf if point is None else sum(point.workload.unit_saved)
 
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
-        """None where no layout exists. Raises: StoppedError."""
+        """Return the prices of a candidate; None if no layout exists. Raises StoppedError."""
         point = self.of(candidate, limit_s)
         if point is None:
             return None
         config = without_activations(candidate)
-        # with fused kernels what regions would keep and cost is not known operation by operation
+        # with fused kernels the bytes and seconds of single regions are not known
         searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
         activations = ACTIVATIONS in candidate.offload
         return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations)
 
     def cutter(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
-        """None where no layout exists. Raises: StoppedError."""
+        """Return the cutter of a candidate; None if no layout exists. Raises StoppedError."""
         stages, recompute = candidate.stages, self.request.fixed.recompute
         if not SCHEDULES[candidate.schedule].windows:
             plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
@@ -383,7 +390,7 @@ class LayoutCache:
         return self._plain(candidate, limit_s, stages)
 
     def _plain(self, candidate: ParallelConfig, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
-        """With one stage per rank and full backwards; remembered, since other schedules are bounded by it."""
+        """Return the cutter for one stage per rank and full backwards; cached, since it bounds other schedules."""
         if candidate not in self._cutters:
             pricer = self.pricer(candidate, limit_s)
             if pricer is None:
@@ -393,13 +400,13 @@ class LayoutCache:
 
 
 def space_of(request: PlanRequest) -> Space:
-    """Its candidates. Raises: PinError for pins that leave none."""
+    """Return the candidates of a request. PinError if the pins leave none."""
     r = request
     return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
 
 
 def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
-    """The same degrees with what a search may leave on the host; none where it looks at nothing of that."""
+    """Return the same degrees with each kind of offload that a search tries; empty if it tries none."""
     if not request.cluster.offloads:
         return []
     kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
@@ -407,7 +414,7 @@ def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelC
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
-    """The error for tensor-parallel degrees, `where`, at which nothing is legal inside blocks."""
+    """Return the error for tensor-parallel degrees, `where`, at which no layout is legal inside blocks."""
     text = f"no layout of {request.graph.name} exists at {where}"
     if not request.options.sequence_parallel:
         text += " without sequence parallelism; allow it (leave out --no-sequence-parallel), or use tp=1"
@@ -415,14 +422,14 @@ def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
 
 
 def without_activations(candidate: ParallelConfig) -> ParallelConfig:
-    """The configuration of a candidate: activations that a search offloads are a choice of recompute."""
+    """Return a candidate without activation offload, which a search treats as a recompute choice."""
     if ACTIVATIONS not in candidate.offload:
         return candidate
     return candidate.but(offload=tuple(name for name in candidate.offload if name != ACTIVATIONS))
 
 
 def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
-    """Sorting key: what most likely fits comes first."""
+    """Return the sort key that puts the candidates most likely to fit first."""
     c = candidate
     return c.micro_batch_size, -len(held_on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
 
@@ -430,7 +437,7 @@ def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
 class QuickMemory:
     """A lower bound of memory that needs no layout: the largest value that an operation makes, split over all of tp.
 
-    Every value that is not a view is alive at some time, by itself at least.
+    Every value that is not a view is alive at some time, at least by itself.
     """
 
     def __init__(self, request: PlanRequest, capacity_bytes: float) -> None:
@@ -438,12 +445,12 @@ class QuickMemory:
         self._largest: dict[int, float] = {}
 
     def too_big(self, candidate: ParallelConfig) -> bool:
-        """True if the largest value of the graph alone does not fit."""
+        """Return True if the largest value of the graph alone does not fit."""
         return self.largest_bytes(candidate.micro_batch_size) / (candidate.tp * candidate.cp) > self.capacity_bytes
 
     def largest_bytes(self, size: int) -> float:
-        """Of the values that operations make for `size` sequences, on all of tp together."""
-        # what selective recompute drops may be the largest value, and then it counts nowhere in the memory model
+        """Return the bytes of the largest value that an operation makes for `size` sequences, on all of tp together."""
+        # selective recompute may drop the largest value, which then counts nowhere in the memory model
         pinned = self.request.pins.get("recompute")
         if pinned == "selective" or modules_of(pinned):
             return 0.0
@@ -470,7 +477,7 @@ class QuickMemory:
 
 
 def check_task(request: PlanRequest) -> None:
-    """PinError for a sequence, margin or time limit that cannot be."""
+    """Raise PinError for an impossible sequence length, memory margin or time limit."""
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")

@@ -1,8 +1,8 @@
-"""What would be legal instead: candidates ordered by distance, each tried before it is named in a refusal.
+"""The nearest legal choices: candidates ordered by distance, each checked before a refusal names it.
 
-First one choice is changed, those that the broken rule is about before the others; then two at once; then a choice is
-left open. Where nothing of that is legal, the refusal says so. Who asks says what trying is (`Attempt`): the doors of
-estimate, plan and what-if end in the same rules (`autoplan.program.legality`).
+First one choice is changed, those of the broken rule before the others; then two at once; then a choice is left open.
+If none of these is legal, the refusal says so. The caller defines how to check a change (`Attempt`); estimate, plan
+and what-if all check against the same rules (`autoplan.program.legality`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from autoplan.program.legality import Scope, broken
 from autoplan.schedules.schedule import SCHEDULES
 
 Changes = Mapping[str, Any]
-# Tries changes of choices, with perhaps another batch or length in the facts. What they come to, choices that follow
-# from them included; None: illegal.
+# Tries changes of choices, perhaps with another batch or length in the facts. Returns the changes with the choices that
+# follow from them; None if they are illegal.
 Attempt = Callable[[Changes, Facts], Changes | None]
 
 _RUN = ("global_batch_size", "seq_len", "target_len")
-_MAX_NAMES = 2  # choices of which values are named
-_MAX_WORDS = 5  # values of one that has no order
-_NEAR = 4  # values to either side in a change of two choices
+_MAX_NAMES = 2  # choices whose values are named
+_MAX_WORDS = 5  # values of a choice without an order
+_NEAR = 4  # values on either side in a change of two choices
 _MAX_TRIED = 400
 
 
 def explained(error: PinError, given: Changes, attempt: Attempt, facts: Facts, prefix: str = "") -> PinError:
-    """The same error with what would be legal.
+    """Return the error with the nearest legal choices added.
 
     Args:
-        error: its `names` are the choices to change first; none: they are not to blame, and nothing is suggested.
+        error: its `names` are the choices to change first; without names nothing is suggested.
         given: the choices as they are.
-        prefix: put before a message that begins with a given choice, for example `pin `.
+        prefix: put before a message that starts with a given choice, for example `pin `.
     """
     text = str(error)
     found = re.match(r"(\w+)=", text)
@@ -58,9 +58,10 @@ def explained(error: PinError, given: Changes, attempt: Attempt, facts: Facts, p
 
 
 def nearest_legal(names: Sequence[str], given: Changes, attempt: Attempt, facts: Facts) -> list[list[Changes]]:
-    """Legal changes: of up to two choices that a rule is about, else of another, else of two at once.
+    """Return legal changes: of up to two choices of a rule, else of another choice, else of two at once.
 
-    Returns: per choice (or pair) its nearest legal values.
+    Returns:
+        The nearest legal values per choice (or pair).
     """
     known = [n for n in names if n in given or n == names[0] or _of_the_run(n, facts) is not None]
     budget = iter(range(_MAX_TRIED))
@@ -90,7 +91,7 @@ def _attempted(changes: Changes, attempt: Attempt, facts: Facts) -> Changes | No
 
 
 def _around(name: str, given: Changes, facts: Facts, tried: Callable[[Changes], Changes | None]) -> list[Changes]:
-    """The nearest legal values of one choice: to either side, or of what has no order the first ones."""
+    """Return the nearest legal values of one choice: one on either side, or the first of a choice without order."""
     below, above, words = _values(name, given, facts)
     sides = (next(filter(None, (tried({name: v}) for v in side)), None) for side in (below, above))
     found = [changes for changes in sides if changes is not None]
@@ -105,7 +106,7 @@ def _together(
     facts: Facts,
     tried: Callable[[Changes], Changes | None],
 ) -> list[list[Changes]]:
-    """One change of two choices, the nearest."""
+    """Return the nearest legal change of two choices."""
 
     def near(name: str) -> Iterator[tuple[int, Any]]:
         below, above, words = _values(name, given, facts)
@@ -128,7 +129,7 @@ def _together(
 def _left_open(
     known: Sequence[str], others: Sequence[str], tried: Callable[[Changes], Changes | None]
 ) -> list[list[Changes]]:
-    """Choices to leave open so that the rest is legal, of those that the rule is about more than of the others."""
+    """Return the choices to leave open so that the rest is legal, those of the rule before the others."""
     names = [name for name in (*others, *known) if name not in _RUN]
     left: Changes = dict.fromkeys(names)
     if tried(left) is None:
@@ -146,13 +147,13 @@ def _of_the_run(name: str, facts: Facts) -> int | None:
 
 
 def _values(name: str, given: Changes, facts: Facts) -> tuple[list[Any], list[Any], list[Any]]:
-    """Values to try: below the given one and above it, nearest first, and those of a choice without an order."""
+    """Return values to try: below and above the given one, nearest first, and those of a choice without an order."""
     value = given.get(name, _of_the_run(name, facts))
     if name in ("recompute", "schedule", "offload", "context_method", "stages"):
         return [], [], [v for v in _words(name, value, given, facts) if v != value]
     numbers = _numbers(name, value, given, facts)
     at = value if isinstance(value, (int, float)) and math.isfinite(value) else 0
-    if not is_count(value, 0):  # what is no number of this kind may be near to itself
+    if not is_count(value, 0):  # a value that is no count may be near to itself
         at = at - 0.5
     return [n for n in reversed(numbers) if n < at], [n for n in numbers if n > at], []
 
@@ -181,7 +182,7 @@ def _numbers(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
 
 
 def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
-    """Lengths of sequences that cp cuts into equal chunks, and those at the ends of what the model takes."""
+    """Return lengths of sequences that cp cuts into equal chunks, and those at the limits of the model."""
     cp = given.get("cp", 1)
     unit = 2 * cp if is_count(cp, 2) else 1
     ends = [value, value + unit]
@@ -212,7 +213,7 @@ def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
 
 
 def _said(group: Sequence[Changes]) -> str:
-    """`tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `what it is with tp and dp left open`."""
+    """Return the text of changes: `tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `..., with tp and dp left open`."""
     if all(value is None for changes in group for value in changes.values()):
         return f"what is given, with {' and '.join(name for changes in group for name in changes)} left open"
     if len(group) > 1 and all(len(changes) == 1 for changes in group):
@@ -229,9 +230,9 @@ def _text(value: Any) -> str:
 
 
 def check_with_nearest(config: ParallelConfig, facts: Facts, scope: Scope, prefix: str = "") -> None:
-    """Raise PinError, with the nearest that is legal, for a configuration that is not.
+    """Raise PinError with the nearest legal choices if a configuration is illegal.
 
-    Where a change asks for it, dp is all remaining devices and the micro-batches make the batch: the message says so.
+    If a change requires it, dp becomes all remaining devices and the micro-batches make the batch: the message says so.
     """
     given = {f.name: getattr(config, f.name) for f in fields(config)}
 
@@ -264,7 +265,7 @@ def _completed(config: ParallelConfig, changes: Changes, facts: Facts) -> Parall
         at_once = made.dp * made.micro_batch_size
         if facts.batch is not None and "num_micro_batches" not in changes and facts.batch % at_once == 0:
             made = replace(made, num_micro_batches=facts.batch // at_once)
-    except (TypeError, ZeroDivisionError):  # another choice is no number
+    except (TypeError, ZeroDivisionError):  # another choice is not a number
         return None
     return made
 

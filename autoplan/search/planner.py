@@ -5,19 +5,19 @@
 
 One integer program over degrees, cuts and layouts:
 
-    minimise over (pp, dp, cp, tp, ep, etp, zero, b), cuts u_1 < ... < u_pp, layers computed again r_1 .. r_pp,
-    layouts x
+    minimise over (pp, dp, cp, tp, ep, etp, zero, b), cuts u_1 < ... < u_pp, recomputed layers r_1 .. r_pp, layouts x
              step(pp, dp, cp, tp, ep, etp, zero, b, u, r, x)          the event simulation of `price`
     subject to   memory_s(...) <= capacity                for every stage s
                  x legal on tp                            (autoplan.program.problem)
 
-Its inner problems decompose once the degrees are fixed, so its degree binaries are branched on here: layouts are the
-intra-op integer program per (tp, b), solved by HiGHS; the cut and the recompute are exact by a dynamic programme with
-branch and bound (autoplan.search.cuts); degrees are taken best first by a lower bound for all at once, until the
-least open bound is not below the best *evaluated* plan. What narrows the space is named in `restrictions`.
+Its inner problems decompose once the degrees are fixed, so the search branches on the degrees here. Layouts are the
+intra-op integer program per (tp, b), solved by HiGHS. Cut and recompute are exact by a dynamic programme with branch
+and bound (autoplan.search.cuts). Degrees are taken best first by a lower bound computed for all at once, until the
+least open bound is not below the best *evaluated* plan. `restrictions` names everything that narrows the space.
 
-Offloading is never faster, so it comes last: of degrees whose bound without memory is below the best plan, and where
-memory binds (`Cutter.binds`). Where it does not, every plan with offloading has one without that is no slower.
+Offloading is never faster, so it comes last: only for degrees whose bound without memory is below the best plan, and
+only if memory binds (`Cutter.binds`). If it does not bind, every plan with offloading has one without that is no
+slower.
 """
 
 from __future__ import annotations
@@ -73,10 +73,11 @@ __all__ = [
     "search_plan",
 ]
 
-# Simulated actions one candidate may cost before its open bound counts as a gap: deterministic, unlike a time limit.
+# Simulated actions that one candidate may cost before its open bound counts as a gap (deterministic, unlike a limit of
+# time).
 _MAX_ACTIONS = 100_000
-# While nothing is found a search goes on past its time limit: to this multiple of it, and at least so long. In the
-# second half of that what needs least memory is taken first instead of what is fastest.
+# While nothing is found, a search goes on past its time limit: to this multiple of it, and at least this long. In the
+# second half of that time, candidates with the least memory come first instead of the fastest.
 _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _RESTRICTIONS = (
     "all devices are used, in micro-batches of one size",
@@ -107,8 +108,8 @@ _SCHEDULES = (
 class Status(StrEnum):
     """How a search ended: everything decided, or stopped.
 
-    CUTS: some candidate has more cuts than are tried, and a bound below the best plan; LAYOUTS: only the proof of some
-    layout was stopped.
+    CUTS: some candidate has more cuts than are tried, and a bound below the best plan.
+    LAYOUTS: only the proof of some layout was stopped.
     """
 
     COMPLETE = "complete"
@@ -125,10 +126,11 @@ class Certificate:
     `considered` = `illegal` + `too_big` + `bounded_out` + `solved` + `open`.
 
     Attributes:
-        bounded_out: a proved lower bound is not below the best plan (with several plans asked for: the last of them).
-        open: not decided, since the search was stopped, or since it has more cuts than are tried.
+        bounded_out: a proved lower bound is not below the best plan (if several plans are requested: the last of them).
+        open: not decided, because the search was stopped or a candidate has more cuts than are tried.
         gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
-            nothing is known of it. That of a layout inside its blocks is `intra_gap`.
+            nothing is known about it.
+        intra_gap: the gap of a layout inside its blocks.
     """
 
     considered: int
@@ -156,7 +158,7 @@ class SearchResult:
 
 
 class _Outcome(Enum):
-    """What became of a candidate."""
+    """How a candidate was decided."""
 
     ILLEGAL = "illegal"
     TOO_BIG = "too big"
@@ -164,7 +166,7 @@ class _Outcome(Enum):
     SOLVED = "solved"
 
 
-_Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, layers computed again
+_Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
 
 
 class _Search:
@@ -183,7 +185,7 @@ class _Search:
         self.quick = QuickMemory(request, self.points.capacity_bytes)
         self.outcomes: dict[ParallelConfig, tuple[_Outcome, str]] = {}
         self.bounds: dict[ParallelConfig, float] = {}
-        self.first_bounds: dict[ParallelConfig, float] = {}  # of which memory is no part
+        self.first_bounds: dict[ParallelConfig, float] = {}  # bounds that ignore memory
         self.cutters: dict[ParallelConfig, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
@@ -191,7 +193,7 @@ class _Search:
         self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
 
     def run(self) -> SearchResult:
-        """Bound all, then refine and evaluate best first."""
+        """Bound all candidates, then refine and evaluate them best first."""
         with self._phase("space"):
             checked = space_of(self.request)
         try:
@@ -220,13 +222,13 @@ class _Search:
         return self.status is Status.TIME_LIMIT
 
     def _layout_limit_s(self) -> float:
-        """How long the next layout may take: what is left, and more while there is nothing to go on with."""
+        """Return the seconds that the next layout may take: the rest of the time, or more while there is no cutter."""
         total = self.request.time_limit_s if self.cutters else self.patience_s
         return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to a phase, without that of phases inside it."""
+        """Add the time spent inside to a phase, without that of nested phases."""
         began, before = time.perf_counter(), sum(self.phases.values())
         try:
             yield
@@ -236,10 +238,10 @@ class _Search:
     # -- candidates -------------------------------------------------------------------------------------------------
 
     def _bound_all(self, checked: Space) -> Space:
-        """Bound every candidate, of those that cut sequences one per method that attention may see all of them by."""
+        """Bound every candidate, with cut sequences one per combination of context-parallel methods."""
         out = list(checked.candidates)
         for k, candidate in enumerate(checked.candidates):
-            if self.cutters and self._out_of_time():  # what was not looked at is open
+            if self.cutters and self._out_of_time():  # the rest stays open
                 break
             found = [candidate]
             if not self.quick.too_big(candidate):
@@ -255,7 +257,7 @@ class _Search:
         return replace(checked, candidates=tuple(out))
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
-        """Decide it, or give it a cutter and a first bound; it stays without where its layout was stopped."""
+        """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
         if self.quick.too_big(candidate):
             self.outcomes[candidate] = (_Outcome.TOO_BIG, "activations")
             return
@@ -271,14 +273,14 @@ class _Search:
             self.cutters[candidate] = cutter
 
     def _refine(self, candidate: ParallelConfig) -> float:
-        """The bound that knows of memory; inf, and decided, if nothing fits."""
+        """Return the bound that includes memory; if nothing fits, it is inf and the candidate is decided."""
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
             bound = cutter.bound_s()
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
-                    for each in offloaded(self.request, candidate):  # what has less on the host is too big, too
+                    for each in offloaded(self.request, candidate):  # candidates with less on the host are too big, too
                         if held_on_host(each.offload) < held_on_host(candidate.offload):
                             self.outcomes.setdefault(each, self.outcomes[candidate])
             else:
@@ -291,11 +293,11 @@ class _Search:
         self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
 
     def _cutoff_s(self) -> float:
-        """What a plan must be below to be among those asked for."""
+        """Return the step time that a plan must beat to be among the requested ones."""
         return self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
 
     def _with_offload(self, checked: Space) -> Space:
-        """What offloading adds: bounded by the same degrees without it, looked at where memory binds."""
+        """Search candidates with offload: bounded by the same degrees without it, examined if memory binds."""
         new: list[ParallelConfig] = []
         for candidate in checked.candidates:
             outcome = self.outcomes.get(candidate)
@@ -303,7 +305,7 @@ class _Search:
                 continue
             for each in offloaded(self.request, candidate):
                 new.append(each)
-                if outcome is not None and candidate not in self.cutters:  # too big at a glance
+                if outcome is not None and candidate not in self.cutters:  # too big by the quick bound
                     self.outcomes[each] = outcome
                 elif candidate in self.first_bounds:
                     self.bounds[each] = self.first_bounds[candidate]
@@ -311,7 +313,7 @@ class _Search:
         return replace(checked, candidates=(*checked.candidates, *new))
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
-        """False, and decided, if offloading cannot help the degrees of a candidate."""
+        """Return False, and decide the candidate, if offloading cannot help its degrees."""
         with self._phase("bounds"):
             cutter, cutoff = self.cutters[candidate.but(offload=())], self._cutoff_s()
             binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
@@ -320,8 +322,8 @@ class _Search:
         return binds
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
-        """Take the least bound; refine it the first time, evaluate it the second."""
-        # of equal ones first what has most on the host: where that is too big, so are the others
+        """Take the candidate with the least bound; refine it the first time, evaluate it the second."""
+        # among equals, the one with most on the host comes first: if it is too big, so are the others
         heap = [
             (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
             for candidate, bound in bounds.items()
@@ -349,13 +351,13 @@ class _Search:
                 )
 
     def _prepare(self, candidate: ParallelConfig) -> bool:
-        """Give a candidate with offload its cutter. False if it is decided, or its layout was stopped."""
+        """Give a candidate with offload its cutter. Return False if it is decided, or its layout was stopped."""
         if self._memory_binds(candidate):
             self._bound(candidate)
         return candidate in self.cutters
 
     def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
-        """Search its cuts; it stays open if that neither finds one nor shows that there is none."""
+        """Search the cuts of a candidate; it stays open if none is found and none is excluded."""
         with self._phase("evaluation"):
             cut = self.cutters[candidate].search(cutoff_s, max_evaluated)
         if cut.chunks is None and cut.exact and cutoff_s == math.inf:
@@ -375,10 +377,10 @@ class _Search:
         self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
         self.best.sort(key=lambda e: (e[0], search_order(e[1])))
         alike = [e for e in self.best if e[1].but(context_method=None, offload=()) == degrees]
-        self.best = [e for e in self.best if e not in alike[1:]]  # plans asked for differ in degrees
+        self.best = [e for e in self.best if e not in alike[1:]]  # requested plans differ in degrees
 
     def _least_memory_first(self, checked: Space) -> None:
-        """Nothing was found: what is still open, until the first plan that fits or until patience ends."""
+        """Evaluate open candidates, if nothing was found yet, until the first plan that fits or until patience ends."""
         rest = [c for c in checked.candidates if c not in self.outcomes]
         for candidate in sorted(rest, key=least_memory_first):
             left = self.patience_s - self._elapsed_s()
@@ -418,7 +420,7 @@ class _Search:
         counts = Counter(outcome for outcome, _ in self.outcomes.values())
         rules = Counter(detail for outcome, detail in self.outcomes.values() if outcome is _Outcome.ILLEGAL)
         status = self.status
-        if status is Status.TIME_LIMIT and not num_open:  # it was just done
+        if status is Status.TIME_LIMIT and not num_open:  # everything was decided just in time
             status = Status.COMPLETE
         if status is Status.COMPLETE and not self.points.all_proved:
             status = Status.LAYOUTS
@@ -442,7 +444,7 @@ class _Search:
         )
 
     def _restrictions(self, checked: Space) -> tuple[str, ...]:
-        """Everything that narrows the space."""
+        """Return everything that narrows the space."""
         r = self.request
         out = [*_RESTRICTIONS, *self._of_degrees(checked)]
         if "recompute" not in r.pins:
@@ -466,7 +468,7 @@ class _Search:
         return (*out, *layouts, *checked.restrictions)
 
     def _of_degrees(self, checked: Space) -> Iterator[str]:
-        """What narrows how experts and sequences are spread."""
+        """Yield the restrictions of how experts and sequences are spread."""
         cut = any(c.cp > 1 for c in checked.candidates)
         if nodes_with(self.request.graph, OpKind.EXPERTS):
             yield _EXPERTS
@@ -477,7 +479,7 @@ class _Search:
             yield "layouts of cut sequences as if keys and values were gathered; one method per block"
 
     def _nothing(self, checked: Space) -> Exception:
-        """The error where no plan was found."""
+        """Return the error if no plan was found."""
         num_open = sum(c not in self.outcomes for c in checked.candidates)
         if num_open:
             r = self.request
@@ -490,7 +492,7 @@ class _Search:
 
 
 def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> Mapping[str, str] | tuple[int, ...]:
-    """What steps down the ladder come to: layers per stage if all are in full, else the choice of every layer."""
+    """Return the choices behind steps along the frontier: layers per stage if all are full, else a choice per layer."""
     w, counts = pricer.workload, []
     chosen: dict[int, str] = {}
     for units, level in zip(ranges_of(chunks), steps, strict=True):
@@ -508,9 +510,11 @@ def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> 
 
 
 def search_plan(request: PlanRequest) -> SearchResult:
-    """The best plans of the space, and the certificate.
+    """Return the best plans of the space, and the certificate.
 
-    Raises: PinError for pins that leave nothing legal; NothingFits, with a report, if no plan fits the memory;
-    StoppedError if none was found in time.
+    Raises:
+        PinError: the pins leave nothing legal.
+        NothingFits: no plan fits the memory; has a report.
+        StoppedError: no plan was found in time.
     """
     return _Search(request).run()

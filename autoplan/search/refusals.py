@@ -1,4 +1,4 @@
-"""Why pins leave no legal plan, and the nearest pins that do: each tried by the same enumeration before it is named."""
+"""Explain why pins leave no legal plan, and name the nearest pins that do, each checked by the same enumeration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autoplan.search.nearest import Changes, explained
 
 
 def refusal(limits: Limits, pins: Mapping[str, Any]) -> PinError | None:
-    """The error for pins that are no pins, or that leave no legal candidate, with what is near; None if some is left.
+    """Return the error for pins that are invalid or leave no legal candidate, with the nearest pins; else None.
 
     Args:
-        pins: as they were given.
+        pins: pins as they were given.
     """
 
     def attempt(changes: Changes, facts: Facts) -> Changes | None:
@@ -30,7 +30,11 @@ def refusal(limits: Limits, pins: Mapping[str, Any]) -> PinError | None:
 
 
 def _fault(limits: Limits, pins: Mapping[str, Any], whole: bool) -> PinError | None:
-    """`whole`: why, and not only whether."""
+    """Return the error of pins, or None.
+
+    Args:
+        whole: find the reason as well, not only whether there is an error.
+    """
     try:
         check_pins(pins)
         known = Pins(pins)
@@ -42,7 +46,7 @@ def _fault(limits: Limits, pins: Mapping[str, Any], whole: bool) -> PinError | N
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:
-    """Raise PinError for names and values that no cluster or model could make legal, and for a method without a cp."""
+    """Raise PinError for names and values that no cluster or model makes legal, and for a method without a cp."""
     check_values(pins)
     if pins.get("context_method") is not None and pins.get("cp", 1) == 1:
         raise PinError(f"context_method={pins['context_method']!r} needs a pin of cp", ("cp", "context_method"))

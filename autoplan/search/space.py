@@ -16,8 +16,8 @@ from autoplan.schedules.schedule import SEARCHED_SCHEDULES
 from autoplan.search.degrees import Limits, Space, candidates
 from autoplan.search.refusals import refusal
 
-LEAST_PART = 8192  # tokens per rank and sequence from which on cp is searched: below, a device has too little to do
-_LEAST_DOMAIN = 8  # tp up to this is looked at even where no scale-up domain is as large
+LEAST_PART = 8192  # least tokens per rank and sequence for which cp is searched: with fewer a device idles
+_LEAST_DOMAIN = 8  # tp up to this is searched even if no scale-up domain is as large
 
 
 def space(
@@ -30,13 +30,16 @@ def space(
     facts: Facts | None = None,
     scope: Scope = Scope.SEARCHED,
 ) -> Space:
-    """Enumerate. Every pin is kept; a pin that leaves nothing is a PinError that names the rule and the nearest value.
+    """Enumerate the candidates under pins.
 
     Args:
         global_batch_size: sequences per step, over all data-parallel ranks.
-        seq_len: their length; 0: cp is 1 unless pinned.
-        facts: of model, cluster and run; None: of the others, and the run's defaults.
-        scope: of the rules that are kept.
+        seq_len: tokens per sequence; 0: cp is 1 unless pinned.
+        facts: facts of model, cluster and run; None: those of the other arguments, and the run's defaults.
+        scope: scope of the rules to keep.
+
+    Raises:
+        PinError: the pins leave no candidate; the message names the rule and the nearest value.
     """
     if not is_count(global_batch_size):
         raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
@@ -50,7 +53,7 @@ def space(
 
 
 def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:
-    """What a search looks at."""
+    """Return the limits of a search."""
     return Limits(
         facts,
         scope,
@@ -62,7 +65,7 @@ def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:
 
 
 def _contexts(model: ModelFacts, cluster: Cluster, seq_len: int) -> tuple[int, ...]:
-    """1, and within a scale-up domain what leaves every rank enough of each sequence, if the model can be cut."""
+    """Return 1, and the cp within a scale-up domain that leave every rank enough tokens, if the model can be cut."""
     most = min(seq_len // LEAST_PART, max(_LEAST_DOMAIN, cluster.domain_size))
     found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (2 * cp) == 0]
     return (1, *found) if found and model.context_obstacle is None else (1,)

@@ -1,8 +1,8 @@
 """Compare a captured graph with its module by running both: the loss and every gradient, in float64, in this process.
 
-The module runs as its user would run it (training or evaluation as it is, with its loss), on float64 copies of its
-parameters and buffers: nothing of it changes. The graph runs as the program of one device, through the same emitter,
-text and kernels as any plan of it.
+The module runs as its user would run it (in its training or evaluation mode, with its loss) on float64 copies of its
+parameters and buffers, so it does not change. The graph runs as the program of one device, through the emitter, text
+and kernels of every plan.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from autoplan.verify.sample import draw_batch, longest_window, sizes_to_try
 from autoplan.verify.wide import WIDE
 
 # Relative to the loss, and to the largest element of a gradient. Equal functions differ by the rounding of float64,
-# 1e-15 to 1e-13 (verification.py); the smallest mistakes that were made, an epsilon of 1e-5 for 1e-6 in a
-# norm, by 1e-6.
+# 1e-15 to 1e-13 (verification.py); the smallest mistake that was tried, an epsilon of 1e-5 for 1e-6 in a norm, gives
+# 1e-6.
 TOLERANCE = 1e-8
-# Of the largest element of all gradients: what is zero but for rounding (a bias of keys) is not compared with itself.
+# Relative to the largest element of all gradients: a gradient that is zero but for rounding (a bias of keys) is not
+# compared with itself.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What verification found: `done`, or not; `text` is for the plan."""
+    """The result of a verification. `done`: whether it was compared; `text`: the line for the plan."""
 
     done: bool
     text: str
@@ -44,9 +45,11 @@ def _wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def compare(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> Outcome:
-    """Run both on one batch and compare. `moved`: see `copies_of`.
+    """Run graph and module on one batch and compare them. `moved`: see `copies_of`.
 
-    Raises: CaptureError naming the first value that differs; NotComparable.
+    Raises:
+        CaptureError: names the first value that differs.
+        NotComparable: if the module cannot run in float64.
     """
     batch = _wide_batch(draw_batch(task.graph, task.example, sizes))
     tensors = copies_of(task.model, moved)
@@ -66,7 +69,7 @@ def compare(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> O
 
 
 def differing(names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> list[Wrong]:
-    """The gradients that are not equal up to the tolerance; a parameter without one has zeros."""
+    """Return the gradients that differ by more than the tolerance; a parameter without a gradient has zeros."""
 
     def largest(t: torch.Tensor | None) -> float:
         return 0.0 if t is None or not t.numel() else float(t.abs().max())
@@ -83,8 +86,11 @@ def differing(names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[s
 
 
 def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | None, Cost | None]:
-    """The longest sequences that usually cost little, longer ones where a window needs them; None and the least cost
-    where all exceed the limit or the memory."""
+    """Choose the longest sequences that usually cost little, or longer ones if a window needs them.
+
+    Returns:
+        (sizes, their cost), or (None, the least cost) if all sizes exceed the limit or the memory.
+    """
     s, t = example_lengths(task.model, task.example)
     example = {"s": s, **({} if t is None else {"t": t})}
     window, least = _window(task), None
@@ -92,7 +98,7 @@ def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | Non
     for sizes in sizes_to_try(task.graph, example):
         try:
             least = cost_of(task.graph, sizes)
-        except GraphError:  # a shape that is whole for some lengths only
+        except GraphError:  # a shape that is a whole number for some lengths only
             continue
         if least.seconds <= limit_s and least.fits:
             found.append((sizes, least.seconds))
@@ -104,15 +110,16 @@ def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | Non
 
 
 def _window(task: VerifyTask) -> int:
-    """The longest sliding window of the graph or, where it may have been lost, of a Hugging Face config."""
+    """Return the longest sliding window of the graph, or of a Hugging Face config, in case the graph lost it."""
     wanted = getattr(getattr(task.model, "config", None), "sliding_window", None)
     return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 
 def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
-    """Compare graph and module at sizes that cost at most `limit_s`; an outcome that is not done says why.
+    """Compare graph and module at sizes that cost at most `limit_s`. The outcome says why if it is not done.
 
-    Raises: CaptureError for a graph that is not the module.
+    Raises:
+        CaptureError: if the graph is not the module.
     """
     tensors = (*task.model.named_parameters(), *task.model.named_buffers())
     without = [n for n, p in tensors if p.is_meta or isinstance(p, FakeTensor)]
@@ -125,7 +132,8 @@ def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
 
 
 def compare_or_say(task: VerifyTask, sizes: Mapping[str, int]) -> Outcome:
-    """`compare`, or why it cannot be done. Where the module cannot run so, with its values exactly as they are."""
+    """Run `compare`; if the module cannot run on moved values, run it on its exact values. Says why if neither
+    works."""
     try:
         return compare(task, sizes)
     except NotComparable:

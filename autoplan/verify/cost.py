@@ -1,4 +1,4 @@
-"""What it costs to verify a graph on this host, before it is tried: seconds and memory, from the graph."""
+"""Estimate from the graph what its verification costs on this host: seconds and memory."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
 from autoplan.program.op_costs import OpCosts
 
-LIMIT_S = 5.0  # what verification may cost; more is done only where it is required
-USUAL_S = 0.3  # up to here longer sequences are worth it
-# of a core of a server in float64, small matrices: measured by experiments/plans/verification.py, rounded down
+LIMIT_S = 5.0  # limit of a verification; more is done only where it is required
+USUAL_S = 0.3  # up to this cost, longer sequences are preferred
+# per core of a server in float64, small matrices: measured by experiments/plans/verification.py, rounded down
 _FLOPS_PER_CORE = 4e9
 _BYTES_PER_S = 4e9
-_NODE_S = 4e-5  # an operation, forward or backward, under the mode that makes it float64
+_NODE_S = 4e-5  # an operation, forward or backward, in the mode that makes it float64
 _RUNS = 2  # module and program
 _FORWARD_AND_BACKWARD = 3
 _WIDTH = 8
 _COPIES = 3  # of the parameters, in float64: values, gradients of the module and of the program
-_MEMORY_SHARE = 0.5  # of what is free: other processes of the job load their models
+_MEMORY_SHARE = 0.5  # of the free memory: other processes of the job load their models
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one verification."""
+    """The cost of one verification: `seconds`, and `num_bytes` of memory."""
 
     seconds: float
     num_bytes: float
 
     @property
     def fits(self) -> bool:
-        """True if this host has the memory now."""
+        """True if this host has the memory at this moment."""
         return self.num_bytes <= _MEMORY_SHARE * free_bytes()
 
     def __str__(self) -> str:
@@ -43,14 +43,15 @@ class Cost:
 
 
 def free_bytes() -> int:
-    """Memory of the host that is not in use."""
+    """Return the bytes of host memory that are not in use."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def cost_of(graph: ModelGraph, sizes: Mapping[str, int]) -> Cost:
-    """The estimated cost of running module and graph on a batch of these sizes.
+    """Estimate the cost of running module and graph on a batch of these sizes.
 
-    Raises: GraphError for sizes that the graph is not for.
+    Raises:
+        GraphError: for sizes outside the bounds of the graph.
     """
     works, counts = OpCosts(graph, (), sizes), graph.call_counts()
     flops = kept = 0.0
@@ -64,18 +65,21 @@ def cost_of(graph: ModelGraph, sizes: Mapping[str, int]) -> Cost:
     arithmetic = _RUNS * _FORWARD_AND_BACKWARD * flops / (_FLOPS_PER_CORE * torch.get_num_threads())
     activations = _RUNS * 2 * _FORWARD_AND_BACKWARD * kept / _BYTES_PER_S
     seconds = arithmetic + activations + _RUNS * _FORWARD_AND_BACKWARD * num_nodes * _NODE_S
-    # the module may keep twice as much: explicit scores
+    # the module may keep twice as much, with explicit scores
     return Cost(parameters.seconds + seconds, parameters.num_bytes + 2 * kept)
 
 
 def cost_of_parameters(number: int) -> Cost:
-    """The part that any batch costs: each parameter is copied, read forward and backward, and has a gradient."""
+    """Return the cost that every batch has: each parameter is copied, read forward and backward, and has a gradient."""
     stored = float(number * _WIDTH)
     return Cost(_RUNS * 4 * stored / _BYTES_PER_S, _COPIES * stored)
 
 
 def _kept(works: OpCosts, block: Block) -> float:
-    """Bytes of all that a call of the block makes, in float64; of attention its scores, which the module may keep."""
+    """Return the bytes of all values that a call of the block makes, in float64.
+
+    They include the scores of attention, which the module may keep.
+    """
     total = 0.0
     for node in block.nodes:
         total += sum(works.number(block.values[out].num_elements) for out in node.outputs)

@@ -1,4 +1,4 @@
-"""Whether and how a capture is verified, and what a plan says of it. What was verified once is remembered."""
+"""Whether and how a capture is verified, and the line that a plan gets. Outcomes are remembered on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.verify.runs import VerifyTask
 from autoplan.verify.shallow import verify_shallow
 
 VERIFY_CHOICES = (True, False, "required")
-# the code that a comparison runs; what captures is in the key of the captured graph
+# packages of the code that a comparison runs; those that capture are in the key of the captured graph
 _CODE = (
     "capture",
     "ir",
@@ -32,7 +32,7 @@ _CODE = (
 
 
 def check_verify(verify: object) -> bool | str:
-    """One of the choices. PinError for anything else."""
+    """Return `verify` if it is one of the choices. Raises PinError for anything else."""
     for choice in VERIFY_CHOICES:
         if verify is choice or (isinstance(verify, str) and verify == choice):
             return choice
@@ -40,16 +40,21 @@ def check_verify(verify: object) -> bool | str:
 
 
 def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | None = None) -> str:
-    """Compare a captured graph with its module, as far as `verify` asks for it, and say what was found.
+    """Compare a captured graph with its module as far as `verify` asks for it, and say what was found.
 
     Args:
-        verify: True: where it costs some seconds at most, else on fewer layers of a Hugging Face config, else not at
-            all. 'required': whatever it costs. False: not at all.
-        folder: of what is remembered; None: that of the captured graphs.
+        verify: True: the whole model if that costs some seconds at most, else fewer layers of a Hugging Face config,
+            else
+            nothing. 'required': at any cost. False: nothing.
+        folder: folder of the remembered outcomes; None: inside the folder of the captured graphs.
 
-    Returns: a line for the plan, 'capture verified ...' or 'capture not verified: why'.
-    Raises: CaptureError for a graph that is not its module (the first value that differs is named), and with 'required'
-        where the two could not be compared.
+    Returns:
+        A line for the plan, 'capture verified ...' or 'capture not verified: why'.
+
+    Raises:
+        CaptureError: if the graph is not its module (names the first value that differs), and with 'required' if the
+            two
+            could not be compared.
     """
     if verify is False:
         return "capture not verified: verify=False"
@@ -57,7 +62,7 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
     if path is not None and path.exists():
         try:
             return str(json.loads(path.read_text())["verified"])
-        except (KeyError, TypeError, ValueError):  # damaged: verified anew
+        except (KeyError, TypeError, ValueError):  # damaged: verify again
             path.unlink(missing_ok=True)
     limit_s = math.inf if verify == "required" else LIMIT_S
     whole = verify_whole(task, limit_s)
@@ -77,7 +82,8 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
 
 
 def _remembered(task: VerifyTask, folder: Path | None) -> Path | None:
-    """Where the outcome for this model and graph is kept; None for a model whose code is not known by its version."""
+    """Return the file of the outcome for this model and graph; None if the model's version does not identify its
+    code."""
     model = None if task.loss_fn is not None else capture_key(task.model, task.example)
     if model is None:
         return None

@@ -1,8 +1,8 @@
 """Name the first value in which a captured graph differs from its module.
 
-Both run once more, and every floating tensor that they make is remembered by its size, its sum, and the sums of its
-absolute values and squares: what is reshaped or transposed stays what it is. Values of the graph are named by their
-op, module and source line.
+Both run once more. Every floating tensor that they make is remembered by its size, its sum, and the sums of its
+absolute values and squares, which stay the same when it is reshaped or transposed. Values of the graph are named by
+their op, module and source line.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from autoplan.verify.one_device import MODULE, OneDevice, load_stage
 from autoplan.verify.runs import ADVICE, Tensors, VerifyTask, Wrong, run_graph, run_module
 
 _HIDDEN = 1e29
-_CLOSE = 1e-10  # of fingerprints, relative: both sides are float64
+_CLOSE = 1e-10  # relative, of fingerprints: both sides are float64
 _SEEN = "_autoplan_seen"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What reshaping, transposing and permuting leave as it is."""
+    """Figures of a tensor that reshaping, transposing and permuting do not change."""
 
     size: int
-    num_hidden: int  # elements beyond _HIDDEN: masks, which would outweigh all others
+    num_hidden: int  # elements beyond _HIDDEN: masks, which would outweigh the others
     total: float
-    magnitude: float  # sum of absolute values: sum and squares of a normalised tensor hardly depend on it
+    magnitude: float  # sum of absolute values: the other two hardly tell normalised tensors apart
     squares: float
 
     @staticmethod
     def of(t: torch.Tensor) -> Fingerprint:
-        """Of a floating tensor."""
+        """Return the fingerprint of a floating tensor."""
         flat = t.detach().to(torch.float64)
         hidden = flat.abs() > _HIDDEN
         flat = flat.masked_fill(hidden, 0.0)
@@ -56,7 +56,7 @@ class Fingerprint:
         return math.sqrt(self.squares) if self.squares >= 0 else math.nan
 
     def same(self, other: Fingerprint) -> bool:
-        """True if they may be of one tensor."""
+        """Return True if both may belong to the same tensor."""
         if (self.size, self.num_hidden) != (other.size, other.num_hidden):
             return False
         if not math.isfinite(self.squares) or not math.isfinite(other.squares):
@@ -67,7 +67,7 @@ class Fingerprint:
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """All that the module computes, in order: the path of the module that computes it, by which operation, what."""
+    """Records the floating tensors that the module makes, in order: path of the module, operation, fingerprint."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func` and remember what it makes."""
+        """Call `func` and remember its results."""
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel():
@@ -87,7 +87,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Know in which module the forward is."""
+        """Keep track of the module whose forward runs."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self._stack.append(self._paths.get(id(module), self._stack[-1]))
@@ -103,7 +103,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of the graph: what makes it, from which other values, and what it was."""
+    """A value of the graph: the node that makes it, its inputs by name, and its fingerprint."""
 
     call: Call
     node: Node
@@ -113,7 +113,7 @@ class _Value:
 
     @property
     def scope(self) -> str:
-        """Path of the module that made it."""
+        """The path of the module that made it."""
         layer = self.call.name if any(p.startswith(f"{self.call.name}.") for p in self.call.params.values()) else ""
         return ".".join(part for part in (layer, self.node.scope) if part)
 
@@ -123,10 +123,10 @@ class _Value:
 
 
 class _Instrument(ast.NodeTransformer):
-    """Shows `_autoplan_seen` every variable of the blocks when it is made."""
+    """Inserts a call of `_autoplan_seen` behind every assignment to a variable of the blocks."""
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        """One assignment."""
+        """Add the calls behind one assignment."""
         (target,) = node.targets
         names = [x.id for x in (target.elts if isinstance(target, ast.Tuple) else [target]) if isinstance(x, ast.Name)]
         seen = "".join(f"{_SEEN}(self, {name!r}, {name})\n" for name in names)
@@ -134,7 +134,7 @@ class _Instrument(ast.NodeTransformer):
 
 
 def _values(task: VerifyTask, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> list[_Value]:
-    """All values of the graph that are floating, in the order of the program."""
+    """Return all floating values of the graph, in the order of the program."""
     tree = ast.parse(compiled.text)
     for item in tree.body:
         if isinstance(item, ast.ClassDef) and item.name != "Stage":
@@ -172,8 +172,10 @@ def _values(task: VerifyTask, compiled: OneDevice, tensors: Tensors, batch: Mapp
 
 
 def _first(values: Sequence[_Value], made: Sequence[Fingerprint]) -> _Value | None:
-    """The first value that the module does not make, and from which nothing follows that it makes: a value that the
-    graph only computes in other steps is none."""
+    """Return the first value that the module does not make and that leads to no later value which the module makes.
+
+    A value with such a successor is only an intermediate of other steps to the same result.
+    """
     by_size: dict[int, list[Fingerprint]] = {}
     for f in made:
         by_size.setdefault(f.size, []).append(f)
@@ -182,7 +184,7 @@ def _first(values: Sequence[_Value], made: Sequence[Fingerprint]) -> _Value | No
         return any(f.same(other) for other in by_size.get(f.size, ()))
 
     found = [known(v.fingerprint) for v in values]
-    right: set[str] = set()  # values that lead to one that is right
+    right: set[str] = set()  # values that lead to a right one
     for value, there in zip(reversed(values), reversed(found), strict=True):
         if (there and value.fingerprint.squares > 0) or value.name in right:
             right |= {value.name, *value.inputs}
@@ -192,8 +194,12 @@ def _first(values: Sequence[_Value], made: Sequence[Fingerprint]) -> _Value | No
 def _counterpart(
     value: _Value, values: Sequence[_Value], made: Sequence[tuple[str, str, Fingerprint]]
 ) -> Fingerprint | None:
-    """The tensor of the module that should have been the value: of its size, in its place, and nowhere in the graph; by
-    the same operation if there is one, else the last."""
+    """Return the tensor of the module that should have been the value.
+
+    It has the size of the value, comes from the same module, and is nowhere in the graph. A result of the same
+    operation
+    is preferred, else the last one counts.
+    """
     mine = [v.fingerprint for v in values if v.fingerprint.size == value.fingerprint.size]
     there = [(op, f) for path, op, f in made if path == value.scope and f.size == value.fingerprint.size]
     there = [(op, f) for op, f in there if not any(f.same(other) for other in mine)]
@@ -202,7 +208,7 @@ def _counterpart(
 
 
 def _first_gradient(compiled: OneDevice, wrong: Sequence[Wrong]) -> Wrong:
-    """The wrong gradient that the backward reaches first."""
+    """Return the wrong gradient that the backward reaches first."""
     by_name = {w.name: w for w in wrong}
     for call in reversed(compiled.graph.calls):
         for node in reversed(compiled.graph.blocks[call.block].nodes):
@@ -220,15 +226,16 @@ def explain(
     losses: tuple[float, float],
     wrong: Sequence[Wrong],
 ) -> str:
-    """The message for a graph that is not its module: the losses and the first value that differs.
+    """Return the message for a graph that is not its module: the losses and the first value that differs.
 
     Args:
-        losses: of the graph and of the module. wrong: the gradients that differ.
+        losses: of the graph and of the module.
+        wrong: the gradients that differ.
     """
     text = _summary(task, losses, wrong)
     try:
         where = _where(task, compiled, tensors, batch, wrong)
-    except Exception as exc:  # that it differs is what matters
+    except Exception as exc:  # the difference itself must be reported in any case
         where = f". The first value that differs was not found ({type(exc).__name__}: {exc})"
     return f"{text}{where}. {ADVICE}"
 

@@ -1,4 +1,4 @@
-"""The program of one device: what codegen emits of a graph without parallelism, run without a process group."""
+"""The program of one device: codegen's text for a graph without parallelism, run without a process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autoplan.runtime.program import load_module
 from autoplan.verify.wide import thinned
 
 _STAGE = "stage0.py"
-MODULE = "autoplan_verified_program"  # the name of the loaded text
+MODULE = "autoplan_verified_program"  # module name of the loaded text
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class OneDevice:
     """A graph compiled for one device.
 
     Attributes:
-        graph: with the factors that stand for dropout. lowered: its blocks as they are in the text.
+        graph: the graph with factors in place of dropout.
+        program: the emitted program.
+        lowered: its blocks as they are in the text.
     """
 
     graph: ModelGraph
@@ -44,21 +46,22 @@ class OneDevice:
 
     @property
     def text(self) -> str:
-        """Of its only stage."""
+        """The text of its only stage."""
         return self.program.sources[_STAGE]
 
 
 def compile_one_device(graph: ModelGraph) -> OneDevice:
-    """Compile for one device. Without sub-axes every choice of the layout has one option, so nothing is searched.
+    """Compile a graph for one device. Without sub-axes every choice of the layout has one option: no search is needed.
 
-    Dropout is the factor that stands for it in `autoplan.verify.wide`.
+    Dropout becomes a fixed factor (`autoplan.verify.wide.thinned`).
 
-    Raises: RuleError for an op without a rule or an emitter.
+    Raises:
+        RuleError: for an op without a rule or an emitter.
     """
     graph = replace(graph, blocks={name: _without_dropout(block) for name, block in graph.blocks.items()})
     dims = ParallelDims.of(graph, ParallelConfig())
     axes = dims.layout_axes
-    env = dict.fromkeys(SYMBOLS, 16)  # of the prices only, which decide nothing here
+    env = dict.fromkeys(SYMBOLS, 16)  # sizes for the prices only, which decide nothing here
     problem = build_problem(graph, IntraSettings(axes, Cluster.local(1, "cpu"), env))
     selection = {choice.name: choice.options[0] for choice in problem.choices}
     free = graph.free_calls()
@@ -78,7 +81,7 @@ def _without_dropout(block: Block) -> Block:
 
 
 def load_stage(text: str) -> nn.Module:
-    """The stage of an emitted text; its parameters have no memory yet."""
+    """Load the stage of an emitted text; its parameters have no memory yet."""
     with tempfile.TemporaryDirectory(prefix="autoplan_") as folder, torch.device("meta"):
         path = Path(folder) / _STAGE
         stage: nn.Module = load_module(path, MODULE, text).Stage()
@@ -88,7 +91,7 @@ def load_stage(text: str) -> nn.Module:
 def bind_params(
     stage: nn.Module, program: Program, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Let the stage compute with these tensors, by their names in the model; nothing is copied."""
+    """Make the stage compute with these tensors, by their names in the model; no tensor is copied."""
     (spec,) = program.spec.stages
     for p in spec.params:
         setattr(stage.get_submodule(f"blocks.{p.block}"), p.attr, parameters[p.name])
@@ -99,7 +102,7 @@ def bind_params(
 def run_one_device(
     stage: nn.Module, graph: ModelGraph, batch: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The loss of one micro-batch that is the whole batch."""
+    """Return the loss of one micro-batch that is the whole batch."""
     count: Callable[..., torch.Tensor] = stage.count  # type: ignore[assignment]  # a method of every emitted stage
     number = count(**batch) if graph.loss_count != "none" else torch.ones(())
     inputs: dict[str, Any] = {**batch, "loss_denominator": number.to(dtype)}

@@ -1,4 +1,4 @@
-"""Run a module and its captured graph in float64: what is compared, on copies of its tensors, and their gradients."""
+"""Run a module and its captured graph in float64, on copies of its tensors, and return their losses and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.verify.one_device import OneDevice, bind_params, run_one_device
 from autoplan.verify.wide import WIDE, wide
 
-# Of the size of a tensor whose elements are all equal: how far they are moved apart.
+# How far the elements of a tensor with all equal elements are moved apart, relative to their size.
 _NOISE = 0.1
 ADVICE = (
     "This is an error of autoplan's capture: please report it with the model. verify=False trains with the graph as it "
@@ -33,11 +33,11 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """A graph, and what it is to be compared with.
+    """A graph, and the module that it is compared with.
 
     Attributes:
-        example: as it was captured with. loss_fn: likewise.
-        dtype: the dtype it was captured to compute in; None: that of the model.
+        example, loss_fn: the arguments of the capture.
+        dtype: the dtype that the capture computes in; None: the model's.
     """
 
     model: nn.Module
@@ -60,7 +60,7 @@ class Tensors:
     buffers: Mapping[str, torch.Tensor]
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Of every parameter that has one; afterwards none has."""
+        """Return the gradient of every parameter that has one, and remove it from the parameter."""
         found = {}
         for name, p in self.parameters.items():
             if p.grad is not None:
@@ -69,9 +69,12 @@ class Tensors:
 
 
 def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
-    """Float64 copies, on the host, where both are run. Where all elements are equal, as norms and biases begin, they
-    are moved by up to a tenth unless `moved` is False: zeros hide whether they are used, ones which of two norms they
-    belong to."""
+    """Return float64 copies on the host, where both are run.
+
+    A tensor of equal elements, as in new norms and biases, is moved by up to a tenth unless `moved` is False. Zeros
+    would
+    hide whether the graph uses them, and ones which of two norms they belong to.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def copied(t: torch.Tensor) -> torch.Tensor:
@@ -91,12 +94,12 @@ def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
 
 
 class _Step(LossModule):
-    """Forward and backward in one call: a forward that is computed again in the backward needs the same tensors."""
+    """Forward and backward in one call, as a forward that is recomputed in the backward needs the same tensors."""
 
     backward = True
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The loss; gradients are in the parameters' `grad`."""
+        """Return the loss; gradients are in the parameters' `grad`."""
         loss = super().forward(*tensors)
         if self.backward:
             torch.autograd.backward(loss)
@@ -106,19 +109,19 @@ class _Step(LossModule):
 def run_module(
     task: VerifyTask, tensors: Tensors, batch: Mapping[str, torch.Tensor], backward: bool = True
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the module. NotComparable if it cannot run so."""
+    """Return loss and gradients of the module. Raises NotComparable if it cannot run in float64."""
     names = tuple(task.example)
     step = _Step(task.model, names, task.loss_fn)
     step.backward = backward
     state: dict[str, torch.Tensor] = {f"model.{n}": p for n, p in tensors.parameters.items()}
-    state |= {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}  # the forward may change them
+    state |= {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}  # copies: the forward may change them
     try:
         with own_hooks(task.model) if is_hf_model(task.model) else nullcontext(), wide(task.shown):
             loss = functional_call(step, state, tuple(batch[n] for n in names))
             if step.gives_more():
                 tensors.take_gradients()
                 loss = functional_call(step, state, tuple(batch[n] for n in names))
-    except Exception as exc:  # of any kind: the model is the user's
+    except Exception as exc:  # of any type: the model is the user's
         raise NotComparable(f"the module cannot run in float64 on {_shown(batch)}: {_first_line(exc)}") from exc
     gradients = tensors.take_gradients()
     if not bool(loss.isfinite()) or not all(bool(g.isfinite().all()) for g in gradients.values()):
@@ -129,7 +132,7 @@ def run_module(
 def run_graph(
     task: VerifyTask, stage: nn.Module, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the program of one device. CaptureError if it cannot run where the module can."""
+    """Return loss and gradients of the program of one device. Raises CaptureError if it fails where the module runs."""
     try:
         bind_params(stage, compiled.program, tensors.parameters, tensors.buffers)
         with wide(task.shown):
@@ -155,7 +158,7 @@ def _shown(batch: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A gradient that differs: its largest element in the graph and the module, and of their difference."""
+    """A gradient that differs: the largest element in the graph, in the module, and of their difference."""
 
     name: str
     got: float

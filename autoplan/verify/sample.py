@@ -1,7 +1,7 @@
-"""What a captured graph is verified on: sizes that cost little and are not those of the example, and a batch of them.
+"""Sizes and batches to verify a captured graph on: cheap sizes that differ from the example's.
 
 An example whose entries are all equal hides errors: without the causal mask, equal tokens see the same. Such inputs are
-drawn anew, tokens below the number of rows of their embedding, labels below the number of classes.
+drawn at random: tokens below the number of rows of their embedding, labels below the number of classes.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from autoplan.ops.table import op_kind, op_record
 SymbolSizes = Mapping[str, int]
 
 _SEED = 0
-_MASKS = ("attention_mask", "decoder_attention_mask")  # of Hugging Face models: 1 for tokens that count
+_MASKS = ("attention_mask", "decoder_attention_mask")  # inputs of Hugging Face models: 1 for valid tokens
 _POSITIONS = ("position_ids", "decoder_position_ids")
 _LEAST_TOKENS = 8
 
 
 @dataclass
 class _Use:
-    """What the whole numbers of an input are used as."""
+    """The use of the whole numbers of an input: as indices of an embedding, as labels, or both."""
 
-    rows: int | None = None  # the rows of the smallest embedding that they index
+    rows: int | None = None  # number of rows of the smallest embedding that they index
     classes: int | None = None
     ignore_index: int = -100
 
     @property
     def limit(self) -> int | None:
-        """They are below it; None if it is not known."""
+        """The bound below which the numbers lie; None if it is not known."""
         known = [n for n in (self.rows, self.classes) if n is not None]
         return min(known) if known else None
 
 
 @dataclass
 class _Uses:
-    """Follows the inputs through the graph."""
+    """Follows the inputs through the graph to their uses."""
 
     graph: ModelGraph
     origin: dict[str, set[str]] = field(default_factory=dict)  # top-level value -> the inputs whose numbers it holds
     uses: dict[str, _Use] = field(default_factory=dict)
 
     def find(self) -> dict[str, _Use]:
-        """By input."""
+        """Return the uses by input."""
         self.origin = {name: {name} for name in self.graph.inputs}
         self.uses = {name: _Use() for name in self.graph.inputs}
         for call in self.graph.calls:
@@ -76,10 +76,10 @@ class _Uses:
 
 
 def sizes_to_try(graph: ModelGraph, example: SymbolSizes) -> Iterator[dict[str, int]]:
-    """Sizes of batch and sequences, the largest first: never those of the example, where the model has a choice.
+    """Yield sizes of batch and sequences, the largest first. They differ from the example's where the model allows it.
 
     Args:
-        example: `s` and `t` of the example, those that the graph has.
+        example: `s` and `t` of the example, as far as the graph has them.
     """
     symbols = {x for name in graph.inputs for size in graph.values[name].shape for x in size.symbols}
     lengths = {x: n for x, n in example.items() if x in symbols}
@@ -98,7 +98,7 @@ def sizes_to_try(graph: ModelGraph, example: SymbolSizes) -> Iterator[dict[str, 
 
 
 def _within(graph: ModelGraph, symbol: str, wanted: int, example: int) -> int:
-    """The length nearest to the wanted one for which the graph is the model; that of the example is one."""
+    """Return the length nearest to the wanted one within the bounds of the graph (the example's length is inside)."""
     low, high = graph.bounds.get(symbol, (0, None))
     least = max(low, min(_LEAST_TOKENS, example))
     wanted = max(wanted, least)
@@ -106,15 +106,18 @@ def _within(graph: ModelGraph, symbol: str, wanted: int, example: int) -> int:
 
 
 def longest_window(graph: ModelGraph) -> int:
-    """The largest sliding window of attention; 0 without any. Shorter sequences do not show whether it is there."""
+    """Return the largest sliding window of attention; 0 without any.
+
+    Shorter sequences do not show whether the window is there.
+    """
     nodes = (n for block in graph.blocks.values() for n in block.nodes if op_kind(n.op) is OpKind.ATTENTION)
     return max((int(n.attrs["window"]) for n in nodes if n.attrs.get("window") is not None), default=0)
 
 
 def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: SymbolSizes) -> dict[str, torch.Tensor]:
-    """A batch of these sizes: the example cut or repeated, drawn anew where its entries are all equal.
+    """Return a batch of these sizes: the example cut or repeated, drawn at random where its entries are all equal.
 
-    Where there is a mask, some tokens do not count (`_pad`).
+    If there is a mask, some tokens are not valid (`_pad`).
     """
     generator = torch.Generator().manual_seed(_SEED)
     uses = _Uses(graph).find()
@@ -140,7 +143,7 @@ def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generato
     if name in _POSITIONS:
         return torch.arange(tensor.shape[-1], dtype=tensor.dtype).expand(tensor.shape).clone() if equal else tensor
     labels = use.classes is not None
-    if labels and not equal:  # the part of a prompt may have no label that counts
+    if labels and not equal:  # the part that is the prompt may have no label that counts
         equal = not bool((tensor.flatten(1) != use.ignore_index).sum(1).gt(1).any())
     if not equal or use.limit is None or name in _MASKS:
         return tensor
@@ -153,8 +156,10 @@ def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generato
 
 
 def _pad(graph: ModelGraph, uses: Mapping[str, _Use], batch: dict[str, torch.Tensor], mask: str) -> None:
-    """One token amid the last but one sample does not count: causal attention does not see padding behind it. Where the
-    example has no padding, nor does the last quarter of the last sample. Labels there do not count either."""
+    """Mask one token in the middle of the last but one sample: causal attention does not see padding behind it.
+
+    If the example has no padding, the last quarter of the last sample is masked, too. Labels there are ignored.
+    """
     shape, length = graph.values[mask].shape, batch[mask].shape[1]
     counts = torch.ones(batch[mask].shape, dtype=torch.bool)
     counts[-2, length // 3] = False

@@ -1,6 +1,6 @@
 """Verify fewer layers of the same Hugging Face config where the whole model costs too much.
 
-The small model has at least one layer of every kind, random weights, and where that is still too much narrower products
+The small model has at least one layer of every kind and random weights; if that still costs too much, narrower products
 and fewer heads. It stands for the model only if its captured blocks are the model's, op by op.
 """
 
@@ -24,7 +24,7 @@ from autoplan.verify.check import Outcome, choose_sizes, compare_or_say
 from autoplan.verify.cost import cost_of_parameters
 from autoplan.verify.runs import VerifyTask
 
-# names of config entries; others are left as they are
+# names of config entries; other entries are left as they are
 _DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
 )  # fmt: skip
@@ -38,15 +38,15 @@ _NARROW, _VOCAB = 64, 1024
 
 @dataclass(frozen=True)
 class _Change:
-    """A config made smaller; `text` says how."""
+    """A change that makes a config smaller; `text` describes it."""
 
     make: Callable[[Any], None]
     text: str
-    widths: bool  # also other sizes than the number of layers
+    widths: bool  # True if it changes other sizes than the number of layers
 
 
 def _depths(graph: ModelGraph, model: nn.Module) -> dict[int, int]:
-    """Number of layers of a list of layers -> how many of its first ones show every kind of block."""
+    """Return the length of each list of layers -> how many of its first layers show every kind of block."""
     blocks = {call.name: call.block for call in graph.calls}
     lists: dict[str, list[str]] = {}
     for name in layer_modules(model):
@@ -99,7 +99,7 @@ def _changes(depths: Mapping[int, int]) -> Iterator[_Change]:
 
 
 def _signature(block: Block, widths: bool) -> tuple[Any, ...]:
-    """What two captured blocks have in common if only sizes differ."""
+    """Return the part of a captured block that a smaller model must share; with `widths`, whole numbers may differ."""
 
     def attributes(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         kept = ((k, v) for k, v in sorted(attrs.items()) if not widths or isinstance(v, (bool, str, float)))
@@ -109,9 +109,10 @@ def _signature(block: Block, widths: bool) -> tuple[Any, ...]:
 
 
 def verify_shallow(task: VerifyTask, limit_s: float) -> Outcome:
-    """Compare graph and module of a smaller model of the same class; an outcome that is not done says why.
+    """Compare graph and module of a smaller model of the same class. The outcome says why if it is not done.
 
-    Raises: CaptureError for a graph that is not the module.
+    Raises:
+        CaptureError: if the graph is not the module.
     """
     if not is_hf_model(task.model):
         return Outcome(False, "")
@@ -128,7 +129,7 @@ def verify_shallow(task: VerifyTask, limit_s: float) -> Outcome:
                 reason = f"{change.text} of the same config would take about {cost}"
                 continue
             small = _captured(task, empty)
-        except Exception as exc:  # of any kind: whether a config is legal only its class knows
+        except Exception as exc:  # of any type: only the class knows whether a config is legal
             reason = f"{change.text} of the same config: {type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
             continue
         kinds = {_signature(b, change.widths) for b in small.blocks.values()}
@@ -149,7 +150,7 @@ def verify_shallow(task: VerifyTask, limit_s: float) -> Outcome:
 
 
 def _like(task: VerifyTask, config: Any) -> nn.Module:
-    """A model of this config with the dtype, mode and frozen parameters of the task's."""
+    """Return a model of this config with the dtype, mode and frozen parameters of the task's model."""
     model: nn.Module = type(task.model)(config)
     model.to(main_dtype(task.model)).train(task.model.training)
     theirs = dict(task.model.named_parameters())

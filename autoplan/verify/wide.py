@@ -1,8 +1,8 @@
-"""Run code that was written for one floating dtype in float64 arithmetic, so that rounding hides no difference.
+"""Run code that was written for another floating dtype in float64 arithmetic, so that rounding hides no difference.
 
 A float32 model and its captured graph differ by rounding that grows with depth, and a tolerance for it would hide real
 differences. In float64 both compute the same function to about 1e-13. Upcasting the parameters is not enough: models
-cast to float32 in their norms and routers, and the graph has lost the casts that did nothing.
+cast to float32 in their norms and routers, and the graph has dropped the casts that change nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 WIDE = torch.float64
 _READ_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a C descriptor
 _CASTS = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
-# what makes a tensor of numbers of the code: the numbers are rounded as the model rounds them, as in the graph
+# functions that make tensors of numbers in the code: the numbers are rounded as in the model and in the graph
 _OF_NUMBERS = frozenset(
     (torch.tensor, torch.scalar_tensor, torch.full, torch.arange, torch.linspace, torch.logspace, torch.full_like)
 ) | {torch.Tensor.new_full, torch.Tensor.new_tensor}
@@ -28,16 +28,18 @@ _LIKE = frozenset((torch.full_like, torch.Tensor.new_full, torch.Tensor.new_tens
 
 
 def thinned(p: float) -> float:
-    """The factor that stands for dropout with probability `p`: no dropout, or another p, gives another result."""
+    """Return the factor that stands for dropout with probability `p`. Without dropout, or with another p, it
+    differs."""
     return 1.0 - p / 2
 
 
 class Wide(TorchFunctionMode):
-    """Every floating tensor that is made inside is float64.
+    """Makes every floating tensor inside the context float64.
 
     Args:
-        shown: the dtype that code inside sees of float64 tensors: that of the model, whose `finfo` and comparisons it
-            was captured with.
+        shown: the dtype that code inside sees of float64 tensors: the model's, whose `finfo` and comparisons it was
+            captured
+            with.
     """
 
     def __init__(self, shown: torch.dtype) -> None:
@@ -50,7 +52,7 @@ class Wide(TorchFunctionMode):
         """Call `func` in float64; see the class."""
         given = dict(kwargs or {})
         if func == _READ_DTYPE:
-            # the checks of torch.utils.checkpoint compare with what its hooks read, outside of the mode
+            # the checks of torch.utils.checkpoint compare with dtypes that its hooks read outside of the mode
             checks = sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
             return func(*args) if checks else self._shown(func(*args))
         if func is torch.autograd.backward:
@@ -69,7 +71,7 @@ class Wide(TorchFunctionMode):
         return _widened(func(*(WIDE if _narrow(x) else x for x in args), **widest))
 
     def _shown(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the model sees for this one."""
+        """Return the dtype that the model sees for this one."""
         return self.shown if dtype is WIDE else dtype
 
     def _backward(
@@ -81,7 +83,8 @@ class Wide(TorchFunctionMode):
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """As torch's, but in the mode, which a call of its own would leave: layers may compute their forward again."""
+        """Run torch's backward inside the mode, which torch's own call would leave: layers may recompute their
+        forward."""
         outs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors or (None,) * len(outs)
         grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outs, given, strict=True))
@@ -113,8 +116,12 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """The kernel of experts has no float64 form. Rows of `a` up to offs[i], from offs[i - 1] on, times b[i]; of two
-    matrices, columns of `a` times the same rows of `b`, one product per expert."""
+    """Compute the kernel of experts, which has no float64 form, one product per expert.
+
+    With b [experts, k, n], rows of `a` from offs[i - 1] to offs[i] are multiplied by b[i]. With two matrices, columns
+    of
+    `a` are multiplied by the same rows of `b`.
+    """
     if offs is None or a.dim() != 2 or b.dim() not in (2, 3) or bias is not None:
         raise NotImplementedError("grouped products of other than rows with matrices, in float64")
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
@@ -128,6 +135,6 @@ def _grouped_mm(
 
 @contextmanager
 def wide(shown: torch.dtype) -> Iterator[None]:
-    """Float64 arithmetic inside, dropout a fixed factor, gradients on; generators of random numbers are restored."""
+    """Compute in float64 with dropout as a fixed factor and gradients on; random number generators are restored."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide(shown):
         yield

@@ -1,8 +1,8 @@
-"""Captured graphs on disk, by the hash of everything they depend on.
+"""Captured graphs on disk, keyed by the hash of everything they depend on.
 
-Only models made of installed packages (torch, transformers) are cached: their code is known by its version. A model
-with classes of the user's own is captured every time, since no cheap key covers every function its forward may call; a
-stale capture would be a silently wrong program.
+Only models made of installed packages (torch, transformers) are cached: their version identifies their code. A model
+with classes of the user is captured every time, since no cheap key covers every function its forward may call; a stale
+capture would be a silently wrong program.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
 
 _PACKAGES = ("torch", "transformers")
-_NOT_IN_DICT = ("_attn_implementation", "_experts_implementation")  # of a config of transformers: it leaves them out
+_NOT_IN_DICT = (
+    "_attn_implementation",
+    "_experts_implementation",
+)  # left out of a config's dict by transformers
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def cache_folder() -> Path:
-    """`AUTOPLAN_CACHE`, or `autoplan` under the user's cache folder."""
+    """Return `AUTOPLAN_CACHE`, or `autoplan` under the user's cache folder, with `/graphs`."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "graphs"
 
 
 @functools.cache
 def code_hash(*packages: str) -> str:
-    """Hash of the sources of packages of autoplan: a checkout changes without its version."""
+    """Return the hash of the sources of subpackages of autoplan, as a checkout changes without its version."""
     found, root = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(file for name in packages for file in (root / name).rglob("*.py")):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -44,12 +47,12 @@ def code_hash(*packages: str) -> str:
 
 
 def _own_code() -> str:
-    """Of the code that captures, and of the rules that it asks."""
+    """Return the hash of the code that captures and of the rules it uses."""
     return code_hash("capture", "ops", "ir")
 
 
 def _plain(value: Any) -> Any:
-    """JSON form of an attribute; TypeError where its content cannot be read off."""
+    """Return the JSON form of an attribute. Raises TypeError if its content cannot be read."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (tuple, list)):
@@ -70,8 +73,14 @@ def _plain(value: Any) -> Any:
 
 
 def capture_key(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], how: str = "") -> str | None:
-    """SHA-256 of all that a capture depends on, or None if it cannot be known (classes or attributes of the user's
-    own). `how`: what its making depends on beside them."""
+    """Return the SHA-256 of everything that a capture depends on.
+
+    Args:
+        how: further conditions of the capture, as text.
+
+    Returns:
+        None if the key cannot be known: the model has classes or attributes of the user.
+    """
     internal = set(nn.Module().__dict__)
     modules = []
     for name, module in model.named_modules():
@@ -107,9 +116,9 @@ def cached(
     folder: Path | None = None,
     how: str = "",
 ) -> ModelGraph:
-    """The stored graph of this model and these inputs, else `make()`, stored. `how`: as of `capture_key`.
+    """Return the stored graph of this model and these inputs; otherwise call `make()` and store its graph.
 
-    A damaged file is made anew, never used.
+    A damaged file is replaced, never used. `how`: see `capture_key`.
     """
     key = capture_key(model, example_inputs, how)
     if key is None:
@@ -129,6 +138,6 @@ def cached(
 
 
 def store_capture(path: Path, text: str) -> None:
-    """Write a file of the cache; readers see the old one or the new one."""
+    """Write a file of the cache. Readers see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)

@@ -1,7 +1,7 @@
-"""The model that a Hugging Face config.json describes: the class that it names, of the sizes that it gives.
+"""Build the model that a Hugging Face config.json describes: its class, with the sizes that it gives.
 
-Nothing of a model is guessed: sizes that a config leaves to the defaults of its class, and a class that transformers
-does not have or that has no loss, are errors that name what is missing and what is near.
+Nothing is guessed. Sizes that a config leaves to the defaults of its class, and a class that transformers does not have
+or that has no loss, are errors that name the missing key or class and the nearest one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.errors import CaptureError
 
-# What makes a model large or small, by the names that all config classes share (`attribute_map` has a class's own).
+# The sizes of a model, by the names that all config classes share (`attribute_map` holds a class's own names).
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_LABELS = {  # tables of `modeling_auto` -> how many dims the labels of their classes have: of sequences, or of tokens
+_LABELS = {  # tables of `modeling_auto` -> number of dims of their labels: 1 per sequence, 2 per token
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": 2,
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": 2,
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": 2,
@@ -33,11 +33,12 @@ _LABELS = {  # tables of `modeling_auto` -> how many dims the labels of their cl
 def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Build the model of a Hugging Face config.json on fake tensors of `dtype`.
 
-    Returns: an instance of the first class of `architectures`; without that key the causal language model of the
-        config's `model_type`, or its encoder-decoder.
+    Returns:
+        An instance of the first class of `architectures`; without that key the causal language model of the config's
+        `model_type`, or its encoder-decoder.
 
-    Raises: CaptureError naming `where` and the key that is missing, the class that is not known, or why transformers
-        cannot build it.
+    Raises:
+        CaptureError: names `where` and the missing key, the unknown class, or why transformers cannot build it.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -48,7 +49,7 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
         raise CaptureError(f"{where}: model_type {kind!r} is not an architecture of the installed transformers{hint}")
     try:
         settings = CONFIG_MAPPING[kind].from_dict(dict(config))
-    except Exception as exc:  # whatever a config class of transformers raises
+    except Exception as exc:  # config classes of transformers raise errors of any type
         raise CaptureError(f"{where}: transformers cannot read it: {exc}") from exc
     _check_sizes(config, settings, where)
     cls = _named_class(config, settings, where)
@@ -60,14 +61,14 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
                 made: nn.Module = auto.from_config(settings, dtype=dtype)
             else:
                 made = cls._from_config(settings, dtype=dtype)
-    except Exception as exc:  # whatever a constructor of transformers raises
+    except Exception as exc:  # constructors of transformers raise errors of any type
         name = "a causal language model or encoder-decoder" if cls is None else cls.__name__
         raise CaptureError(f"{where}: transformers cannot build {name} from it: {exc}") from exc
     return made
 
 
 def label_dims(model: nn.Module) -> int:
-    """Number of dims of the labels of a model of transformers: 1 for one per sequence, else 2, one per token."""
+    """Return the number of dims of the labels of a transformers model: 1 (one per sequence) or 2 (one per token)."""
     from transformers.models.auto import modeling_auto
 
     for table, dims in _LABELS.items():
@@ -78,10 +79,10 @@ def label_dims(model: nn.Module) -> int:
 
 
 def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
-    """Raise CaptureError for sizes that neither the file gives nor follow from what it gives."""
+    """Raise CaptureError for sizes that the file does not give and that do not follow from those it gives."""
     try:
         usual = type(settings)()
-    except Exception:  # a class that cannot be built from nothing has no sizes that it could guess
+    except Exception:  # a class without defaults for all arguments cannot guess a size
         return
     inner, default, given = settings.get_text_config(), usual.get_text_config(), config
     for name in type(settings).sub_configs:
@@ -91,7 +92,7 @@ def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
     for name in _SIZES:
         own = inner.attribute_map.get(name, name)
         value = written.get(own)
-        # what differs from the default was given by another name, or follows from other sizes
+        # a size that differs from the default was given by another name, or follows from other sizes
         if isinstance(value, int) and own not in given and name not in given and getattr(inner, own, None) == value:
             missing[own] = value
     if missing:
@@ -103,7 +104,7 @@ def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
 
 
 def _named_class(config: Mapping[str, Any], settings: Any, where: str) -> Any:
-    """The first class of `architectures`; None if there is no such key."""
+    """Return the first class of `architectures`; None if there is no such key."""
     import transformers
 
     named = config.get("architectures")
@@ -126,10 +127,10 @@ def _named_class(config: Mapping[str, Any], settings: Any, where: str) -> Any:
 
 
 def _classes_with_loss(settings: Any) -> list[str]:
-    """Names of the classes of transformers that are made from a config like this one and return a loss."""
+    """Return the names of the transformers classes that take a config like this one and return a loss."""
     try:
         module = importlib.import_module(type(settings).__module__.replace("configuration_", "modeling_"))
-    except ImportError:  # its classes are somewhere else: there is nothing to suggest
+    except ImportError:  # its classes are in another module: there is nothing to suggest
         return []
     found = vars(module).items()
     return [name for name, c in found if getattr(c, "config_class", None) is type(settings) and _has_loss(c)]

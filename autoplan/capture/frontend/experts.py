@@ -1,9 +1,9 @@
-"""Experts of a mixture as one op: `hidden, top_k_index, top_k_weights -> hidden`, weights stacked over the experts.
+"""Capture the experts of a mixture as one op: `hidden, top_k_index, top_k_weights -> hidden`, with stacked weights.
 
-Traced as they are, they loop over the experts that were hit: sizes that depend on the data. Hugging Face's expert
-classes are found by their own dispatch; a class of the user's is registered with one decorator:
+A trace of their forward would loop over the experts that were chosen, with sizes that depend on the data. The experts
+classes of Hugging Face are found by transformers' own dispatch. A class of the user is registered with one decorator:
 
-    @experts(gate_up="w_in", down="w_out", activation="silu")
+    @experts_forward(gate_up="w_in", down="w_out", activation="silu")
     class MyExperts(nn.Module):
         def forward(self, hidden, top_k_index, top_k_weights): ...
 
@@ -31,7 +31,7 @@ _Module = TypeVar("_Module", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Where an experts class keeps its weights, and what it computes with them."""
+    """The attributes that hold the weights of an experts class, and its activation."""
 
     gate_up: str
     down: str
@@ -42,13 +42,13 @@ class ExpertsSpec:
 def experts_forward(
     *, gate_up: str = "gate_up_proj", down: str = "down_proj", activation: str = "silu", gated: bool = True
 ) -> Callable[[_Module], _Module]:
-    """Class decorator: capture this module as one op instead of tracing its forward.
+    """Return a class decorator that captures the module as one op instead of tracing its forward.
 
     Args:
         gate_up: attribute that holds [experts, 2 f, h] (gate, then up), or [experts, f, h] with `gated=False`.
         down: attribute that holds [experts, h, f].
-        activation: of the gate (or of the only projection), by its name in torch.nn.functional.
-        gated: the first projection is `activation(gate) * up`.
+        activation: activation of the gate (or of the only projection), by its name in torch.nn.functional.
+        gated: True if the first projection is `activation(gate) * up`.
     """
 
     def mark(cls: _Module) -> _Module:
@@ -71,7 +71,7 @@ def experts_op(
     activation: str,
     gated: bool,
 ) -> torch.Tensor:
-    """The marker that capture leaves in the graph."""
+    """Mark the experts in the captured graph. Cannot be run."""
     raise RuntimeError("autoplan::experts is a capture marker and cannot be run")
 
 
@@ -83,7 +83,8 @@ def _(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _call(
     module: nn.Module, spec: ExpertsSpec, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The op in place of a module's forward. CaptureError where the shapes are not those of stacked experts."""
+    """Call the op in place of the module's forward. Raises CaptureError if the shapes are not those of stacked
+    experts."""
     gate_up, down = getattr(module, spec.gate_up), getattr(module, spec.down)
     name, width = type(module).__name__, hidden.shape[-1]
     if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape:
@@ -107,7 +108,7 @@ def _call(
 def _hugging_face(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' dispatch of an experts class (its decorator use_experts_implementation sets the flags)."""
+    """Run an experts class in transformers' dispatch (its decorator use_experts_implementation sets the flags)."""
     from transformers.integrations.moe import _default_apply_gate
 
     name, flags = type(module).__name__, vars(module)
@@ -132,7 +133,7 @@ def _hugging_face(
 
 @contextmanager
 def capture_experts(model: nn.Module) -> Iterator[None]:
-    """Use the one-op form of registered classes inside; everything is restored."""
+    """Replace the forward of registered classes by the one op, and restore it on exit."""
     marked = [(m, getattr(type(m), _MARK)) for m in model.modules() if hasattr(type(m), _MARK)]
     try:
         for module, spec in marked:
@@ -144,8 +145,9 @@ def capture_experts(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_separate_experts(model: nn.Module) -> None:
-    """Experts that are modules of their own and loop over those that were hit, as those of Switch Transformers and
-    NLLB: their weights are no stack that one op could take. CaptureError names the class.
+    """Raise CaptureError for experts that are separate modules in a loop, as in Switch Transformers and NLLB.
+
+    Their weights are not stacked, so one op cannot take them. The error names the class.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleDict) and type(module).__name__.endswith("Experts") and len(module) > 1:
@@ -158,7 +160,7 @@ def refuse_separate_experts(model: nn.Module) -> None:
 
 @contextmanager
 def capture_hf_experts(model: nn.Module) -> Iterator[None]:
-    """The same for the experts of a Hugging Face model, through transformers' own dispatch."""
+    """Capture the experts of a Hugging Face model as one op, through transformers' own dispatch."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _hugging_face)

@@ -14,16 +14,17 @@ _STAYS = ("cpu", "meta")
 
 
 def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors on the host."""
+    """Return the same tensors on the host."""
     return {n: x if x.device.type in _STAYS else x.detach().to(HOST) for n, x in example_inputs.items()}
 
 
 @contextmanager
 def module_on_host(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are on an accelerator are stand-ins on the host without values (fake tensors), buffers
-    there are copies on the host: a graph says nothing of devices, and examples are given on the host.
+    """Replace tensors on an accelerator by host tensors; the graph has no devices, and examples are given on the host.
 
-    A tensor that the model keeps outside its parameters and buffers stays where it is.
+    Parameters become stand-ins without values (fake tensors), buffers become copies. Tensors that the model keeps
+    outside
+    its parameters and buffers stay where they are. Everything is restored on exit.
     """
     parameters = [p for p in model.parameters() if p.device.type not in _STAYS]
     buffers = [b for b in model.buffers() if b.device.type not in _STAYS]
@@ -34,7 +35,7 @@ def module_on_host(model: nn.Module) -> Iterator[None]:
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     instead: dict[int, torch.Tensor] = {}
     with mode:
-        for p in parameters:  # tied parameters stay one
+        for p in parameters:  # tied parameters share one stand-in
             instead[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=HOST), p.requires_grad)
     for b in buffers:
         instead[id(b)] = b.detach().to(HOST)

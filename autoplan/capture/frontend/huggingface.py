@@ -1,8 +1,8 @@
-"""Hugging Face models: classes untouched, attention captured as one op.
+"""Capture Hugging Face models without changes to their classes, with attention as one op.
 
-Tracing HF attention as it is builds an explicit S x S mask. An attention function and a mask function of our own for
-the time of the capture (both: without padding the mask is plain `is_causal`, which flash attention and context
-parallelism need) keep it whole.
+A plain trace of their attention builds an explicit s x s mask. For the time of the capture autoplan registers its own
+attention and mask functions, which keep attention whole. Both are needed: without padding the mask is plain
+`is_causal`, as flash attention and context parallelism require.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoplan.capture.frontend.left_out import check_attention_dropout
 from autoplan.capture.frontend.masks import Ledger, PendingMask, taken
 from autoplan.errors import CaptureError
 
-_HIDDEN = -1e30  # added to a score: its share is 0.0 in every dtype, and it is a finite number also in bfloat16
+_HIDDEN = -1e30  # added to a score: its share becomes 0.0 in every dtype, and the number is finite in bfloat16, too
 
 
 def is_hf_model(model: nn.Module) -> bool:
@@ -33,7 +33,7 @@ def is_hf_model(model: nn.Module) -> bool:
 
 
 def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
-    """CaptureError for a padding mask that is not [b, s], or that no Hugging Face model reads."""
+    """Raise CaptureError for a padding mask that is not [b, s], or whose model is not a Hugging Face model."""
     for name, tokens in (
         ("attention_mask", ("input_ids",)),
         ("decoder_attention_mask", ("decoder_input_ids", "labels")),
@@ -52,7 +52,7 @@ def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
 
 @contextmanager
 def own_hooks(model: nn.Module) -> Iterator[None]:
-    """transformers installs hooks for what a forward is to put aside, for good; those of the capture go with it."""
+    """Remove on exit the hooks that transformers installs for recorded outputs; it would leave them in the model."""
     mark = "_output_capturing_hooks_installed"
     before = {m: (set(m._forward_hooks), mark in m.__dict__) for m in model.modules()}
     try:
@@ -66,8 +66,9 @@ def own_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def recorded_outputs() -> dict[str, list[Any]]:
-    """What the hooks of a Hugging Face model have put aside so far in the forward that runs, by name: with
-    `output_router_logits` the logits of every router. They bypass the results of layers.
+    """Return the outputs that hooks of a Hugging Face model have recorded so far in the running forward, by name.
+
+    With `output_router_logits` these are the logits of every router. They bypass the results of layers.
 
     `_active_collector` is private to transformers (tried on 5.23); there is no public way to see what hooks collect.
     """
@@ -77,7 +78,7 @@ def recorded_outputs() -> dict[str, list[Any]]:
     return {name: kept for name, kept in found.items() if isinstance(kept, list)}
 
 
-# What models hand on to attention functions of their own ('eager') that changes no number there.
+# Arguments that models pass to their own attention functions ('eager') and that change no number there.
 _NO_NUMBERS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
     "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic labels logits_to_keep".split()
@@ -98,9 +99,9 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the implementation of this name, as one op.
+    """Compute the attention of `implementation` as one op.
 
-    What may see what is said by the mask; without one by `is_causal`, if the implementation goes by it.
+    The mask decides which keys a query sees. Without a mask `is_causal` decides, if the implementation uses it.
     """
     _refuse_unknown(kwargs, implementation)
     flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -127,7 +128,7 @@ def _attention(
         check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
         biased = torch.ops.autoplan.biased_attention(query, key, value, position_bias, causal, scaling)
         return biased.transpose(1, 2).contiguous(), None
-    if documents is not None and query.shape[2] != key.shape[2]:  # over the tokens of the other sequence that count
+    if documents is not None and query.shape[2] != key.shape[2]:  # cross-attention: the other sequence's valid tokens
         attention_mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
         check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
@@ -147,9 +148,9 @@ def _attention(
 
 
 def _refuse_unknown(given: Mapping[str, Any], implementation: str) -> None:
-    """CaptureError for an argument of an attention function that changes what it computes.
+    """Raise CaptureError for an argument of an attention function that changes its result.
 
-    That of 'sdpa' is transformers' own, which ignores the rest; that of 'eager' is in every model's file.
+    The function of 'sdpa' is transformers' own and ignores the rest; the function of 'eager' is in every model's file.
     """
     if given.get("softcap") is not None:
         raise CaptureError("attention with logit soft-capping is not supported")
@@ -161,14 +162,14 @@ def _refuse_unknown(given: Mapping[str, Any], implementation: str) -> None:
 
 
 def _adds_zeros(module: nn.Module) -> bool:
-    """True for attention of T5's kind over the other sequence: the bias by position that it is given is zeros."""
+    """Return True for cross-attention as in T5, where the position bias it is given is all zeros."""
     learned = getattr(module, "has_relative_attention_bias", True)
     return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False
 
 
 @contextmanager
 def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
-    """Every config of the model that has the attribute has this value inside."""
+    """Set the attribute to this value in every config of the model that has it, and restore it on exit."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     before = [(c, getattr(c, attribute)) for c in configs if hasattr(c, attribute)]
     try:
@@ -185,14 +186,14 @@ _CAPTURED = ("eager", "sdpa")
 
 @contextmanager
 def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-    """Capture attention as one op inside; afterwards everything is as it was.
+    """Capture attention as one op inside the context; everything is restored on exit.
 
-    The model keeps the attention implementation of its config, so that it takes the branches that it takes without us;
-    the functions behind 'eager' and 'sdpa' are replaced (`capture.frontend.masks`). Other implementations (flash
-    attention) count as 'sdpa'.
+    The model keeps the attention implementation of its config, so that it takes its usual branches; the functions
+    behind
+    'eager' and 'sdpa' are replaced (`capture.frontend.masks`). Other implementations (flash attention) count as 'sdpa'.
 
     Args:
-        ledger: which masks are tensors; one per capture, over all its traces.
+        ledger: which masks are tensors; one ledger per capture, shared by all its traces.
     """
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -223,9 +224,9 @@ def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _overridden(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`functions[name]`, of an interface of transformers, is this function inside.
+    """Replace `functions[name]` of an interface of transformers, and restore it on exit.
 
-    Entries set on the instance come before those of its class; deleting one brings that of the class back.
+    Entries of the instance come before those of its class; deleting one brings the entry of the class back.
     """
     local = functions._local_mapping
     before = dict(local)
@@ -239,7 +240,7 @@ def _overridden(functions: Any, name: str, function: Callable[..., Any]) -> Iter
 
 
 def default_example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Shapes to capture a language model with when the caller gives none: batch 2, up to 2,048 tokens."""
+    """Return the default example of a language model: batch 2, up to 2,048 tokens."""
     limit = getattr(model.config, "max_position_embeddings", None) or 2048
     ids = torch.zeros(2, min(int(limit), 2048), dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}

@@ -1,8 +1,8 @@
-"""In-place ops as what they compute, where nobody can see the difference.
+"""Turn in-place ops into ops that make new tensors, where nobody can see the difference.
 
-Two forms occur in models that work: an op on a tensor the model has just made (`weights /= weights.sum()`), which is
-the same as the op out of place; and a tensor that is allocated and filled slice by slice, which is a `cat`. Anything
-else would need to know who else holds the memory, and is refused.
+Two forms occur in working models. An op on a tensor that the model has just made (`weights /= weights.sum()`) is the
+same op out of place. A tensor that is allocated and filled slice by slice is a `cat`. Anything else would require to
+know who else holds the memory, and is refused.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from autoplan.errors import CaptureError
 ALLOCATIONS = frozenset(
     {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
 )
-FILLED = {"aten.new_zeros.default": 0}  # what an allocation holds of which nothing is written
+FILLED = {"aten.new_zeros.default": 0}  # the value of elements that are never written, for allocations that have one
 _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
 
 
 @dataclass(eq=False)
 class Assembly:
-    """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> stop and value."""
+    """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> (stop, value)."""
 
     node: fx.Node
     dim: int | None = None
     parts: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
-    name: str = ""  # of the finished value
+    name: str = ""  # the finished value
 
     @property
     def complete(self) -> bool:
-        """True once every element is written, so that a slice of it is a reading one."""
+        """True once every element is written, so that a slice of it reads."""
         return bool(self.name) or self.pieces() is not None
 
     def pieces(self) -> list[str] | None:
-        """The values along the dim, in order; None while there is a gap or an overlap."""
+        """Return the values along the dim, in order; None while there is a gap or an overlap."""
         at: Any = 0
         out = []
         for (start, _), (stop, value) in sorted(self.parts.items(), key=lambda part: part[0]):
@@ -50,7 +50,8 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Window:
-    """A slice of an assembly; `stop` is a number or the symbolic size of the dim. `one`: a place, without the dim."""
+    """A slice of an assembly along `dim`. `stop` is a number or the symbolic size; `one`: a single index, without the
+    dim."""
 
     of: Assembly
     dim: int
@@ -68,14 +69,14 @@ class Constant:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal numbers, or one symbolic size; sizes that are not known to be equal are not."""
+    """Return True for equal numbers or the same symbolic size; sizes that are not known to be equal are different."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a is b or (not isinstance(a, int) and not isinstance(b, int) and bool(a.node.expr == b.node.expr))
 
 
 def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | Window:
-    """What a slice of an assembly is. CaptureError for slices that are not whole and along one dim."""
+    """Resolve a slice of an assembly. Raises CaptureError unless it is a whole slice along one dim at fixed places."""
     given: tuple[Any, ...] = node.args[1:]
     place, start, stop, step = given + (0, 0, None, 1)[len(given) :]
     dim = int(place) % source_rank(source)
@@ -91,7 +92,7 @@ def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | W
 
 
 def place(source: Assembly | Window, node: fx.Node, where: str) -> Window:
-    """What one place along a dim of an assembly is. CaptureError where that is not a fixed one."""
+    """Resolve one fixed index along a dim of an assembly. Raises CaptureError if the index is not a constant."""
     dim, index = cast(tuple[int, int], node.args[1:3])
     if isinstance(source, Window) or not isinstance(index, int) or index < 0:
         raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
@@ -99,19 +100,19 @@ def place(source: Assembly | Window, node: fx.Node, where: str) -> Window:
 
 
 def source_rank(source: Assembly | Window) -> int:
-    """Number of dims."""
+    """Return the number of dims."""
     return len((source if isinstance(source, Assembly) else source.of).node.meta["val"].shape)
 
 
 def source_size(source: Assembly | Window, dim: int) -> Any:
-    """Size of a dim."""
+    """Return the size of a dim."""
     if isinstance(source, Window) and source.dim == dim:
         return source.stop - source.start
     return (source if isinstance(source, Assembly) else source.of).node.meta["val"].shape[dim]
 
 
 def fill(place: Window, value: str, where: str) -> None:
-    """`slice.copy_(value)`."""
+    """Record `slice.copy_(value)`."""
     whole = place.of
     if whole.name or whole.dim not in (None, place.dim):
         raise CaptureError(f"{where}: a tensor filled slice by slice must be complete, along one dim, before use")
@@ -120,7 +121,7 @@ def fill(place: Window, value: str, where: str) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True if the result may share memory with an input."""
+    """Return True if the result may share memory with an input."""
     if getattr(node.target, "__name__", "") == "getitem":
         return _is_view(cast(fx.Node, node.args[0]))
     schema = getattr(node.target, "_schema", None)
@@ -128,9 +129,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()) -> str | None:
-    """The op without side effect that an in-place op equals here, or None if somebody could see the difference.
+    """Return the op without side effect that an in-place op equals here; None if anybody could see the difference.
 
-    `written`: views that were only written to, before.
+    `written`: earlier views that were only written to.
     """
     name, dot, overload = target.removeprefix("aten.").partition(".")
     changed = node.args[0] if node.args else None
@@ -143,7 +144,7 @@ def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()
         return None
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for user in changed.users:
-        # the tracer lets later code use the in-place op's result: a later use of the old one means a second holder
+        # later code uses the result of the in-place op: a later use of the old tensor means a second holder
         if user is not node and (order[user] > order[node] or (_is_view(user) and user not in written)):
             return None
     return f"aten.{name[:-1]}{dot}{overload}"

@@ -1,4 +1,4 @@
-"""What a capture is given: a model, an example batch, a loss; and the three as one module."""
+"""The inputs of a capture: a model, an example batch and a loss, and the three as one module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
-    """CaptureError unless these are a module, a mapping from names to tensors, and a function or None."""
+    """Raise CaptureError unless these are a module, a mapping from names to tensors, and a function or None."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is of type {type(model).__name__}, not an nn.Module")
     if not isinstance(example_inputs, Mapping):
@@ -36,7 +36,7 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
 
 
 def _as_mapping(model: nn.Module, given: Any) -> str:
-    """', e.g. {...}': the tensors that were given, by the names of the arguments that they would have been."""
+    """Return ', e.g. {...}': the given tensors under the names of the forward's positional arguments."""
     tensors = [given] if isinstance(given, torch.Tensor) else given
     positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in positional]
@@ -91,10 +91,12 @@ class _Recorded(dict[str, torch.Tensor]):
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module: tensors in (in the order of `names`), scalar loss out.
+    """Model and loss as one module: takes tensors in the order of `names` and returns the scalar loss.
 
-    The model is given the inputs that its forward names. One that it does not name and that `loss_fn` does not read is
-    for its `**kwargs`, if it has them: known after the first call only, so `gives_more` says whether to call again.
+    The model gets the inputs that its forward names. An input that neither the forward names nor `loss_fn` reads goes
+    to
+    the forward's `**kwargs`, if it has them. That is known only after the first call: `gives_more` says whether to call
+    again.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
@@ -106,7 +108,7 @@ class LossModule(nn.Module):
         self._extra: dict[str, Any] = {"use_cache": False} if is_hf_model(model) else {}
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The scalar loss of one micro-batch."""
+        """Return the scalar loss of one micro-batch."""
         batch = dict(zip(self._names, tensors, strict=True))
         out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
         if self._loss_fn is not None:
@@ -122,7 +124,7 @@ class LossModule(nn.Module):
         return loss
 
     def gives_more(self) -> bool:
-        """True if `forward` ran without an input that is for the model's `**kwargs`; from now on the model gets it."""
+        """Return True if `forward` ran without an input that belongs to the model's `**kwargs`; later calls pass it."""
         more = [n for n in self._rest if n not in self._read]
         self._rest = ()
         self._model_names = tuple(n for n in self._names if n in self._model_names or n in more)
@@ -132,12 +134,15 @@ class LossModule(nn.Module):
 def model_input_names(
     model: nn.Module, names: tuple[str, ...], own_loss: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The batch's tensors that the model's forward takes by name, and those that its `**kwargs` may take.
+    """Return the inputs that the model's forward takes by name, and those that its `**kwargs` may take.
 
-    The rest go to the loss only. A forward that names none of its inputs is given all of them. `own_loss`: a function
-    of the user's computes the loss, so that some inputs may be for it alone.
+    The other inputs go to the loss only. A forward that names none of its inputs gets all of them.
 
-    Raises: CaptureError if the model takes none.
+    Args:
+        own_loss: True if a function of the user computes the loss, so that some inputs may be for the loss alone.
+
+    Raises:
+        CaptureError: if the model takes none of the inputs.
     """
     accepted = inspect.signature(model.forward).parameters
     chosen = tuple(n for n in names if n in accepted)

@@ -1,12 +1,11 @@
-"""Blocks: find the repeated layers of a model and delimit them while it is traced.
+"""Find the repeated layers of a model and delimit them while it is traced.
 
-Every element of an outermost `nn.ModuleList` is a layer. During the export its forward is wrapped: the first layer of a
-class of identical ones is traced in full between two marker ops, the others become one opaque op each, so capture cost
-does not grow with depth while everything outside the layers (loops, per-layer glue) is still traced as it is.
+Every element of an outermost `nn.ModuleList` is a layer. During the export its forward is wrapped. The first of several
+identical layers is traced in full between two marker ops; each of the others becomes one opaque op. The cost of a
+capture then does not grow with depth, while everything outside the layers (loops, per-layer glue) is traced as it is.
 
-Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes; an attribute
-that differs (`layer_idx`) is watched while the first layer runs, and if it was read the layers are traced one by one
-instead.
+Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes. An attribute
+that differs (`layer_idx`) is watched while the first layer runs. If it was read, the layers are traced one by one.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 
 @torch.library.custom_op("autoplan::block_begin", mutates_args=())
 def block_begin(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
-    """Marker: the tensors that enter a layer."""
+    """Mark the tensors that enter a layer."""
     return [x.clone() for x in xs]
 
 
 @torch.library.custom_op("autoplan::block_end", mutates_args=())
 def block_end(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
-    """Marker: the tensors that leave a layer."""
+    """Mark the tensors that leave a layer."""
     return [x.clone() for x in xs]
 
 
 @torch.library.custom_op("autoplan::block_repeat", mutates_args=())
 def block_repeat(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) -> list[torch.Tensor]:
-    """A layer identical to `first`; output i looks like `like[i]`, what `first` gave."""
+    """Stand for a layer identical to `first`. Output i has the shape and dtype of `like[i]`, an output of `first`."""
     raise RuntimeError("autoplan::block_repeat is a capture marker and cannot be run")
 
 
@@ -57,7 +56,7 @@ def _(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) 
 
 
 def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Full name -> module of every layer: the elements of the outermost ModuleLists that hold parameters."""
+    """Return the layers by full name: the elements with parameters of the outermost ModuleLists."""
     found: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, path: str) -> None:
@@ -81,12 +80,12 @@ def _same(a: object, b: object) -> bool:
         return False
     try:
         return bool(a == b)
-    except Exception:  # an attribute whose comparison fails is treated as different, hence watched
+    except Exception:  # an attribute whose comparison fails counts as different, hence is watched
         return False
 
 
 def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | None:
-    """(submodule path, attribute) pairs that differ, or None if the modules differ in structure."""
+    """Return the (submodule path, attribute) pairs that differ; None if the modules differ in structure."""
     left, right = dict(a.named_modules()), dict(b.named_modules())
     if list(left) != list(right):
         return None
@@ -117,7 +116,7 @@ def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | N
 
 @contextmanager
 def _watch(module: nn.Module, attributes: set[tuple[str, str]], reads: set[tuple[str, str]]) -> Iterator[None]:
-    """Record reads of instance attributes by shadowing them with properties on a throw-away subclass."""
+    """Record reads of instance attributes by shadowing them with properties on a temporary subclass."""
     by_path: dict[str, set[str]] = {}
     for path, key in attributes:
         by_path.setdefault(path, set()).add(key)
@@ -146,14 +145,14 @@ def _metadata(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [(tuple(str(d) for d in t.shape), t.dtype, t.requires_grad) for t in tensors]
 
 
-_TENSOR = object()  # the place of a tensor in a layer's result
+_TENSOR = object()  # stands for a tensor in a layer's result
 
-Recorded = Mapping[str, list[Any]]  # by what they are: the tensors that hooks inside layers have put aside so far
+Recorded = Mapping[str, list[Any]]  # name -> tensors that hooks inside layers have recorded so far
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of a layer, flattened."""
+    """The arguments of a layer, flattened."""
 
     flat: list[Any]
     spec: Any
@@ -167,17 +166,16 @@ class _Call:
         return [x for x in self.flat if not isinstance(x, torch.Tensor)]
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Positional and named arguments with these tensors instead."""
+        """Return positional and named arguments with these tensors in place of the old ones."""
         new = iter(tensors)
         return pytree.tree_unflatten([next(new) if isinstance(x, torch.Tensor) else x for x in self.flat], self.spec)
 
 
 @dataclass(frozen=True)
 class _FirstCall:
-    """How the first of several identical layers was called, and what its result looks like.
+    """The call of the first of several identical layers, and the form of its result.
 
-    `like`: the tensors that left it, those of its result and then those that hooks put aside, `aside` says under which
-    names.
+    `like`: the tensors that left it, first those of its result, then those that hooks recorded under the names `aside`.
     """
 
     metadata: list[tuple[Any, ...]]
@@ -189,13 +187,14 @@ class _FirstCall:
     aside: list[str]
 
     def fits(self, call: _Call) -> bool:
-        """True if another call is like this one in everything but the values of tensors."""
+        """Return True if another call differs from this one in nothing but the values of tensors."""
         rest = call.rest
         same = self.metadata == _metadata(call.tensors) and call.spec == self.spec and len(rest) == len(self.rest)
         return same and all(map(_same, self.rest, rest))
 
     def rebuild(self, tensors: list[torch.Tensor], recorded: Recorded, keep: Mapping[str, int]) -> Any:
-        """The layer's result around these tensors. What hooks put aside, from entry `keep` on, becomes the rest."""
+        """Return the layer's result with these tensors. The last ones replace the records of hooks from entry `keep`
+        on."""
         rest = iter(tensors)
         out = pytree.tree_unflatten([next(rest) if x is _TENSOR else x for x in self.template], self.out_spec)
         for name in dict.fromkeys(self.aside):
@@ -209,7 +208,8 @@ class _FirstCall:
 class LayerTracer:
     """Wraps layer forwards during one export. `unproved` collects layers whose identity the trace disproved.
 
-    `recorded`: what hooks inside the layers put aside (router logits), which leaves a layer beside its result.
+    `recorded` returns the tensors that hooks inside the layers recorded (router logits); they leave a layer beside its
+    result.
     """
 
     model: nn.Module
@@ -222,13 +222,13 @@ class LayerTracer:
     _watched: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Before the model is traced once more: no layer has been called yet."""
+        """Forget all calls, before the model is traced once more."""
         self._known.clear()
         self._called.clear()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Patch the layers; everything is restored on exit."""
+        """Patch the layers, and restore them on exit."""
         layers = layer_modules(self.model)
         names = list(layers)
         if self.merge:
@@ -260,7 +260,7 @@ class LayerTracer:
     def _wrapper(self, name: str, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if name in self._called:
-                return forward(*args, **kwargs)  # a layer used twice: from the second time on part of what is around it
+                return forward(*args, **kwargs)  # a layer used twice: later uses belong to the code around it
             self._called.add(name)
             call = _Call(*pytree.tree_flatten((args, kwargs)))
             known = self._known.get(self._first.get(name, ""))
@@ -284,13 +284,15 @@ class LayerTracer:
 
 
 def _put_aside(recorded: Recorded, before: Mapping[str, int]) -> list[tuple[str, Any]]:
-    """What hooks have put aside since there were `before` entries of each name."""
+    """Return the records of hooks since there were `before` entries of each name."""
     return [(key, x) for key, found in recorded.items() for x in found[before.get(key, 0) :]]
 
 
 def _first_call(call: _Call, name: str, out: Any, aside: list[tuple[str, Any]]) -> tuple[_FirstCall, bool]:
-    """The call of a layer that ends here with the result `out`, and whether others may be like it: its result and what
-    hooks put aside are tensors and plain values."""
+    """Return the record of a layer's call that ended with the result `out`, and whether other layers may repeat it.
+
+    They may if its result and the records of hooks are tensors and plain values.
+    """
     leaves, out_spec = pytree.tree_flatten(out)
     template = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
     plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)

@@ -1,7 +1,7 @@
-"""Dropout inside attention: refused where a model is to be executed, left out and said where it is only priced.
+"""Dropout inside attention: refused for a model that is executed, left out and reported for one that is only priced.
 
-A mask inside a fused kernel of attention cannot be reproduced across plans. Its cost is small beside the kernel's, so a
-price without it is of use, as long as it says what is missing (`ModelGraph.left_out`).
+A mask inside a fused attention kernel cannot be reproduced across plans. Its cost is small beside the kernel's, so a
+price without it is useful if it says what is missing (`ModelGraph.left_out`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FOUND: ContextVar[set[float] | None] = ContextVar("probabilities_left_out", def
 
 @contextmanager
 def attention_dropout_left_out() -> Iterator[set[float]]:
-    """Inside, capture drops dropout in attention instead of refusing it; yields the probabilities it met."""
+    """Drop dropout in attention instead of refusing it, and yield the set of its probabilities."""
     found: set[float] = set()
     token = _FOUND.set(found)
     try:
@@ -27,7 +27,7 @@ def attention_dropout_left_out() -> Iterator[set[float]]:
 
 
 def check_attention_dropout(p: float, where: str, hint: str) -> None:
-    """Raise CaptureError for dropout in attention, unless it is left out here."""
+    """Raise CaptureError for dropout in attention, unless the context leaves it out."""
     if not p:
         return
     found = _FOUND.get()

@@ -1,9 +1,9 @@
-"""Which inputs are sequences, and of which of two lengths: `s`, that of the first input, or `t`, that of a target.
+"""Which inputs are sequences, and of which length: `s` (the first input's) or `t` (a target's).
 
-A Hugging Face encoder-decoder says by the names of its inputs which sequence they belong to. In any other model a
-second sequence is one whose length differs from the first input's in the example: dim 1 of the first such tensor of
-whole numbers [batch, length]. What has this length too belongs to it. Sequences of equal length in the example have to
-be of equal length in every batch.
+The names of the inputs of a Hugging Face encoder-decoder say which sequence they belong to. In any other model an input
+starts a second sequence if it is a tensor of whole numbers [batch, length] whose length differs from the first input's
+in the example. The first such input sets the length `t`; every input of this length belongs to the second sequence.
+Sequences that have equal lengths in the example must have equal lengths in every batch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ _DECODER_INPUTS = frozenset(("labels", "decoder_input_ids", "decoder_attention_m
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """True for a Hugging Face model whose config says so."""
+    """Return True for a Hugging Face model whose config says so."""
     return is_hf_model(model) and bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def target_inputs(model: nn.Module) -> frozenset[str]:
-    """Names of inputs that belong to the target sequence whatever its length in the example."""
+    """Return the names of inputs that belong to the target sequence whatever their length in the example."""
     return _DECODER_INPUTS if is_encoder_decoder(model) else frozenset()
 
 
 def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str]) -> dict[str, str]:
-    """Input -> `s` or `t`, for those that carry a sequence in dim 1.
+    """Return `s` or `t` for every input that has a sequence in dim 1.
 
     Args:
         example_inputs: name -> tensor [batch, ...].
         targets: inputs that belong to the target sequence by their names.
 
-    Raises: CaptureError where inputs of one sequence have different lengths.
+    Raises:
+        CaptureError: if inputs of one sequence have different lengths.
     """
     tensors = {n: x for n, x in example_inputs.items() if x.dim() > 1 and x.shape[1] > 1}
     first = next(iter(example_inputs.values()))
@@ -58,7 +59,7 @@ def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozense
 
 
 def _is_tokens(tensor: torch.Tensor) -> bool:
-    """True for whole numbers [batch, length]."""
+    """Return True for whole numbers [batch, length]."""
     return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
@@ -74,7 +75,7 @@ def _check_lengths(tensors: Mapping[str, torch.Tensor], symbols: Mapping[str, st
 
 
 def example_lengths(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
-    """Tokens of the sequence, 1 if there is none, and of the target where it has a length of its own."""
+    """Return the tokens of the sequence (1 without one), and of the target if it has a length of its own, else None."""
     symbols = length_symbols(example_inputs, target_inputs(model))
     sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
     shape = next(iter(example_inputs.values())).shape

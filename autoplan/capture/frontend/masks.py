@@ -1,11 +1,10 @@
-"""Masks that Hugging Face models ask transformers for: handed out as what they are, and never lost.
+"""The masks that Hugging Face models ask transformers for, handed out in a form that keeps attention whole.
 
-A model asks `transformers.masking_utils` for a mask and gives it to its layers. A layer that hands it on to the
-registered attention function needs no s x s elements: that function reads from it that attention is causal, its window
-and its documents. So what is handed out is a `PendingMask`. Any other use of one (adding it to scores, slicing it) ends
-the trace, and the model is traced again with that mask as what transformers makes: a tensor, or None where 'sdpa' is
-given none. A mask that is asked for is thus taken by the attention function, or used as a tensor, or used by nobody in
-the module either.
+A model asks `transformers.masking_utils` for a mask and gives it to its layers. A layer that passes it on to the
+registered attention function needs no s x s elements: the function reads from it whether attention is causal, its
+window and its documents. So the model gets a `PendingMask`. Any other use of one (adding it to scores, slicing it) ends
+the trace, and the model is traced once more with the mask that transformers makes: a tensor, or None where 'sdpa' gets
+none. Every mask is thus taken by the attention function, used as a tensor, or unused in the module, too.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from autoplan.errors import CaptureError
 
 
 class MaskUsed(CaptureError):
-    """A mask was used as a tensor that is none in this trace; the model is to be traced again."""
+    """A PendingMask was used as a tensor; the model is to be traced once more."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a model asked for.
+    """The mask that a model asked for.
 
     Attributes:
         config: id of the config of the model that asked.
@@ -46,13 +45,13 @@ class Asked:
 
 @dataclass(eq=False)
 class Ledger:
-    """Which masks are given as transformers makes them, over all traces of one capture."""
+    """The masks that are given as transformers makes them, over all traces of one capture."""
 
     tensors: set[Asked] = field(default_factory=set)
     used: set[Asked] = field(default_factory=set)
 
     def again(self) -> bool:
-        """True if the last trace used masks that it was not given as tensors; the next one is given them."""
+        """Return True if the last trace used masks that were not tensors; the next trace gets them as tensors."""
         new = self.used - self.tensors
         self.tensors |= new
         self.used.clear()
@@ -60,9 +59,9 @@ class Ledger:
 
 
 class PendingMask:
-    """A mask that the registered attention function takes as it is; every other use raises MaskUsed.
+    """A mask that only the registered attention function accepts; every other use raises MaskUsed.
 
-    Whether it is None cannot be asked wrongly: it is not, as the mask that the module gets is not.
+    A test for None gives the right answer: neither this mask nor the module's is None.
     """
 
     def __init__(self, asked: Asked, documents: torch.Tensor | None, lengths: tuple[Any, Any], ledger: Ledger) -> None:
@@ -78,7 +77,7 @@ class PendingMask:
         raise MaskUsed(f"a mask is used by {function}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what protocols probe for
+        if name.startswith("__"):  # names that protocols probe for
             raise AttributeError(name)
         self._use(name)
 
@@ -106,7 +105,7 @@ def _rebuilt(documents: Any, lengths: Any, asked: Asked, ledger: Ledger) -> Pend
     return PendingMask(asked, documents, lengths, ledger)
 
 
-# Layers are delimited by the tensors that enter them: the documents of a mask are one.
+# The tracer delimits layers by the tensors that enter them; the documents of a mask are such a tensor.
 pytree.register_pytree_node(
     PendingMask,
     lambda mask: ([mask._documents, mask._lengths], (mask._asked, mask._ledger)),
@@ -115,9 +114,10 @@ pytree.register_pytree_node(
 
 
 def taken(mask: PendingMask, query: torch.Tensor, key: torch.Tensor) -> tuple[Asked, torch.Tensor | None]:
-    """What was asked for, and the documents [b, s]: for the registered attention function only.
+    """Return the request and the documents [b, s] of a mask, for the registered attention function only.
 
-    Raises: CaptureError if the mask is of other lengths than the attention.
+    Raises:
+        CaptureError: if the mask has other lengths than the attention.
     """
     asked, (q, kv) = mask._asked, mask._lengths
     if key.shape[2] != kv or (asked.causal and query.shape[2] != q):
@@ -129,10 +129,11 @@ def taken(mask: PendingMask, query: torch.Tensor, key: torch.Tensor) -> tuple[As
 
 
 def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
-    """[b, s], for `autoplan.runtime.attention`: to which document every token belongs, from the mask of what counts.
+    """Return the document of every token [b, s] (for `autoplan.runtime.attention`), from a mask of the valid tokens.
 
-    Tokens that count are document 1. Padding is seen by nobody and sees document 1 (-2), as in transformers; but where
-    a causal query would see no token that counts, where transformers' kernels differ, padding sees itself (0).
+    Valid tokens are document 1. Padding is seen by no token and sees document 1 (-2), as in transformers. Where a
+    causal
+    query would see no valid token, transformers' kernels differ; here such padding sees itself (0).
     """
     counts = (mask != 0).to(torch.int64)
     if not causal:
@@ -144,7 +145,7 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
 
 
 def _pattern(function: Any) -> tuple[bool, int | None] | None:
-    """(causal, window) of a mask function of transformers, or None if it is another one."""
+    """Return (causal, window) of a mask function of transformers, or None if it is another one."""
     from transformers import masking_utils
 
     if function is masking_utils.causal_mask_function:
@@ -184,10 +185,10 @@ _RANGES = frozenset(("arange.default", "arange.start"))
 def _made_by(
     tensor: torch.Tensor, makers: frozenset[str], through: frozenset[str] = frozenset()
 ) -> torch.fx.Node | None:
-    """The traced op that made all of `tensor`, if it is one of `makers`; copies, casts and views are seen through.
+    """Return the traced op that made all of `tensor` if it is one of `makers`, looking through copies, casts and views.
 
-    `get_proxy_mode` and `get_proxy_slot` are private to torch (tried on 2.13): there is no public way to see in a
-    trace what a tensor was made by.
+    `get_proxy_mode` and `get_proxy_slot` are private to torch (tried on 2.13): there is no public way to ask a trace
+    which op made a tensor.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -209,7 +210,7 @@ def _made_by(
 
 
 def _all_ones(mask: torch.Tensor) -> bool:
-    """True if the model itself made a mask in which every token counts."""
+    """Return True if the model itself made a mask in which every token is valid."""
     node = _made_by(mask, _ONES)
     if node is None:
         return False
@@ -217,9 +218,9 @@ def _all_ones(mask: torch.Tensor) -> bool:
 
 
 def document_starts(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """[b, s]: to which document every token belongs, by positions that do not follow; None if all of them follow.
+    """Return the document of every token [b, s] by jumps of the positions; None if all positions are consecutive.
 
-    As find_packed_sequence_indices of transformers, which cannot be asked in a trace: it reads values.
+    Does the same as find_packed_sequence_indices of transformers, which reads values and so cannot run in a trace.
     """
     if _made_by(position_ids, _RANGES, frozenset(("add.Tensor",))) is not None:
         return None
@@ -230,7 +231,7 @@ def document_starts(position_ids: torch.Tensor) -> torch.Tensor | None:
 def _without_hidden(
     seen: torch.Tensor, attention_mask: torch.Tensor | None, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """A mask [b, 1, q, kv] less the padding and the tokens of other documents."""
+    """Return the mask [b, 1, q, kv] without the padding and the tokens of other documents."""
     if attention_mask is not None:
         seen = seen & attention_mask.to(torch.bool)[:, None, None, :]
     if documents is not None:
@@ -241,11 +242,12 @@ def _without_hidden(
 def mask_function(
     implementation: str, make: Callable[..., Any], ledger: Ledger, packed: list[torch.Tensor | None]
 ) -> Callable[..., Any]:
-    """What models get from `transformers.masking_utils` as the mask for `implementation`, 'sdpa' or 'eager'.
+    """Return the function that gives models their masks for `implementation`, 'sdpa' or 'eager'.
 
     Args:
-        make: makes the mask as a tensor [b, 1, q, kv] of bool (True takes part), as 'sdpa' has it; that of 'eager' is 0
-            and the least number of its dtype, which is added.
+        make: makes the mask of 'sdpa', a tensor [b, 1, q, kv] of bool (True takes part). The mask of 'eager' is added
+            to
+            the scores: 0, or the least number of its dtype.
         packed: receives the documents of the positions that the same call was given (`document_starts`), if any.
     """
 
@@ -272,7 +274,7 @@ def mask_function(
         if found is not None and q_offset == 0 and kv_offset == 0:
             causal, window = found
             if not causal and attention_mask is None and allow_is_bidirectional_skip:
-                return None  # as transformers: everybody sees everybody
+                return None  # as transformers: every token sees every token
             counted = attention_mask is not None or together is not None
             may_skip = implementation == "sdpa" and allow_is_causal_skip
             asked = Asked(id(config), causal, window, counted, may_skip and causal and window is None and not counted)

@@ -1,10 +1,10 @@
-"""Layers that go along the sequence step by step (Mamba, RWKV, xLSTM, ...), found before they are traced.
+"""Find layers that go along the sequence step by step (Mamba, RWKV, xLSTM, ...), before they are traced.
 
-A trace has every step of such a loop, layer by layer: it takes minutes to hours, and no plan could cut it. What gives a
-loop away is measured, not named: the number of operations of a layer that grows with the length of the sequence. The
-first layer of every kind runs on fake tensors at two lengths, and at the second one stops where it shows. State-space
-layers whose scan is no loop (Mamba 2) begin with a convolution along the sequence, which has no rule here: that is
-refused as early, since their traces take minutes, too.
+A trace would have every step of such a loop, layer by layer: it takes minutes to hours, and no plan could cut it. Loops
+are measured, not recognised by name: the number of operations of such a layer grows with the length of the sequence.
+The first layer of every kind runs on fake tensors at two lengths; the second run stops when the growth shows.
+State-space layers whose scan is not a loop (Mamba 2) begin with a convolution along the sequence, which has no rule
+here. They are refused here, too, since their traces also take minutes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from autoplan.errors import CaptureError
 
 _log = logging.getLogger(__name__)
 
-_SHORT, _LONG = 16, 1024  # tokens; scans in chunks have theirs of 64 to 256
-_GROWTH, _LEAST = 2.0, 100  # times as many operations, and so many more, are a loop and no branch on the length
+_SHORT, _LONG = 16, 1024  # tokens; scans in chunks have chunks of 64 to 256
+_GROWTH, _LEAST = (
+    2.0,
+    100,
+)  # times the operations, and how many more at least, of a loop
 _Kind = tuple[str, ...]  # the classes of all modules of a layer
 
 
@@ -37,11 +40,11 @@ class _AllSeen(Exception):
 
 
 class _Found(Exception):
-    """A layer does what cannot be captured: `args[0]` says what."""
+    """A layer does what cannot be captured; `args[0]` says what."""
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations of the layer that runs; `limits` by kind end it where a layer has more."""
+    """Counts the operations of the layer that runs, and stops at the limit of its kind."""
 
     def __init__(self, limits: Mapping[_Kind, float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,8 +71,10 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def refuse_loops(model: nn.Module, run: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
     """Raise CaptureError that names the layer of a Hugging Face model that goes along the sequence step by step.
 
-    `run` calls the model with the inputs in their order, as it is captured (`export.LossModule`). A model that does not
-    run on fake tensors is left to the errors of the capture.
+    A model that does not run on fake tensors is left to the errors of the capture.
+
+    Args:
+        run: calls the model with the inputs in their order, as the capture does (`inputs.LossModule`).
     """
     longest = min(t.shape[1] for t in example_inputs.values() if t.ndim > 1)
     layers = _layers(model)
@@ -82,7 +87,7 @@ def refuse_loops(model: nn.Module, run: nn.Module, example_inputs: Mapping[str, 
 
 
 def _layers(model: nn.Module) -> dict[str, _Kind]:
-    """The first layer of every kind by its path: layers are the entries of module lists that are in no other one."""
+    """Return path -> kind for the first layer of every kind. Layers are the entries of the outermost module lists."""
     out: dict[str, _Kind] = {}
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     for name in lists:
@@ -103,7 +108,11 @@ def _count(
     length: int,
     limits: Mapping[_Kind, float],
 ) -> dict[_Kind, int] | None:
-    """Operations by kind of layer at `length` tokens; None: it fails. CaptureError for what a layer may not do."""
+    """Return the operations per kind of layer at `length` tokens; None if the model fails.
+
+    Raises:
+        CaptureError: if a layer goes along the sequence.
+    """
     mode, left = _Counted(limits), set(layers)
 
     def enter(name: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""torch.export with the sizes as symbols: b, s and t (a second sequence), and for which of them the graph holds."""
+"""torch.export with symbolic sizes b, s and t (a second sequence), and the lengths for which the graph holds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 def _dims(
     example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str]
 ) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
-    """Dynamic dims and stand-in tensors: batch 2 and the given sequence lengths (made distinct so that no size is
-    mistaken)."""
+    """Return dynamic dims and stand-in tensors: batch 2 and the given sequence lengths, made distinct.
+
+    Distinct lengths keep one size from being mistaken for another.
+    """
     batch = torch.export.Dim("b")
     sequences = {symbol: torch.export.Dim(symbol) for symbol in ("s", "t")}
     first = next(iter(example_inputs.values()))
@@ -51,7 +53,14 @@ def _dims(
 def export_symbolic(
     wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    """The exported program, and for torch's symbols whether each is b, s or t. Raises: CaptureError."""
+    """Export the model.
+
+    Returns:
+        The exported program, and b, s or t for each of torch's symbols.
+
+    Raises:
+        CaptureError: if torch.export fails.
+    """
     dims, tensors = _dims(example_inputs, target_inputs(wrapper.model))
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
@@ -77,15 +86,17 @@ def export_symbolic(
 def _export_refining(
     wrapper: LossModule, tensors: list[torch.Tensor], dims: list[dict[int, Any]], tracer: LayerTracer
 ) -> torch.export.ExportedProgram:
-    """Export; where the model fixes or bounds a dim (features in dim 1, a table of positions), take what torch
-    suggests."""
+    """Export the model, with torch's suggested fixes where the model fixes or bounds a dim.
+
+    Examples are features in dim 1 and a table of positions.
+    """
     shapes: dict[str, Any] = {"tensors": tuple(dims)}
     try:
         return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=shapes)
     except torch._dynamo.exc.UserError as exc:
         if "Suggested fixes" not in str(exc):
             raise
-        # torch's parser wants nothing after them
+        # torch's parser accepts no text after the fixes
         fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]
         refined: Any = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
         for mine in refined["tensors"]:
@@ -101,9 +112,13 @@ def _export_refining(
 def bounds_of(
     program: torch.export.ExportedProgram, symbols: Mapping[str, str], model: str
 ) -> dict[str, tuple[int, int | None]]:
-    """Of the lengths of sequences for which this graph is the model: where the forward asks how long one is, another
-    graph is that of other lengths. CaptureError if it asks how large the batch is, which is another number in every
-    micro-batch."""
+    """Return the bounds (low, high) of the sequence lengths for which this graph is the model.
+
+    Where the forward asks for the length of a sequence, other lengths have another graph.
+
+    Raises:
+        CaptureError: if the forward asks for the batch size, which differs from one micro-batch to another.
+    """
     out = {}
     for symbol, found in program.range_constraints.items():
         name = symbols.get(str(symbol))
@@ -122,7 +137,7 @@ def bounds_of(
 
 
 def _where(exc: BaseException) -> str:
-    """The innermost frame outside torch, as 'file:line: '."""
+    """Return the innermost frame outside torch, as 'file:line: '."""
     import traceback
 
     for frame in reversed(traceback.extract_tb(exc.__traceback__)):

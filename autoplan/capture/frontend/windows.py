@@ -1,5 +1,7 @@
-"""Attention over a sliding window, inside documents, and with a bias besides being causal, each as one op: torch has no
-operation for them that capture could keep whole."""
+"""Attention over a sliding window or inside documents, and attention with a bias, each as one op.
+
+All of them may also be causal. torch has no operation for them that capture could keep whole.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,7 @@ def masked_attention_op(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The marker of attention in which a token sees those of its own document ([b, s]), and of them only as many as the
-    window."""
+    """Mark attention in which a token sees only its own document ([b, s]) and the last `window` tokens of it."""
     raise RuntimeError("autoplan::masked_attention is a capture marker and cannot be run")
 
 
@@ -38,7 +39,7 @@ def _(
 def biased_attention_op(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """The marker that capture leaves in the graph. `bias`: added to the scores, broadcastable to them."""
+    """Mark attention with a `bias` that is added to the scores and broadcastable to them."""
     raise RuntimeError("autoplan::biased_attention is a capture marker and cannot be run")
 
 

@@ -1,7 +1,7 @@
 """Cut the flat trace into blocks and calls: layers, the glue before, between and after them, and parameter-free tables.
 
-Values that depend on no parameter (rotary tables, masks, shifted labels) go into blocks of their own, which every
-pipeline stage recomputes instead of receiving them.
+Values that depend on no parameter (rotary tables, masks, shifted labels) go into blocks of their own. Every pipeline
+stage recomputes them instead of receiving them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class _Loss:
     count: str
     target: str | None
     ignore_index: int
-    main: str = ""  # the value of the term that is counted so
+    main: str = ""  # the value of the counted term
 
 
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
-    """The ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-contained."""
+    """Return the ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-
+    contained."""
     simplify(trace)
     wide_means(trace)
     loss = _normalise_loss(trace)
@@ -55,7 +56,7 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
 
 
 def _normalise_loss(trace: Trace) -> _Loss:
-    """Means over the batch become sums divided by the global count (DESIGN section 4, Loss)."""
+    """Replace means over the batch by sums divided by the global count."""
     entropies = [i for i, n in enumerate(trace.nodes) if op_kind(n.op) is OpKind.LOSS]
     if len(entropies) > 1:
         raise CaptureError(f"{len(entropies)} cross-entropy terms in one loss are not supported; one is")
@@ -83,7 +84,7 @@ def _normalise_loss(trace: Trace) -> _Loss:
 
 
 def _normalise_mean(trace: Trace) -> _Loss:
-    """mean(x) over everything = sum(x) / (elements per sample) / (number of samples)."""
+    """Replace mean(x) over everything by sum(x) / (elements per sample) / (number of samples)."""
     for i, node in enumerate(trace.nodes):
         source = trace.values[str(node.inputs[0])] if node.inputs else None
         if (
@@ -108,7 +109,7 @@ def _normalise_mean(trace: Trace) -> _Loss:
 
 
 def _drop_dead(trace: Trace) -> None:
-    """Keep what the loss needs, in program order."""
+    """Keep the nodes that the loss needs, in program order."""
     needed, keep = {trace.output}, []
     for kind, index in reversed(trace.order):
         if kind == "repeat":
@@ -124,12 +125,12 @@ def _drop_dead(trace: Trace) -> None:
 
 
 def _gets_gradient(block: Block, param: str) -> bool:
-    """False if all that a block does with a parameter is without gradients."""
+    """Return False if the block uses the parameter only where no gradient flows."""
     return any(param in n.tensor_inputs and not op_has(n.op, Trait.STOPS_GRADIENT) for n in block.nodes)
 
 
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
-    """The tensors a merged layer really uses: those at the places that its first one uses or hands through."""
+    """Return the inputs that a merged layer uses: those at the places that its first layer uses or passes through."""
     repeat = trace.repeats[index]
     first = repeat.first
     used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs}
@@ -138,7 +139,7 @@ def _used_by_repeat(trace: Trace, index: int) -> set[str]:
 
 
 def _pure_values(trace: Trace) -> set[str]:
-    """Values that depend on inputs, buffers and sizes only."""
+    """Return the values that depend on inputs, buffers and sizes only."""
     pure = set(trace.inputs) | set(trace.buffers)
     for kind, index in trace.order:
         if kind == "node":
@@ -171,7 +172,7 @@ def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
 
 
 def _name_glue(segments: list[_Segment]) -> None:
-    """Names of what is outside the layers: embed before them, head behind them, glue and its number between."""
+    """Name the segments outside the layers: embed before them, head behind them, numbered glue between."""
     if len(segments) == 1:
         segments[0].name = segments[0].name or "model"
         return
@@ -180,7 +181,7 @@ def _name_glue(segments: list[_Segment]) -> None:
 
 
 def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
-    """Connected parts of the parameter-free nodes outside layers."""
+    """Return the connected parts of the parameter-free nodes outside layers."""
     mine = [n for n in nodes if not trace.region[n.name] and set(n.outputs) <= pure]
     parts = Dataflow([(n.tensor_inputs, n.outputs) for n in mine]).parts(range(len(mine)))
     names = (f"tables{i}" if i else "tables" for i in range(len(parts)))
@@ -191,7 +192,7 @@ class _Builder:
     def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss, pure: set[str]) -> None:
         self.trace, self.segments, self.loss, self.pure = trace, segments, loss, pure
         self.blocks: dict[str, Block] = {}
-        # block, actual inputs, actual outputs of the first
+        # layer -> its block, actual inputs and actual outputs, for first layers
         self.by_layer: dict[str, tuple[Block, list[str], list[str]]] = {}
         self.calls: list[Call] = []
         self.rename: dict[str, str] = {}
@@ -224,7 +225,7 @@ class _Builder:
         )
 
     def _check_trained(self, params: Mapping[str, Parameter]) -> None:
-        """CaptureError for a parameter that wants a gradient and gets none."""
+        """Raise CaptureError for a trainable parameter that gets no gradient."""
         trained = {
             full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
         }
@@ -246,7 +247,7 @@ class _Builder:
         return needed
 
     def _local(self, layer: str, full: str) -> str:
-        """Name of a parameter inside a block: relative to the layer, or full if it belongs to another module."""
+        """Return the name of a parameter inside a block: relative to the layer, or full if another module holds it."""
         return full.removeprefix(f"{layer}.") if layer and full.startswith(f"{layer}.") else full
 
     def _segment(self, segment: _Segment, needed: set[str]) -> None:
@@ -276,8 +277,10 @@ class _Builder:
         )
 
     def _in_order_of_layer(self, layer: str, ins: list[str]) -> list[str] | None:
-        """What enters, in the order in which a layer is given it; None if others are like a layer that uses a tensor
-        which it was not given."""
+        """Return the inputs of a layer in the order of its arguments.
+
+        None if other layers repeat this one and it uses a tensor that is not among its arguments.
+        """
         if not layer:
             return ins
         entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
@@ -311,7 +314,7 @@ class _Builder:
         )
 
     def _intern(self, block: Block, layer: str) -> Block:
-        """The equal block that exists already, or this one under a fresh class-like name."""
+        """Return the equal block if there is one, else this one under a fresh name."""
         for old in self.blocks.values():
             if replace(block, name=old.name) == old:
                 return old
@@ -324,7 +327,7 @@ class _Builder:
         return block
 
     def _names(self, nodes: list[Node], ins: list[str], layer: str) -> dict[str, str]:
-        """Short canonical names inside a block: equal blocks get equal names."""
+        """Return short canonical names inside a block: equal blocks get equal names."""
         names: dict[str, str] = {}
         used: dict[str, int] = {}
 
@@ -336,7 +339,7 @@ class _Builder:
         for x in ins:
             value = self.trace.values[x]
             plain = (x if x in self.trace.inputs else x.rsplit("_", 1)[0]).split(".")[0]
-            plain = plain if x in self.pure or x in self.trace.inputs else "count"  # the same behind every layer
+            plain = plain if x in self.pure or x in self.trace.inputs else "count"  # the same name behind every layer
             names[x] = fresh("hidden" if value.requires_grad else plain)
         for node in nodes:
             for x in node.tensor_inputs:
@@ -351,7 +354,7 @@ class _Builder:
 
     @staticmethod
     def _base(node: Node, layer: str) -> str:
-        """A name for what a node makes: the module's own name for projections, norms and tables, else the op's."""
+        """Return a name for a node's output: the module's name for projections, norms and tables, else the op's."""
         leaf = node.scope.removeprefix(f"{layer}.").rsplit(".", 1)[-1] if layer else node.scope.rsplit(".", 1)[-1]
         op = op_record(node.op)
         module = op.kind in (OpKind.NORM, OpKind.EMBEDDING) or (op.kind is OpKind.PRODUCT and op.weights)
@@ -382,20 +385,20 @@ class _Builder:
         actual: dict[str, str] = {}
         for mine, theirs in zip(ins, given, strict=True):
             if actual.setdefault(theirs, mine) != mine:
-                self.ok = False  # the first layer got one tensor twice, this one two
+                self.ok = False  # the first layer got one tensor twice, this one two tensors
                 return
         results: dict[str, str] = {}
         for mine, theirs in zip(outs, leaving, strict=True):
             if theirs in given:
-                self.rename[mine] = actual[theirs]  # handed through unchanged
+                self.rename[mine] = actual[theirs]  # passed through unchanged
             elif theirs in first_outs:
                 if theirs in results:
                     self.rename[mine] = results[theirs]
                 results.setdefault(theirs, mine)
             else:
-                self.rename[mine] = mine  # computed, but nobody uses it
+                self.rename[mine] = mine  # computed, but unused
         if set(first_outs) - set(results) or set(first_ins) - set(actual):
-            self.ok = False  # something leaves or enters the layer past its arguments
+            self.ok = False  # a value leaves or enters the layer past its arguments
             return
         for theirs, mine in results.items():
             self.trace.values[mine] = replace(self.trace.values[theirs], name=mine)

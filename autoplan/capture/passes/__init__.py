@@ -1,1 +1,5 @@
-"""Rewrite the trace before it is cut: means over the batch, losses of routers, casts."""
+"""Passes that rewrite the trace before it is cut.
+
+`batch_size`: means over the batch, computed micro-batch by micro-batch. `hoist`: sums carried from layer to layer.
+`coupled`: losses of routers. `cast`: the module in another dtype, before it is traced.
+"""

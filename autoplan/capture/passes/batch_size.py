@@ -1,9 +1,9 @@
-"""Means over the batch and numbers that are its size, in a model that is computed micro-batch by micro-batch.
+"""Means over the batch and uses of the batch size, in a model that is computed micro-batch by micro-batch.
 
-`x.mean()` and `loss.sum() / ids.shape[0]` are the mean over the samples of whatever is computed at once. Ranks of data
-parallelism share a micro-batch, and programs write its whole size (`autoplan.codegen.emit.Context.whole`);
-micro-batches are averaged over (the input `loss_share`), as by accumulating the gradients of `loss / number`. Where the
-size of the batch is in anything but such a mean the batch cannot be split: `autoplan.ops.batch` refuses it by name.
+`x.mean()` and `loss.sum() / ids.shape[0]` are means over the samples of one forward. Data-parallel ranks share a
+micro-batch, and programs write its whole size (`autoplan.codegen.emit.Context.whole`). Micro-batches are averaged (the
+input `loss_share`), as if the gradients of `loss / number` were accumulated. If anything but such a mean uses the batch
+size, the batch cannot be split: `autoplan.ops.batch` refuses it by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from autoplan.ops.table import op_has
 
 
 def wide_means(trace: Trace) -> None:
-    """Means over the batch of 16-bit values, in float32: torch sums them so, and here the sum is a value of its own,
-    which would overflow in 16 bits."""
+    """Compute means over the batch of 16-bit values in float32.
+
+    torch accumulates such a mean in float32. Here the sum is a value of its own, which would overflow in 16 bits.
+    """
     for index, node in enumerate(list(trace.nodes)):
         if _number_of_mean(trace, node) is None:
             continue
@@ -36,7 +38,7 @@ def wide_means(trace: Trace) -> None:
 
 
 def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
-    """Of a mean over the batch outside the layers, over how many elements it goes."""
+    """Return the number of elements of a mean over the batch outside the layers; None for any other node."""
     if not op_has(node.op, Trait.AVERAGES) or trace.region[node.name]:
         return None
     source, out = trace.values[str(node.inputs[0])], trace.values[node.outputs[0]]
@@ -45,13 +47,13 @@ def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
 
 
 def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
-    """Changes the trace: means over the batch and sums that are divided by its size get their share, other uses of the
-    size a mark.
+    """Change the trace: means over the batch and sums divided by the batch size get their share; other uses get a mark.
 
     Args:
         pure: values that depend on inputs and buffers only.
 
-    Raises: CaptureError for a mean over tokens that is divided by the size of the batch once more.
+    Raises:
+        CaptureError: for a mean over tokens that is also divided by the batch size.
     """
     have_share = [i for i, node in enumerate(trace.nodes) if LOSS_SHARE in node.inputs]
     before = {*have_share, *trace.flow().leading_to(have_share)}
@@ -87,7 +89,7 @@ def _means_as_sums(trace: Trace, but: set[str]) -> None:
 
 
 def mean_as_sum(trace: Trace, index: int, number: Expr) -> None:
-    """A mean over `number` elements as their sum, divided by it in a node that is added at the end of all."""
+    """Replace a mean over `number` elements by their sum and a division by `number`, in a node directly after it."""
     node = trace.nodes[index]
     total = f"{node.name}.sum"
     trace.values[total] = replace(trace.values[node.outputs[0]], name=total)
@@ -97,14 +99,14 @@ def mean_as_sum(trace: Trace, index: int, number: Expr) -> None:
 
 
 def ask_for_share(trace: Trace) -> None:
-    """Makes `loss_share` an input, if it is none yet."""
+    """Make `loss_share` an input, if it is not one yet."""
     if LOSS_SHARE not in trace.values:
         trace.values[LOSS_SHARE] = Value(LOSS_SHARE, (), "float32", False)
         trace.inputs.append(LOSS_SHARE)
 
 
 def _share(trace: Trace, index: int) -> None:
-    """One over the number of micro-batches of what a node makes."""
+    """Multiply the output of a node by `loss_share`, one over the number of micro-batches."""
     ask_for_share(trace)
     node = trace.nodes[index]
     (out,) = node.outputs

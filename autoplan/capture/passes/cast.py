@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def main_dtype(model: nn.Module) -> torch.dtype | None:
-    """The floating dtype that most parameter elements have; None without any."""
+    """Return the floating dtype that most parameter elements have; None without any."""
     counts: dict[torch.dtype, int] = {}
     for p in model.parameters():
         if p.is_floating_point():
@@ -21,11 +21,12 @@ def main_dtype(model: nn.Module) -> torch.dtype | None:
 
 @contextmanager
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Module]:
-    """Inside, the parameters of the model's main dtype are stand-ins of `dtype` without values (fake tensors).
+    """Replace the parameters of the model's main dtype by stand-ins of `dtype` without values (fake tensors).
 
-    What the graph then says is what the model does with parameters of that dtype: norms that compute in float32 cast
-    up and back, tables that follow the dtype of activations follow. Parameters of other dtypes and all buffers stay as
-    they are, as under FSDP's mixed precision. None: nothing changes.
+    The graph then describes the model with parameters of that dtype: norms that compute in float32 cast up and back,
+    and
+    tables follow the dtype of activations. Parameters of other dtypes and all buffers stay as they are, as under FSDP's
+    mixed precision. With None nothing changes.
     """
     main = main_dtype(model)
     if dtype is None or main is None or main == dtype:
@@ -40,7 +41,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
             for name, p in list(module._parameters.items()):
                 if p is None or p.dtype != main:
                     continue
-                if id(p) not in instead:  # tied parameters stay one
+                if id(p) not in instead:  # tied parameters share one stand-in
                     with mode:
                         empty = torch.empty(p.shape, dtype=dtype, device=p.device)
                         instead[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)

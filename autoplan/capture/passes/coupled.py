@@ -1,11 +1,11 @@
 """A loss of routers: a term that couples all tokens of a batch.
 
 A term such as `experts * sum(counts / rows * probability / rows)` is a product of two sums over the tokens. Every rank
-and micro-batch has a part of the tokens, so a product of its own sums would be another loss. Here the one sum is summed
-over the ranks that share a micro-batch (op `batch_sum`) before it is multiplied by the other, which stays a pending sum
-with the loss: a few numbers are sent, and no gradient flows through counts. Where nothing stays pending, each rank has
-the whole term, and one counts it (op `batch_part`). Micro-batches are averaged over (the input `loss_share`, one over
-their number), as by accumulating the gradients of `loss / number`.
+and micro-batch has a part of the tokens, so the product of its own sums would be another loss. This pass sums one
+factor over the ranks that share a micro-batch (op `batch_sum`) before it is multiplied by the other, which stays a
+pending sum with the loss. Only a few numbers are sent, and no gradient flows through counts. Where nothing stays
+pending, every rank has the whole term, and one of them counts it (op `batch_part`). Micro-batches are averaged (the
+input `loss_share`, one over their number), as if the gradients of `loss / number` were accumulated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from autoplan.ir.graph import LOSS_SHARE, Node
 from autoplan.ops.record import Linear, OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record
 
-SUMMED_SYMBOLS = ("b", "s")  # what is cut over data- and context-parallel ranks
-Kinds = tuple[str, ...]  # for each of SYMBOLS: "S" has the dim, "P" pending sum over it, "R" neither
+SUMMED_SYMBOLS = ("b", "s")  # symbols that are split over data- and context-parallel ranks
+Kinds = tuple[str, ...]  # per symbol of SUMMED_SYMBOLS: "S" has the dim, "P" pending sum over it, "R" neither
 
 
 def router_terms(trace: Trace, main: str) -> None:
-    """Finds terms of the loss that count what routers chose, and makes them computable in parts. Any other term that
-    couples the batch stays as it is (`autoplan.ops.batch` refuses it by name).
+    """Make the terms of the loss that count the routers' choices computable in parts.
+
+    Any other term that couples the batch stays as it is (`autoplan.ops.batch` refuses it by name).
 
     Args:
         trace: its nodes and order are changed.
@@ -42,12 +43,12 @@ def router_terms(trace: Trace, main: str) -> None:
 
 
 def _adds_up(op: str) -> bool:
-    """True for sums and counts: of parts of the tokens they are pending sums."""
+    """Return True for sums and counts: over parts of the tokens they are pending sums."""
     return op_kind(op) is OpKind.COUNT or (op_kind(op) is OpKind.REDUCTION and not op_has(op, Trait.AVERAGES))
 
 
 def _terms(trace: Trace, maker: dict[str, int], value: str) -> list[str]:
-    """The values that are added up to a value."""
+    """Return the values whose sum is `value`."""
     node = trace.nodes[maker[value]] if value in maker else None
     if node is None or node.op != "add":
         return [value]
@@ -55,7 +56,7 @@ def _terms(trace: Trace, maker: dict[str, int], value: str) -> list[str]:
 
 
 def _cone(trace: Trace, maker: dict[str, int], value: str) -> list[int]:
-    """What leads to a value outside the layers, in program order."""
+    """Return the nodes outside the layers that lead to a value, in program order."""
     found: set[int] = set()
     wanted = [value]
     while wanted:
@@ -72,13 +73,13 @@ class _Term:
     cone: list[int]
     value: str
     kinds: dict[str, Kinds] = field(default_factory=dict)
-    free: set[str] = field(default_factory=set)  # depends on no parameter: made of whole sequences on every rank
+    free: set[str] = field(default_factory=set)  # depends on no parameter: computed from whole sequences on every rank
     summed: dict[str, str] = field(default_factory=dict)
-    before: dict[int, list[Node]] = field(default_factory=dict)  # nodes to come before one of the trace
+    before: dict[int, list[Node]] = field(default_factory=dict)  # nodes to insert before a node of the trace, by index
     inputs: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Changes the trace, or leaves it where some operation is not a sum that could be summed further."""
+        """Change the trace, or leave it if some operation on a sum cannot be computed in parts."""
         self._means_as_sums()
         self.free = set(self.trace.inputs) | set(self.trace.buffers)
         for i in self.cone:
@@ -91,7 +92,7 @@ class _Term:
         self._share()
 
     def _means_as_sums(self) -> None:
-        """A mean over tokens is a sum over them by their number, of all parts."""
+        """Replace a mean over tokens by their sum, divided by their number over all parts."""
         cone = []
         for i in self.cone:
             cone.append(i)
@@ -137,16 +138,16 @@ class _Term:
         return self.inputs.get(index, self.trace.nodes[index].inputs)
 
     def _stays(self, node: Node, inputs: list[Kinds]) -> set[int]:
-        """Which pending inputs may stay so: all of an addition or of a linear op, one factor of a product."""
+        """Return the pending inputs that may stay pending: all of an addition or linear op, one factor of a product."""
         pending = {k for k, kinds in enumerate(inputs) if "P" in kinds}
         op = op_record(node.op)
         if op.linear is Linear.NO:
             return set()
-        if Trait.SCALES in op.traits:  # counts are summed while they are whole numbers, which is exact in any order
+        if Trait.SCALES in op.traits:  # sum counts while they are whole numbers, which is exact in any order
             pending = {k for k in pending if self.trace.values[node.tensor_inputs[k]].requires_grad}
         if op.linear is Linear.ALL:
             return pending if len(set(inputs)) == 1 else set()
-        if op.linear is Linear.ONE:  # rather what a gradient flows through, which then need not be sent
+        if op.linear is Linear.ONE:  # prefer the factor with a gradient, which then need not be sent
             grads = {k for k in pending if self.trace.values[node.tensor_inputs[k]].requires_grad}
             return set(sorted(grads or pending)[:1])
         return pending & {0}
@@ -176,7 +177,7 @@ class _Term:
                 self.trace.insert(self.trace.order.index(("node", index)), node)
 
     def _share(self) -> None:
-        """The term, divided by the number of micro-batches and counted by one rank if all have it."""
+        """Divide the term by the number of micro-batches, and let one rank count it if all have it."""
         ask_for_share(self.trace)
         kinds, term = self._kinds(self.value), self.value
         index = next(i for i in self.cone if term in self.trace.nodes[i].outputs)

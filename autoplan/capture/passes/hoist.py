@@ -1,9 +1,9 @@
-"""Sums over the layers of a model, carried from layer to layer instead of made at its end of what every layer left.
+"""Carry sums over the layers of a model from layer to layer.
 
-A loss of routers is written behind the last layer, from the logits of all routers: tokens x experts of every layer,
-which a pipeline would hand on over all of its cuts. What it needs of them is small: counts and sums over the tokens,
-added up layer by layer. Everything outside the layers that leads to such a value without a parameter, and that depends
-on nothing later than some layer, is moved to directly behind that layer.
+A loss of routers is computed behind the last layer, from the logits of all routers: tokens x experts of every layer,
+which a pipeline would send over all of its cuts. The loss needs little of them: counts and sums over the tokens, added
+up layer by layer. Every node outside the layers that leads to such a value without a parameter, and that depends on no
+layer later than some layer, moves directly behind that layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoplan.ops.views import WHOLE_VIEW
 
 
 def simplify(trace: Trace) -> None:
-    """Counting in a form that can be split over the tokens, and sums without the zeros that they start from."""
+    """Rewrite counts into a form that can be split over the tokens, and sums without their initial zeros."""
     maker = {out: node for node in trace.nodes for out in node.outputs}
     same: dict[str, str] = {}
     for i, node in enumerate(trace.nodes):
@@ -48,12 +48,12 @@ def _zeros(maker: Mapping[str, Node], value: str) -> bool:
 
 
 def _flattens(node: Node) -> bool:
-    """True for a view that has every element of its input once."""
+    """Return True for a view that has every element of its input once."""
     return op_record(node.op).saved is WHOLE_VIEW
 
 
 def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
-    """What a cast of whole numbers, flattened before, casts; any other value itself."""
+    """Return the whole numbers behind casts and flattening views of `value`; `value` itself if there are none."""
     at = value
     while (node := maker.get(at)) is not None and (_flattens(node) or op_has(node.op, Trait.CAST)):
         at = str(node.inputs[0])
@@ -63,7 +63,7 @@ def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
 
 
 def _rename(trace: Trace, same: Mapping[str, str]) -> None:
-    """The nodes themselves have their new names already."""
+    """Rename values outside the nodes, which have their new names already."""
     trace.output = same.get(trace.output, trace.output)
     trace.repeats = [replace(r, inputs=tuple(same.get(x, x) for x in r.inputs)) for r in trace.repeats]
     for of in (trace.layer_inputs, trace.layer_outputs):
@@ -72,10 +72,10 @@ def _rename(trace: Trace, same: Mapping[str, str]) -> None:
 
 
 def hoist(trace: Trace, pure: set[str]) -> None:
-    """Moves what leads to sums over the tokens of earlier layers.
+    """Move the nodes that lead to sums over the tokens of earlier layers.
 
     Args:
-        trace: what the loss does not need is gone; changed in place.
+        trace: without nodes that the loss does not need; changed in place.
         pure: values that depend on no parameter.
     """
     places = _places(trace)
@@ -102,12 +102,12 @@ def hoist(trace: Trace, pure: set[str]) -> None:
 
 @dataclass
 class _Places:
-    """Where nodes stand among the layers, which are counted from 0.
+    """The positions of nodes among the layers, counted from 0.
 
     Attributes:
         depth: value -> the last layer that it depends on; -1: none.
         before: node outside layers -> the last layer before it.
-        ends: per layer, where the glue behind it ends in the order of the trace.
+        ends: per layer, the end of the glue behind it in the order of the trace.
     """
 
     depth: dict[str, int] = field(default_factory=dict)
@@ -135,5 +135,5 @@ def _places(trace: Trace) -> _Places:
 
 
 def _stays(trace: Trace, node: Node) -> bool:
-    """True for a node that must not be moved: it draws random numbers or uses a parameter."""
+    """Return True for a node that must not be moved: it draws random numbers or uses a parameter."""
     return op_has(node.op, Trait.RANDOM) or any(x in trace.params for x in node.tensor_inputs)

@@ -1,14 +1,18 @@
-"""Which configurations are legal: one tuple of rules with reasons, which estimate, plan and what-ifs keep alike.
+"""Which configurations are legal: one tuple of rules with reasons, which estimate, plan and what-ifs share.
 
     broken(config, facts, Scope.PRICED)           the first rule that a configuration breaks, and why; None: legal
-    not_executed(config, facts)                   what of a legal configuration is priced, but not executed
+    not_executed(config, facts)                   features of a legal configuration that are priced, but not executed
 
-A configuration is accepted or refused by all commands alike, but for what is priced and not executed: rules of a wider
-scope than `Scope.PRICED`. `autoplan.search.degrees` enumerates by the same rules, each as soon as all it names is
-decided, and `autoplan.search.nearest` tries what it suggests against them.
+All commands accept or refuse a configuration alike, except where it is priced and not executed: such rules have a wider
+scope than `Scope.PRICED`. `autoplan.search.degrees` enumerates by the same rules, each as soon as all its choices are
+decided, and `autoplan.search.nearest` checks its suggestions against them. The record of a choice refuses values that
+no model makes legal.
 
-The rules by theme: devices (and stages), data (batch and sequences), experts (and copies of the sharded state), steps
-(offload, schedules, recompute, the run). Values that no model makes legal are refused by the record of the choice.
+`data`: rules of the batch and its sequences.
+`devices`: rules of the devices and of pipeline stages.
+`experts`: rules of experts, and of copies of the state that ZeRO shards.
+`rule`: the types of a rule, its scope, and a broken rule.
+`steps`: rules of offload, schedules, recompute, and the run.
 """
 
 from __future__ import annotations
@@ -35,13 +39,13 @@ def _value(record: Choice) -> Callable[[ParallelConfig, Facts], str | None]:
     return found
 
 
-# What a search need not try: pins are refused where they enter, and it enumerates nothing else.
+# A search need not try these: pins are checked where they enter, and it enumerates only legal values.
 VALUES: tuple[Rule, ...] = tuple(Rule(f"no {c.name} of any plan", (c.name,), _value(c)) for c in CHOICES)
 RULES: tuple[Rule, ...] = (*devices.RULES, *data.RULES, *experts.RULES, *steps.RULES)
 
 
 def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:
-    """The first rule of those that are kept in `scope` that a configuration breaks; None: it is legal."""
+    """Return the first rule in `scope` that a configuration breaks; None if it is legal."""
     for rule in (*VALUES, *RULES):
         if rule.scope <= scope:
             reason = rule.broken(config, facts)
@@ -51,14 +55,14 @@ def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:
 
 
 def check_legal(config: ParallelConfig, facts: Facts, scope: Scope) -> None:
-    """Raise PinError, without a suggestion (see `autoplan.search.nearest`), for a configuration that breaks a rule."""
+    """Raise PinError if a configuration breaks a rule, without a suggestion (see `autoplan.search.nearest`)."""
     found = broken(config, facts, scope)
     if found is not None:
         raise PinError(found.reason, found.rule.names)
 
 
 def not_executed(config: ParallelConfig, facts: Facts) -> tuple[str, ...]:
-    """Why autoplan's own runtime does not execute a configuration that has a price; nothing if it does."""
+    """Return why autoplan's own runtime does not execute a configuration that has a price; empty if it does."""
     out = []
     for rule in RULES:
         reason = rule.broken(config, facts) if rule.scope > Scope.PRICED else None

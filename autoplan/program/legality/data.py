@@ -1,4 +1,4 @@
-"""Rules of the batch and of its sequences."""
+"""Legality rules of the batch and of its sequences."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _bounds(symbol: str) -> Callable[[ParallelConfig, Facts], str | None]:
 
 
 def _uncut(target: bool) -> Callable[[ParallelConfig, Facts], str | None]:
-    """Of models with two lengths (which have no price) and of others."""
+    """Return the rule for models with two lengths (which have no price), or for others."""
 
     def found(c: ParallelConfig, f: Facts) -> str | None:
         if c.cp == 1 or f.model is None or f.model.graph.has_target is not target:

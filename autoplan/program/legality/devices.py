@@ -1,4 +1,4 @@
-"""Rules of the devices and of the stages of a pipeline."""
+"""Legality rules of the devices and of the stages of a pipeline."""
 
 from __future__ import annotations
 

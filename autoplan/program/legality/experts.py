@@ -1,4 +1,4 @@
-"""Rules of experts, and of copies of what ZeRO shards."""
+"""Legality rules of experts, and of copies of the state that ZeRO shards."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def zero_replica_counts(dp: int, cp: int, zero_stage: int, tp: int = 1, ep: int = 1, etp: int = 1) -> list[int]:
-    """How many copies of the sharded state there may be: 1, and what leaves several neighbours to shard over.
+    """Return the possible numbers of copies of the sharded state: 1, and those that leave several ranks to shard over.
 
-    A divisor of dp: all of cp shards. Experts that are spread are in each copy, sharded over what ep leaves of it.
+    A count divides dp: all of cp shards. Spread experts are in each copy, sharded over the ranks that ep leaves of it.
     """
     return list(_replica_counts(dp, cp, zero_stage, tp, ep, etp))
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same few again and again
+@lru_cache(maxsize=4096)  # a search repeats the same few calls
 def _replica_counts(dp: int, cp: int, zero_stage: int, tp: int, ep: int, etp: int) -> tuple[int, ...]:
     plain, facts = ParallelConfig(dp=dp, cp=cp, zero_stage=zero_stage, tp=tp, ep=ep, etp=etp), Facts(dp * cp * tp)
     rules = [rule for rule in RULES if rule.name == _REPLICAS]

@@ -1,4 +1,4 @@
-"""What a rule of legality is."""
+"""The types of a legality rule, its scope, and a broken rule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from autoplan.program.facts import Facts
 
 
 class Scope(IntEnum):
-    """Who keeps a rule: whoever asks with its scope or a wider one.
+    """The commands that apply a rule: those with its scope or a wider one.
 
-    PRICED: every command, since what breaks it has no price. SEARCHED: plan and what-ifs, too; `estimate` prices it.
-    EXECUTED: only what the runtime is to run.
+    PRICED: every command, since a configuration that breaks the rule has no price.
+    SEARCHED: plan and what-ifs; `estimate` prices such a configuration.
+    EXECUTED: only programs that the runtime is to run.
     """
 
     PRICED = 0
@@ -27,12 +28,14 @@ class Rule:
     """One rule.
 
     Attributes:
-        name: what candidates that break it are counted under.
+        name: heading under which candidates that break it are counted.
         names: the choices that it reads, the one to change first in front; `global_batch_size`, `seq_len` and
-            `target_len` are of the run.
-        broken: why a configuration breaks it, or None; begins with `name=value` where one choice is at fault.
+            `target_len` belong to the run.
+        broken: gives the reason why a configuration breaks it, or None; starts with `name=value` if one choice is at
+            fault.
         scope: see Scope.
-        priced: of a rule that only limits what is executed: what is priced all the same, for reports; "": the reason.
+        priced: for a rule that only limits execution: the feature that is priced all the same, for reports; "" means
+            the reason.
     """
 
     name: str

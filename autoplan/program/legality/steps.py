@@ -1,4 +1,4 @@
-"""Rules of what a step does: what is offloaded and recomputed, in which order, and how the run is set up."""
+"""Legality rules of a step: offload and recompute, the schedule, and the options of the run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _unknown_order(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _recompute_values(c: ParallelConfig, f: Facts) -> str | None:
-    """Of a mapping every block and choice, of numbers per stage how many, and that of modules all layers."""
+    """Check the blocks and choices of a recompute mapping; modules are recomputed in all layers or none."""
     if isinstance(c.recompute, tuple):
         return None
     if not isinstance(c.recompute, Mapping):
