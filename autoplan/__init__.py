@@ -1,7 +1,7 @@
 """autoplan: automatic parallelism for PyTorch.
 
-The public names below are loaded on first use, so that a what-if starts without torch and a rank that imports
-``autoplan.runtime`` does not load the planner.
+The public names below are loaded on first use: a what-if starts without torch, and a rank that imports
+`autoplan.runtime` does not load the planner.
 """
 
 from importlib import import_module

@@ -73,55 +73,62 @@ def parallelize(
     verify: bool | str = True,
     device: torch.device | str | None = None,
 ) -> ParallelModel:
-    """Plan for `cluster` and parallelise `model`; call it on every rank (under torchrun), each with the same model.
+    """Plan for `cluster` and parallelise `model`. Call it on every rank (under torchrun), with the same model on each.
 
     Args:
-        model: an ordinary module on the CPU or this rank's device. Rank 0's values are used everywhere.
-        cluster: 'local' for all processes of this job, priced by what is measured on them; or a Cluster, priced by its
+        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values.
+        cluster: 'local' for all processes of this job, priced by measurements on them; or a Cluster, priced by its
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
-            planned for AdamW and you make your own from `pm.parameters()`.
-        example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. Where source
-            and target of an encoder-decoder may differ in length, give them different lengths here. Not needed for a
+            planned for AdamW, and you make your own from `pm.parameters()`.
+        example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. If source and
+            target of an encoder-decoder may differ in length, give them different lengths here. Not needed for a
             Hugging Face language model.
         loss_fn: `(model output, batch) -> scalar loss`; not needed if the model returns its loss.
-        global_batch_size: samples per step over all data-parallel ranks. None: as many as the examples on every device
-            that may be a data-parallel rank. A rank's part is `global_batch_size / pm.data_world`.
-        pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, recompute
-            ('none', 'full', 'selective', regions as in 'attention+mlp+norms', 'offload', or a mapping block -> one),
-            stages (layers per pipeline stage), schedule, offload ('none', or what is on the host: 'activations',
-            'optimizer', 'parameters' joined by '+'; the loop stays as it is). The rest is searched.
-        profile: measured times, a Profile or the name or path of one. None with 'local': the profile of this machine,
-            measured now (bounded, once) where it is not known; AUTOPLAN_PROFILE names another or says 'assumed'.
-        folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default a temporary
+        global_batch_size: samples per step over all data-parallel ranks. None: the number of examples times the number
+            of devices that may be data-parallel ranks. A rank's part is `global_batch_size / pm.data_world`.
+        pins: fixed choices: tp, pp, dp, ep, cp, zero_stage (0-3), micro_batch_size, num_micro_batches, schedule, stages
+            (layers per pipeline stage), recompute ('none', 'full', 'selective', regions as in 'attention+mlp+norms',
+            'offload', or a mapping from block to one of these), offload ('none', or the tensors to keep on the host:
+            'activations', 'optimizer', 'parameters', joined by '+'; the training loop stays the same). The rest is
+            searched.
+        profile: measured times: a Profile, or the name or path of one. None with 'local': the profile of this machine,
+            which is measured first (bounded, once) if there is none; AUTOPLAN_PROFILE names another or says 'assumed'.
+        folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; default: a temporary
             folder.
-        seed: of dropout.
-        compile: run every block through torch.compile: True for its default backend (inductor, which needs a C++
-            compiler on the CPU), or the name of one; False: not. 'auto': on CUDA where a plan with compiled blocks has
-            the lower price (`pm.plan.compiled` says it), not on the CPU. A compiled block decides itself what it keeps,
-            so that recompute is none, full or offload, and is priced with fused kernels.
-        async_tp: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the products beside them
-            (torch's async TP, an experiment of inductor): compiled blocks on CUDA, tp ranks joined by NVLink. The price
-            does not know of it, and it has never been run.
-        check: type-check the emitted program with spmd_types in a process of its own before it runs (some seconds).
-        precision: 'native' computes in the dtypes of the model; 'bf16' and 'fp16' keep parameters, gradients and the
-            optimizer in float32 and compute in 16 bits ('bf16-grad16': gradients are summed in 16 bits, too), fp16 with
-            a dynamic loss scale (`pm.loss_scaler`); 'fp32' keeps and computes everything in float32.
-        gradient_compression: of the all-reduce of ZeRO 0 (which it pins): 'bf16', 'fp16', or
-            `autoplan.PowerSGD(rank=4)`. Not priced: the plan counts whole gradients.
-        verify: True: the captured graph is run on rank 0 and compared with the module, loss and gradients, where that
-            takes some seconds at most (of a large Hugging Face model on fewer layers of its config); `pm.plan.capture`
-            says what was compared. 'required': whatever it takes, and an error where it cannot be done. False: not.
-        device: 'cpu', 'cuda', 'cuda:1' or a torch.device. None: the GPU that the model is on, that the process group is
-            bound to or that `torch.cuda.set_device` chose, else the GPU of this rank's number on its host (LOCAL_RANK,
-            SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK), the only one it sees, or the CPU where there is none, or where
-            the process group is one of gloo alone. NCCL takes one rank per GPU; several can share one in a group of
-            gloo that you make, with device='cuda'.
-        timeout_s: how long any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10 minutes).
+        seed: seed of dropout.
+        timeout_s: seconds that any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10
+            minutes).
+        check: True: type-check the emitted program with spmd_types in a process of its own before it runs (some
+            seconds).
+        compile: whether every block runs through torch.compile. True: by its default backend (inductor, which needs a
+            C++ compiler on the CPU); a name: by that backend. False: no. 'auto': on CUDA if a plan with compiled blocks
+            has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
+            activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
+        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind parts of the adjacent products
+            (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by NVLink.
+            Its effect is not priced, and it has never been run.
+        precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
+            optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
+            also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.
+        gradient_compression: compression of the all-reduce of ZeRO 0 (which it pins): 'bf16', 'fp16', or
+            `autoplan.PowerSGD(rank=4)`. Not priced: the plan counts uncompressed gradients.
+        verify: whether rank 0 runs the captured graph and compares its loss and gradients with the module's. True: if
+            that takes some seconds at most (a large Hugging Face model with fewer layers of its config);
+            `pm.plan.capture` says what was compared. 'required': at any cost, and an error if it cannot be done. False:
+            never.
+        device: 'cpu', 'cuda', 'cuda:1' or a torch.device. None: the first of these that exists: the GPU that the
+            process group is bound to, the model's GPU, the choice of `torch.cuda.set_device`, the only visible GPU, the
+            GPU with this rank's number on its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). It is the
+            CPU if no GPU is visible, or if the process group has gloo alone. NCCL takes one rank per GPU; several ranks
+            can share one in a group of gloo that you make, with device='cuda'.
 
-    Returns: a ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`,
-        `pm.plan`, `pm.source`.
-    Raises: DeviceError, PinError, CaptureError, NothingFits and other AutoplanErrors, the same on every rank.
+    Returns:
+        A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`,
+        `pm.source`.
+
+    Raises:
+        AutoplanError: DeviceError, PinError, CaptureError, NothingFits and others, the same on every rank.
     """
     measured = isinstance(cluster, str)
     cluster = _cluster_of_job(cluster, model, device)
@@ -189,7 +196,7 @@ def parallelize(
 
 
 def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
-    """Return the cluster that is planned for. PinError if it has not one device for each process of this job."""
+    """Return the cluster to plan for. Raises PinError unless it has one device for each process of this job."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(cluster, str):
         own = model if isinstance(model, nn.Module) else None
@@ -203,7 +210,7 @@ def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.devi
 
 
 def _examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
-    """Return the example inputs; those of a Hugging Face language model need not be given."""
+    """Return the example inputs, or the default ones of a Hugging Face language model."""
     if given is not None:
         return given
     if not is_hf_model(model):
@@ -221,7 +228,7 @@ def _check_values(model: nn.Module) -> None:
 
 
 def _written(folder: Path, plan: Plan, program: Program) -> Path:
-    """Write plan and program on rank 0, and return the folder on every rank when they are there."""
+    """Write plan and program on rank 0; return the folder on every rank once they are written."""
     if dist.get_rank() == 0:
         program.write(folder)
         write_whole(folder / "plan.json", plan.to_json())
@@ -231,7 +238,7 @@ def _written(folder: Path, plan: Plan, program: Program) -> Path:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """PinError unless this makes an optimizer of parameters, or is None."""
+    """Raise PinError unless `optimizer` is None or a function that makes an optimizer."""
     if optimizer is None or (callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)):
         return
     kind = type(optimizer)
@@ -247,7 +254,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_compile(compile: bool | str, async_tp: bool, device_type: str) -> bool | str:
-    """What to compile with: `async_tp` needs inductor on CUDA. PinError where that is not asked for."""
+    """Return what to compile with. Raises PinError if `async_tp` is asked for without inductor on CUDA."""
     if not async_tp:
         return compile
     if device_type != "cuda":
@@ -258,7 +265,7 @@ def _check_compile(compile: bool | str, async_tp: bool, device_type: str) -> boo
 
 
 def _compressible(compression: Compression, pins: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Pins under which gradients can be compressed. PinError where they cannot."""
+    """Return the pins under which gradients can be compressed. Raises PinError if they cannot be compressed."""
     try:
         check_compression(compression)
     except ValueError as exc:
@@ -287,10 +294,14 @@ def plan_program(
     target_len: int | None = None,
     precision: str = "native",
 ) -> tuple[Plan, Program]:
-    """Search and compile in this process: the whole chain behind a captured graph; no process group needed.
+    """Search and compile in this process: everything after the capture of the graph. Needs no process group.
 
-    `compiled`: blocks will run through torch.compile. `precision`: the graph was captured in the dtype that it computes
-    in. Raises: CaptureError for a graph that leaves something of its model out, to be priced only.
+    Args:
+        compiled: True if blocks will run through torch.compile.
+        precision: the precision that the graph was captured for.
+
+    Raises:
+        CaptureError: for a graph that leaves out a part of its model, which can only be priced.
     """
     if graph.left_out:
         raise CaptureError(
@@ -316,10 +327,10 @@ def plan_program(
 
 
 def cheaper_program(planned: Callable[[bool], tuple[Plan, Program]]) -> tuple[Plan, Program]:
-    """Of a program op by op (`planned(False)`) and one with compiled blocks: that whose step has the lower price.
+    """Return the program with the lower price of a step: op by op (`planned(False)`) or with compiled blocks.
 
-    Pins that compiled blocks do not take (regions of recompute) leave the first; what fits only with compiled blocks,
-    the second. Where neither can be planned, what is wrong with the first is raised.
+    If only one of the two can be planned, it is returned: pins such as regions of recompute do not allow compiled
+    blocks, and some models fit only with them. If neither can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
     found = []
@@ -334,7 +345,7 @@ def cheaper_program(planned: Callable[[bool], tuple[Plan, Program]]) -> tuple[Pl
 
 
 def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:
-    """The global batch if the caller names none: the examples on every device that may be a data-parallel rank."""
+    """Return the default global batch: the number of examples times the devices that may be data-parallel ranks."""
     ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)))
     parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
     return int(ranks * max(1, example_batch // parts) * parts)
@@ -347,7 +358,7 @@ def _capture(
     dtype: torch.dtype | None = None,
     verify: bool | str = True,
 ) -> tuple[ModelGraph, str]:
-    """The captured graph, and whether it is the module."""
+    """Return the captured graph, and the line on its verification."""
     with computing_in(model, dtype):
         if loss_fn is not None:
             graph = capture(model, example_inputs, loss_fn)
@@ -357,7 +368,7 @@ def _capture(
 
 
 def _with_memory(cluster: Cluster, placement: devices.Placement) -> Cluster:
-    """The memory this rank really has: its share of its GPU and of the host's, or of the machine's."""
+    """Return the cluster with this rank's memory: its share of its GPU and of the host, or of the machine."""
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // placement.on_host
     if placement.device.type == "cuda":
         total = torch.cuda.get_device_properties(placement.device).total_memory // placement.on_device
@@ -378,7 +389,7 @@ def _machine_profile(
     device: torch.device | None = None,
     precision: str = "native",
 ) -> Profile | None:
-    """What is known of this machine, after measuring what this model still needs; every rank calls it."""
+    """Return this machine's profile, after measuring the model's operations that it lacks. Every rank calls it."""
     from autoplan.profiler.run import (
         cached_profile,
         graph_tasks,
@@ -422,7 +433,7 @@ _PROFILE_BUDGET_S = 60.0
 
 
 def _agree(work: Callable[[], T], what: str) -> T:
-    """Rank 0 does the work; everybody gets its result, or the same error. `what`: for those that wait."""
+    """Run `work` on rank 0; return its result, or raise its error, on every rank. `what`: shown to waiting ranks."""
     box: list[Any] = [None]
     failure: Exception | None = None
     with work_of_first(what):
@@ -431,7 +442,7 @@ def _agree(work: Callable[[], T], what: str) -> T:
                 box[0] = work()
             except AutoplanError as exc:
                 failure = box[0] = exc
-            except Exception as exc:  # not a user's error, but the others must not wait for a plan that never comes
+            except Exception as exc:  # not the user's error, but the others must not wait for a plan that never comes
                 failure, box[0] = exc, AutoplanError(f"rank 0 could not plan: {type(exc).__name__}: {exc}")
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -444,14 +455,14 @@ def _agree(work: Callable[[], T], what: str) -> T:
 
 
 def _on_first(work: Callable[[], T], what: str) -> T | None:
-    """Rank 0 does the work and keeps the result, the others get None; an error is everybody's."""
+    """Run `work` on rank 0 and return its result there, None on the others. Its error is raised on every rank."""
     kept: list[T] = []
     _agree(lambda: kept.append(work()), what)
     return kept[0] if kept else None
 
 
 def _type_check(program: Program) -> None:
-    """Run `autoplan.codegen.check` on the program: a child process, since it needs a process group of its own."""
+    """Run `autoplan.codegen.check` on the program in a child process, since it needs a process group of its own."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in ours}
     with tempfile.TemporaryDirectory() as folder:
@@ -470,7 +481,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 
 def _check_same_model(model: nn.Module, device: torch.device) -> None:
-    """CaptureError, on all ranks, if their models differ in names, shapes or dtypes."""
+    """Raise CaptureError, on all ranks, if their models differ in names, shapes or dtypes."""
     everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     outlines = {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in everything.items()}
     found = first_difference(outlines, device)
@@ -483,10 +494,10 @@ def _check_same_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Use rank 0's values wherever a rank was given others (an unseeded model), so that every plan starts alike.
+    """Replace the values of this rank that differ from rank 0's (an unseeded model), so that every plan starts alike.
 
-    They are read where they are, and what differs is brought to the hosts of the other ranks: of the device's memory it
-    takes a bucket (`autoplan.runtime.whole`).
+    Values are compared where they are. Those that differ are sent to the hosts of the other ranks, which takes a bucket
+    of device memory (`autoplan.runtime.whole`).
     """
     everything = {**parameters, **buffers}
     prints = [fingerprint({"": t}) for t in everything.values()]
@@ -507,9 +518,9 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _not_in(spec: ProgramSpec, model: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What else the state of the model has: persistent buffers, and frozen parameters that the loss does not need.
+    """Return the rest of the model's state: persistent buffers, and frozen parameters that the loss does not need.
 
-    `values`: of its parameters and buffers, by their first names.
+    `values`: its parameters and buffers by their first names.
     """
     params = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
     used = {id(params[p.name]) for stage in spec.stages for p in stage.params}

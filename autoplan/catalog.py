@@ -4,11 +4,11 @@
     load_model("path/to/config.json")        # a Hugging Face config: captured on fake tensors, then cached
     load_model("my_package.models:make_gpt") # a function that returns a module (and its example inputs, loss)
 
-    python -m autoplan.catalog               # capture every shipped graph anew from profiles/model_configs
+    python -m autoplan.catalog               # capture every shipped graph again, from profiles/model_configs
     python -m autoplan.catalog gpt2 qwen3-8b # only these
 
-A shipped graph is `profiles/models/NAME.json.gz`: the graph's text, the hash of that text, and where the published
-dimensions stand. tests/capture/test_catalog.py proves that capture still gives the same.
+A shipped graph is `profiles/models/NAME.json.gz`: the graph's text, the hash of that text, and the source of the
+published dimensions. tests/capture/test_catalog.py proves that capture still gives the same graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ _SUFFIX = ".json.gz"
 
 @dataclass(frozen=True)
 class Description:
-    """What a model is. `num_active_params`: those that one token uses. `source`: where the dimensions are published."""
+    """The dimensions of a model.
+
+    Attributes:
+        num_active_params: the number of parameters that one token uses.
+        source: where the dimensions are published.
+    """
 
     name: str
     num_params: int
@@ -51,21 +56,22 @@ class Description:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the shipped models, sorted."""
+    """Return the names of the shipped models, sorted."""
     folder = resources.files("autoplan.profiles") / "models"
     return tuple(sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX)))
 
 
 def load_model(text: str) -> ModelGraph:
-    """The graph of a model.
+    """Return the graph of a model.
 
     Args:
-        text: a name of the catalog (`names()`; no torch is loaded), the path of a Hugging Face `config.json` (or of
-            its folder), or `package.module:factory`, a function without arguments that returns a module,
-            `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
+        text: one of three forms. A name of the catalog (`names()`; loads no torch). The path of a Hugging Face
+            `config.json` or of its folder. Or `package.module:factory`, a function without arguments that returns a
+            module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
 
-    Raises: AutoplanError naming the nearest names, the missing file, what is wrong with the factory, or the op that
-        cannot be captured.
+    Raises:
+        AutoplanError: names the nearest names, the missing file, the problem of the factory, or the op that cannot be
+            captured.
     """
     if text in names():
         return _shipped(text)[0]
@@ -85,7 +91,7 @@ def load_model(text: str) -> ModelGraph:
 
 
 def describe_model(name: str) -> Description:
-    """Dimensions of a shipped model, read off its graph. AutoplanError names the nearest names."""
+    """Return the dimensions of a shipped model, read off its graph. AutoplanError names the nearest names."""
     if name not in names():
         raise _unknown(name)
     graph, source = _shipped(name)
@@ -93,7 +99,7 @@ def describe_model(name: str) -> Description:
 
 
 def description(graph: ModelGraph, name: str = "", source: str = "") -> Description:
-    """Dimensions of any transformer's graph; 0 for what it does not have."""
+    """Return the dimensions of any transformer's graph; 0 for parts that it does not have."""
     layers = [c for c in graph.calls if c.params and "." in c.name]
     heads, kv, vocab, hidden, experts, top_k = 0, 0, 0, 0, 0, 0
     for block, node in nodes_with(graph, OpKind.ATTENTION):
@@ -120,7 +126,7 @@ def description(graph: ModelGraph, name: str = "", source: str = "") -> Descript
 
 
 def active_params(graph: ModelGraph) -> int:
-    """Parameters that one token uses: of an experts module `top_k` of its `num_experts` experts, of the rest all."""
+    """Return the number of parameters that one token uses: `top_k` of the `num_experts` experts, and all others."""
     share: dict[tuple[str, str], tuple[int, int]] = {}
     for block, node in nodes_with(graph, OpKind.EXPERTS):
         for name in node.tensor_inputs[3:]:
@@ -145,13 +151,17 @@ def _unknown(text: str) -> AutoplanError:
 
 
 def _shipped(name: str) -> tuple[ModelGraph, str]:
-    """A shipped graph and its source. GraphError if the file is damaged."""
+    """Return a shipped graph and its source. Raises GraphError if the file is damaged."""
     stored = read_file((resources.files("autoplan.profiles") / "models" / f"{name}{_SUFFIX}").read_bytes(), name)
     return ModelGraph.from_json(stored["graph"]), stored["source"]
 
 
 def read_file(data: bytes, name: str) -> Mapping[str, str]:
-    """Contents of a shipped file: `content_hash`, `graph` (text), `source`. GraphError if the hash does not fit."""
+    """Return the contents of a shipped file: `content_hash`, `graph` (text), `source`.
+
+    Raises:
+        GraphError: if the file cannot be read, or its hash is wrong.
+    """
     try:
         stored: dict[str, str] = json.loads(gzip.decompress(data))
         whole = hashlib.sha256(stored["graph"].encode()).hexdigest() == stored["content_hash"]
@@ -166,7 +176,7 @@ def read_file(data: bytes, name: str) -> Mapping[str, str]:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Every config the shipped graphs are made from: `source`, `published_params`, `config`."""
+    """Return the configs of all shipped graphs: `source`, `published_params`, `config`."""
     folder = resources.files("autoplan.profiles") / "model_configs"
     return {
         f.name.removesuffix(".json"): json.loads(f.read_text())
@@ -176,7 +186,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def captured(name: str) -> ModelGraph:
-    """The graph of a catalog model, captured now from its config. AutoplanError for an unknown name."""
+    """Capture a catalog model from its config. Raises AutoplanError for an unknown name."""
     from autoplan.capture.source import graph_of_config
 
     known = configs()

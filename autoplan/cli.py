@@ -1,8 +1,8 @@
 """The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | hw`.
 
-Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (what is in the way, and the cheapest change),
-4 standard output cannot be written, 130 interrupted, 141 nobody reads it any more (`| head -1`). Catalog models need no
-torch; `--json` is versioned (autoplan.report.data).
+Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
+standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
+`--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Errors that the user caused become one line and an exit code; so does output that is lost."""
+    """Turns the user's errors, and lost output, into one line on stderr and an exit code."""
 
     def main(self, *args: Any, **settings: Any) -> Any:
         with written_output():
@@ -66,7 +66,7 @@ class _Commands(TyperGroup):
             raise _stop(str(error), EXIT_NOTHING_FITS) from error
         except AutoplanError as error:
             raise _stop(str(error), EXIT_BAD_INPUT) from error
-        except OSError as error:  # a file or folder of the user's: a cache on a full disk, an input that vanished
+        except OSError as error:  # a file or folder of the user: a cache on a full disk, a missing input
             where = f"{error.filename}: " if error.filename else ""
             raise _stop(f"{where}{error.strerror or error}", EXIT_BAD_INPUT) from error
         except KeyboardInterrupt:
@@ -350,7 +350,7 @@ def whatif(
     )
     found: list[Point] = []
     rows: list[dict[str, object]] = []
-    interrupted = False  # between two searches; in one of them, the last point says so
+    interrupted = False  # between two searches; during a search, its last point says so
     with csv_rows(csv, columns(values, total)) as file, waiting("planning", as_json) as status:
         count = math.prod(map(len, values.values()))
         try:
@@ -374,7 +374,7 @@ def whatif(
     _end_sweep(outcome, found, count)
 
 
-# of a sweep by the best state among its points
+# The outcome of a sweep, by the best state among its points
 _OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
 
 
@@ -384,7 +384,7 @@ def _outcome(found: Sequence[Point], interrupted: bool) -> str:
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
-    """The exit code of a sweep: 0 if any point has a plan."""
+    """Return the exit code of a sweep: 0 if any point has a plan."""
     if outcome == "interrupted":
         raise _stop(f"interrupted after {len(found)} of {count} points", EXIT_INTERRUPTED)
     if outcome == "infeasible":
@@ -522,5 +522,5 @@ def hw_show(
 
 
 def main() -> None:
-    """Entry of the `autoplan` command."""
+    """Run the `autoplan` command."""
     app(prog_name="autoplan")

@@ -1,11 +1,11 @@
-"""Where a rank runs: which of the GPUs it sees, or the CPU; decided here for the door and for the profiler.
+"""The device of a rank: one of the GPUs it sees, or the CPU. The door and the profiler use it.
 
-`pick` is a plain function of what one process sees (`Sight`). The ranks then tell one another what they picked through
-the key-value store, before any group of theirs exists (`settle`), so that all of them go on or all raise the same
+`pick` is a plain function of what one process sees (`Sight`). The ranks then tell one another their picks through the
+key-value store, before any of their groups exists (`settle`), so that all of them go on or all raise the same
 DeviceError: a rank that fails alone would leave the others waiting in the first collective.
 
-In which order a GPU is picked: `device="cuda:1"`, the device that the process group was bound to (`device_id=`), the
-device that the model is on, what the process called `torch.cuda.set_device` with, this rank's number on its host.
+A GPU is picked by the first of these that is given: `device="cuda:1"`, the device that the process group is bound to
+(`device_id=`), the model's device, the argument of `torch.cuda.set_device`, this rank's number on its host.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autoplan.runtime import private
 from autoplan.runtime.agree import agreed, listed, ranks_text
 from autoplan.runtime.failure import exchange, give_back_at_exit, init_process_group, timeout_of, watch
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # of the group that is made here, by the types that programs run on
-# A rank's number on its host: torchrun, Slurm, Open MPI, MPICH and Intel MPI.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # backends of the group that is made here, by device type
+# Variables with a rank's number on its host: torchrun, Slurm, Open MPI, MPICH and Intel MPI.
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-# How many ranks there are on this host.
+# Variables with the number of ranks on this host.
 LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KEY = "autoplan/device"
@@ -40,10 +40,12 @@ class Sight:
     """What one process sees.
 
     Attributes:
-        num_gpus: visible to it. current: its current CUDA device, 0 unless somebody set it.
-        bound: the device that the process group was made with (`device_id=`). model: what all of the model is on.
-        backends: of the process group by device type; empty without one.
-        environment: variables.
+        num_gpus: number of GPUs visible to it.
+        current: its current CUDA device, 0 unless it was set.
+        bound: the device that the process group was made with (`device_id=`).
+        model: the device of all of the model; None for the host.
+        backends: backends of the process group by device type; None without a group.
+        environment: the environment variables.
     """
 
     num_gpus: int = 0
@@ -54,7 +56,7 @@ class Sight:
     environment: Mapping[str, str] | None = None
 
     def number(self, names: Sequence[str]) -> tuple[str, int] | None:
-        """The first of these variables that is set, and its value. DeviceError where it is no number."""
+        """Return the first of these variables that is set, and its value. Raises DeviceError if it is not a number."""
         for name in names:
             text = (self.environment or {}).get(name, "")
             if text:
@@ -65,19 +67,19 @@ class Sight:
 
     @property
     def shown(self) -> str:
-        """How many GPUs the process sees, and what hides others."""
+        """How many GPUs the process sees, and the variable that hides others."""
         hidden = (self.environment or {}).get(VISIBLE)
         text = "no GPU" if not self.num_gpus else f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}"
         return f"the process sees {text}" + ("" if hidden is None else f" ({VISIBLE}={hidden!r})")
 
 
 def sight(model: nn.Module | None = None) -> Sight:
-    """What this process sees."""
+    """Return what this process sees."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     started = dist.is_initialized()
     return Sight(
         num_gpus,
-        # set_device starts CUDA; where nobody did, nobody chose, and a program on the CPU leaves it alone
+        # set_device starts CUDA; if CUDA has not started, no device was set, and programs on the CPU do not start it
         torch.cuda.current_device() if num_gpus and torch.cuda.is_initialized() else 0,  # type: ignore[no-untyped-call]
         private.bound_device() if started else None,
         None if model is None else device_of(model),
@@ -87,13 +89,13 @@ def sight(model: nn.Module | None = None) -> Sight:
 
 
 def backends_of(config: str) -> dict[str, str]:
-    """Backend by device type, of what `torch.distributed.get_backend_config` returns ("cpu:gloo,cuda:nccl")."""
+    """Return the backends by device type, from `torch.distributed.get_backend_config()` ("cpu:gloo,cuda:nccl")."""
     pairs = (pair.partition(":") for pair in config.split(","))
     return {device: backend for device, _, backend in pairs}
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """The accelerator that the parameters of a model are on, None if that is the host. DeviceError for several."""
+    """Return the accelerator of a model's parameters; None if they are on the host. Raises DeviceError for several."""
     found = {p.device: name for name, p in reversed(list(model.named_parameters()))}
     away = {device: name for device, name in found.items() if device.type not in ("cpu", "meta")}
     if not away:
@@ -105,7 +107,7 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 
 def read(requested: torch.device | str | None) -> torch.device | None:
-    """What `device=` asks for. DeviceError for what is no device that programs run on."""
+    """Return the device that `device=` names. Raises DeviceError if programs do not run on such a device."""
     if requested is None:
         return None
     try:
@@ -118,8 +120,11 @@ def read(requested: torch.device | str | None) -> torch.device | None:
 
 
 def device_kind(requested: torch.device | None, seen: Sight) -> str:
-    """'cpu' or 'cuda' for a cluster that does not say it ('local'): what is asked for, what the model is on, what the
-    process group serves, else CUDA where a GPU is visible. A group made for gloo alone means the CPU."""
+    """Return 'cpu' or 'cuda' for a cluster that does not say it ('local').
+
+    The first that is known decides: the requested device, the model's device, the devices of the process group, else
+    CUDA if a GPU is visible. A group made for gloo alone means the CPU.
+    """
     if requested is not None:
         return requested.type
     if seen.model is not None:
@@ -130,12 +135,15 @@ def device_kind(requested: torch.device | None, seen: Sight) -> str:
 
 
 def pick(requested: torch.device | None, kind: str, seen: Sight) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Args:
-        requested: by the user. kind: the device type of the cluster.
+        requested: the user's choice.
+        kind: the device type of the cluster.
+        seen: what this process sees.
 
-    Raises: DeviceError: naming what was given, what this rank sees, and what works.
+    Raises:
+        DeviceError: names what was given, what this rank sees, and what works.
     """
     if requested is not None and requested.type != kind:
         raise DeviceError(
@@ -158,7 +166,7 @@ def pick(requested: torch.device | None, kind: str, seen: Sight) -> torch.device
 
 
 def _index(requested: torch.device | None, seen: Sight) -> int:
-    """Which of the visible GPUs."""
+    """Return the number of the visible GPU to use."""
     if seen.num_gpus == 0:
         built = "" if torch.version.cuda else "; this torch is built without CUDA"
         raise DeviceError(
@@ -180,7 +188,7 @@ def _index(requested: torch.device | None, seen: Sight) -> int:
     if seen.current:
         return seen.current
     local, ranks = seen.number(LOCAL_RANKS), seen.number(LOCAL_WORLDS)
-    if local is None or seen.num_gpus == 1:  # of ranks with one visible GPU each, all have number 0
+    if local is None or seen.num_gpus == 1:  # ranks that see one GPU each see it as number 0
         return seen.current
     if max(local[1], ranks[1] - 1 if ranks is not None else 0) >= seen.num_gpus:
         there = f"{ranks[0]}={ranks[1]}" if ranks is not None else f"{local[0]}={local[1]}"
@@ -194,11 +202,14 @@ def _index(requested: torch.device | None, seen: Sight) -> int:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """What a rank tells the others of where it runs.
+    """The device that a rank reports to the others.
 
     Attributes:
-        device: as text. gpu: what tells it from every other GPU; "" on the CPU. host: its name.
-        backend: of the group for such devices. problem: why there is no device, else "".
+        device: as text.
+        gpu: identifies the GPU among all others; "" on the CPU.
+        host: name of the host.
+        backend: backend of the process group for such devices.
+        problem: why there is no device, else "".
     """
 
     device: str
@@ -210,10 +221,11 @@ class DevicePlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this rank runs, and with whom.
+    """The device of this rank, and how many ranks share it.
 
     Attributes:
-        on_host, on_device: how many ranks of the job share its host, and its GPU (on the CPU: its host).
+        on_host: number of ranks of the job on its host.
+        on_device: number of ranks of the job on its GPU (on the CPU: on its host).
     """
 
     device: torch.device
@@ -222,7 +234,7 @@ class Placement:
 
 
 def settle(places: Sequence[DevicePlace], rank: int) -> Placement:
-    """What follows from every rank's place. DeviceError, the same on every rank, where they cannot run together."""
+    """Return the placement of this rank. Raises DeviceError, the same on every rank, if they cannot run together."""
     problems = [p.problem or None for p in places]
     if any(problems):
         raise agreed(DeviceError(listed(problems)))
@@ -255,20 +267,25 @@ def settle(places: Sequence[DevicePlace], rank: int) -> Placement:
 def start(
     requested: torch.device | str | None, kind: str, timeout_s: float | None, model: nn.Module | None = None
 ) -> Placement:
-    """The device of this rank, made current, and a process group that is watched: the caller's, or one made here (NCCL
-    or gloo, by the variables of torchrun; of one rank without them). A collective.
+    """Pick the device of this rank, make it current, and start or take over the process group. A collective.
 
-    Raises: DeviceError, the same on every rank; RankFailure if a rank does not come.
+    The group is the caller's, or one made here: NCCL or gloo, by the variables of torchrun, or of one rank without
+    them.
+    It is watched for failures.
+
+    Raises:
+        DeviceError: the same on every rank.
+        RankFailure: if a rank does not come.
     """
     if dist.is_initialized():
-        watch(timeout_s)  # and give the groups to come the timeout
+        watch(timeout_s)  # also sets the timeout of later groups
         return device_place(requested, kind, timeout_s, model)
     if "RANK" in os.environ:
         store, rank, world = private.rendezvous(timeout_of(timeout_s))
     else:
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # torch's stubs lack it
     placement = _meet(requested, kind, sight(model), store, rank, world, timeout_s)
-    # bound to the GPU: the communicator forms now, and those of the mesh are split off it
+    # bound to the GPU: the communicator forms here, and the mesh splits its own off it
     init_process_group(
         BACKENDS[kind],
         timeout_s=timeout_s,
@@ -284,7 +301,7 @@ def start(
 def device_place(
     requested: torch.device | str | None, kind: str, timeout_s: float | None = None, model: nn.Module | None = None
 ) -> Placement:
-    """The device of this rank, made current, for the process group that there is. A collective; raises as `start`."""
+    """Pick this rank's device and make it current, for an existing process group. A collective; raises as `start`."""
     store, rank, world = private.default_store(), dist.get_rank(), dist.get_world_size()
     return _meet(requested, kind, sight(model), store, rank, world, timeout_s)
 
@@ -309,7 +326,7 @@ def _meet(
         mine = DevicePlace(kind, "", host, backend, str(error))
     places = [mine]
     if world > 1:
-        turn = store.add(f"{_KEY}/calls/{rank}", 1)  # every rank's first call meets the first of the others
+        turn = store.add(f"{_KEY}/calls/{rank}", 1)  # the first call of every rank meets the first calls of the others
         timeout = timeout_of(timeout_s).total_seconds()
         texts = exchange(store, rank, world, f"{_KEY}/{turn}", json.dumps(vars(mine)), timeout)
         places = [DevicePlace(**json.loads(text)) for text in texts]

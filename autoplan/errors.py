@@ -1,4 +1,4 @@
-"""Errors of the planning side. Every one is caused by what the caller gave and says what would work.
+"""Errors of the planning side. Every one is caused by an input of the caller and says what would work.
 
 AutoplanError(ValueError)
   GraphError        a ModelGraph that breaks its own rules
@@ -49,8 +49,8 @@ class PinError(AutoplanError):
     """An illegal pin, degree, batch or cluster.
 
     Attributes:
-        names: the choices that the broken rule is about, the one to change first in front.
-        suggestions: changes of choices by name (None: leave it out), each of which was tried and is legal.
+        names: the choices that the broken rule concerns; the first is the one to change first.
+        suggestions: changes of choices by name (None: omit it); each was tried and is legal.
     """
 
     def __init__(self, message: str, names: Sequence[str] = (), suggestions: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -1,5 +1,8 @@
-"""Files that autoplan writes: whole or not at all. The one place that opens a file to write; it imports nothing of
-autoplan, so that the runtime and the cost models write by it, too."""
+"""Write files whole or not at all.
+
+This is the one module that opens a file to write. It imports nothing of autoplan, so that the runtime and the cost
+models can use it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import tempfile
 import weakref
 from pathlib import Path
 
-_MODE = 0o644  # of a new file; a temporary one is private
+_MODE = 0o644  # of a new file; temporary files are private
 
 
 def write_whole(path: Path | str, data: str | bytes) -> None:
-    """Write `data` (text in UTF-8): readers see the old file or the new one, and a failure leaves no file behind.
+    """Write `data` (text in UTF-8). Readers see the old file or the new one, and a failure leaves no file behind.
 
-    A file keeps its permissions, and a link goes on pointing where it did. What is no file (a pipe, /dev/stdout) is
-    written to. Several processes may write the same path at once: one of them wins. Raises: OSError.
+    A file keeps its permissions, and a link its target. A path that is not a file (a pipe, /dev/stdout) is written to
+    directly. Several processes may write the same path at once: one of them wins. Raises OSError.
     """
     path = Path(path)
     content = data.encode() if isinstance(data, str) else data
@@ -39,9 +42,9 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
 
 
 class AppendedFile:
-    """A file that grows by whole pieces: what was appended is in it, whatever ends the process afterwards.
+    """A file that grows by whole pieces: every appended piece stays in it, whatever ends the process.
 
-    It begins with `head`, in place of what was there before. Raises: OSError.
+    It begins with `head`, which replaces earlier contents. Raises OSError.
     """
 
     def __init__(self, path: Path | str, head: str) -> None:
@@ -49,19 +52,19 @@ class AppendedFile:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  closed by close()
 
     def append(self, text: str) -> None:
-        """Add `text` at the end, or nothing of it if it cannot be written whole."""
+        """Append `text`, or nothing of it if it cannot be written whole."""
         data = memoryview(text.encode())
         end = os.fstat(self._file.fileno()).st_size
         try:
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
-            with contextlib.suppress(OSError):  # a pipe has no end to go back to
+            with contextlib.suppress(OSError):  # a pipe cannot be truncated
                 os.ftruncate(self._file.fileno(), end)
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 

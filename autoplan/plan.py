@@ -1,4 +1,4 @@
-"""Plan: what was decided, as plain data, with the certificate of the layout inside."""
+"""Plan: the decisions of a search as plain data, with the certificate of the layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees, stages, layouts by name, and how good the layout provably is (at the stated prices and restrictions)."""
+    """The degrees, stages and layouts of a program, and a bound on how much better a layout could be.
+
+    The bound holds at the stated prices and restrictions.
+    """
 
     model: str
     graph_hash: str
@@ -47,14 +50,14 @@ class Plan:
     intra_cost_s: float
     intra_bound_s: float
     certificate: Mapping[str, Any]
-    estimate: Estimate | None = None  # None: the degrees were given, not searched
+    estimate: Estimate | None = None  # None if the degrees were given, not searched
     version: int = PLAN_VERSION
     precision: str = "native"
     compiled: bool = False  # blocks run through torch.compile
-    capture: str = ""  # whether the captured graph is the module (autoplan.verify); empty: it was given as a graph
+    capture: str = ""  # whether the captured graph is the module (autoplan.verify); empty for a given graph
 
     def to_json(self) -> str:
-        """Text form; the events of the estimate's timeline are left out."""
+        """Return the JSON text, without the events of the estimate's timeline."""
         data = asdict(replace(self, estimate=None))
         if self.estimate is not None:
             data["estimate"] = estimate_json(self.estimate)
@@ -93,7 +96,7 @@ class Plan:
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """Plain form of an estimate, without its timeline."""
+    """Return an estimate as plain data, without its timeline."""
 
     def quantity(q: Quantity) -> dict[str, Any]:
         return {"low": q.low, "mid": q.mid, "high": q.high, "tag": str(q.tag)}
@@ -112,16 +115,20 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 def make_plan(
     graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int], precision: str = "native"
 ) -> tuple[Plan, Layouts, IntraSolution]:
-    """Decide everything the degrees leave open: sub-axes, stages, and the layout inside by the intra-op ILP.
+    """Decide everything that the degrees leave open: sub-axes, stages, and the layout inside by the intra-op ILP.
 
     Args:
-        env: `b` (micro-batch per data-parallel rank) and `s` the layout is priced for.
-        precision: what is computed in which dtype; `graph` was captured in it.
+        config: the degrees.
+        env: the sizes that the layout is priced for: `b` (micro-batch per data-parallel rank) and `s`.
+        precision: the dtypes of a step; `graph` was captured in it.
 
-    Raises: PinError for degrees that the model cannot take; InfeasibleError; StoppedError.
+    Raises:
+        PinError: for degrees that the model cannot take.
+        InfeasibleError: if nothing satisfies the constraints.
+        StoppedError: if the solver was stopped.
     """
     if config.cp > 1 and config.context_method is None:
-        config = replace(config, context_method="gather")  # a stated default, as all of `autoplan.program.pins`
+        config = replace(config, context_method="gather")  # a stated default, like all in `autoplan.program.pins`
     check_with_nearest(
         config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin "
     )
@@ -150,7 +157,7 @@ def make_plan(
 def searched_plan(
     graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str, precision: str = "native"
 ) -> tuple[Plan, Layouts]:
-    """The plan and layouts of what the planner found. `evidence`: what the prices rest on."""
+    """Return the plan and layouts of a search result. `evidence`: the source of the prices."""
     config, units = planned.config, pipeline_units(graph)
     stages = stage_calls(units, config.stages or (len(units),))
     proof = {**asdict(certificate), "prices": evidence}
@@ -167,7 +174,7 @@ def _plan(
     estimate: Estimate | None = None,
     precision: str = "native",
 ) -> tuple[Plan, Layouts]:
-    """What was decided, as a record and as codegen takes it."""
+    """Return the decisions as a record, and in the form that codegen takes."""
     dims = ParallelDims.of(graph, config)
     recompute = _recompute(graph, config)
     layouts = Layouts(

@@ -23,7 +23,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises KeyError with the known names for an unknown dtype."""
+    """Return the bytes of one element. Raises KeyError, with the known names, for an unknown dtype."""
     if dtype not in DTYPE_BYTES:
         raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]

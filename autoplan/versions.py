@@ -1,6 +1,6 @@
-"""The versions of what autoplan runs on that were tried (docs/versions.md), and a line about those that were not.
+"""The tested versions of Python and of the packages that autoplan needs (docs/versions.md), and a warning about others.
 
-pyproject.toml allows the same ranges (tests/house); this is for whoever installed something else past it.
+pyproject.toml allows the same ranges (tests/house); the warning is for users who installed a version outside them.
 """
 
 import logging
@@ -11,7 +11,7 @@ from importlib import metadata
 
 Version = tuple[int, ...]
 
-# The oldest and the newest release that was tried, both to the places that are written here.
+# The oldest and the newest tested release, compared to as many places as are written here.
 TRIED: Mapping[str, tuple[Version, Version]] = {
     "Python": ((3, 11), (3, 13)),
     "torch": ((2, 13), (2, 15)),
@@ -21,7 +21,7 @@ TRIED: Mapping[str, tuple[Version, Version]] = {
 
 
 def _release(version: str) -> Version:
-    """The numbers of a version: (2, 15, 0) of 2.15.0+cu132, (2, 16, 0) of 2.16.0.dev20261101."""
+    """Return the numbers of a version: (2, 15, 0) for 2.15.0+cu132, (2, 16, 0) for 2.16.0.dev20261101."""
     numbers = []
     for part in version.partition("+")[0].split("."):
         if not part.isdecimal():
@@ -36,7 +36,7 @@ def _written(version: Version) -> str:
 
 
 def installed() -> dict[str, str]:
-    """The versions of the packages of TRIED that are installed. Loads none of them."""
+    """Return the versions of the installed packages of TRIED. Loads none of them."""
     found = {"Python": _written(sys.version_info[:3])}
     for name in TRIED:
         if name != "Python":
@@ -48,7 +48,7 @@ def installed() -> dict[str, str]:
 
 
 def not_tried(versions: Mapping[str, str]) -> str | None:
-    """One line about the versions that lie outside what was tried; None if all lie inside."""
+    """Return one line about the versions outside the tested ranges; None if all are inside."""
     outside = []
     for name, version in versions.items():
         least, most = TRIED[name]

@@ -48,7 +48,7 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class Frame:
-    """One Python frame."""
+    """One Python frame: file, function and line number."""
 
     file: str
     function: str

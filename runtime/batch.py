@@ -28,14 +28,12 @@ def settled_bytes(num_data_ranks: int) -> int:
     return 8 * (1 + 4 * num_data_ranks)
 
 
-_LEAST = -(1 << 63)  # of int64: a rank's entry for the batches of others
+_LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals over all ranks' batches: valid labels; samples, or None if data-parallel ranks have different numbers of
-    them.
-    """
+    """Totals over all ranks' batches: valid labels; samples, or None if data-parallel ranks have unequal numbers."""
 
     labels: int
     samples: int | None

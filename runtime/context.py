@@ -1,5 +1,4 @@
-"""Context parallelism: every rank has a part of each sequence, and attention sees the whole sequence in one of three
-ways.
+"""Context parallelism: every rank has a part of each sequence; attention sees the whole sequence in one of three ways.
 
 A sequence of s tokens is cut into 2 c equal chunks over c ranks. Rank i has chunks i and 2 c - 1 - i, so that all ranks
 have the same work under a causal mask (Llama Team, The Llama 3 Herd of Models, 2024, section 3.3.2).
@@ -68,9 +67,7 @@ def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """[b, h, 2 l, d] of every rank -> [b, h, 2 l c, d] in the order of the sequence; gradients are reduced and
-    scattered.
-    """
+    """[b, h, 2 l, d] of every rank -> [b, h, 2 l c, d] in sequence order; gradients are reduced and scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:

@@ -315,8 +315,7 @@ def vary(x: torch.Tensor, *axes: str) -> torch.Tensor:
 
 
 def as_constant_beside(x: Any, value: Any) -> Any:
-    """Return ``x``, which receives no gradient, with the type it needs as an operand beside ``value``. For typing
-    hooks.
+    """For typing hooks: return ``x``, which receives no gradient, with the type of an operand beside ``value``.
 
     R and I differ only in the gradient, so a constant of either type may stand next to both. spmd_types does this for
     torch operators; its ``rules`` do not.

@@ -100,14 +100,14 @@ def _mix_(z: torch.Tensor) -> torch.Tensor:
 
 
 def _stream(rng: torch.Tensor, site: int) -> torch.Tensor:
-    """int64 []: the state of the stream of this (seed, step, site)."""
+    """Return the state of the stream of this (seed, step, site), int64 []."""
     state = _mix_(rng[0] + _GOLDEN)
     state = _mix_(state + (rng[1] + 1) * _GOLDEN)
     return _mix_(state + _signed((site + 1) * _GOLDEN % (1 << 64)))
 
 
 def _start(rng: torch.Tensor, mesh: AxisMesh, index: tuple[Factor, ...]) -> torch.Tensor:
-    """int64 []: the global position of the first local element."""
+    """Return the global position of the first local element, int64 []."""
     start = torch.zeros((), dtype=torch.int64, device=rng.device)
     for (local, _, axes), stride in zip(index, _strides(index), strict=True):
         if axes == "batch":
@@ -129,7 +129,7 @@ def _strides(index: tuple[Factor, ...]) -> list[int]:
 
 
 def _counters(first: torch.Tensor | int, factors: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """int64, flattened: ``first`` + the increments of these (local size, global stride) factors, times golden."""
+    """Return ``first`` + golden times the increments of these (local size, global stride) factors, int64, flattened."""
     # full, not tensor: no copy from the host
     counter = (torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first).reshape(1)
     for local, stride in factors:
@@ -139,7 +139,7 @@ def _counters(first: torch.Tensor | int, factors: list[tuple[int, int]], device:
 
 
 def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p: float) -> torch.Tensor:
-    """bool, flattened: True where an element is kept."""
+    """Return a flattened bool mask, True where an element is kept."""
     factors = [(local, stride) for (local, _, _), stride in zip(index, _strides(index), strict=True)]
     block = 1 << 18 if state.device.type == "cpu" else 1 << 26
     split, columns = len(factors), 1
@@ -157,9 +157,7 @@ def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p
 
 
 def _merged(index: tuple[Factor, ...]) -> tuple[list[int], list[int]]:
-    """Return local sizes and global strides of the factors, major to minor; factors that are one factor globally are
-    merged.
-    """
+    """Return local sizes and global strides of the factors, major to minor; globally contiguous ones are merged."""
     sizes, strides = [1], [0]
     for (local, _, _), stride in zip(index, _strides(index), strict=True):
         if sizes[-1] == 1 or strides[-1] == local * stride:

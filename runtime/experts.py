@@ -7,7 +7,7 @@ of times the host waits for the device in a forward (never in the backward or in
 |---|---|---|
 | all here | 0 | 1 |
 | sharded over ranks that have the same tokens | 1 | 1 |
-| tokens travel to them | 1 | 1 |
+| under token dispatch | 1 | 1 |
 
 Rows are held once per choice: [t k, h] and [t k, f] for the choices whose expert is on this rank. The sum over the k
 choices of a token reads the rows in place and needs no further copy.
@@ -126,7 +126,7 @@ def _dispatched(
     total = ranks * num_local
     by_expert, chosen = index.flatten().sort(stable=True)
     here = torch.searchsorted(by_expert, torch.arange(total + 1, device=index.device)).diff()
-    there = theirs = here  # per source rank: rows of each local expert; per part and source rank
+    there = theirs = here  # there: rows by (source rank, local expert); theirs: the same for every part
     if ranks > 1:
         there = _exchange(here, [num_local] * ranks, [num_local] * ranks, mesh.group(axis))
         theirs = there
@@ -252,11 +252,12 @@ _GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would
 def grouped_kernel(
     device_type: str, dtype: torch.dtype, capability: int | None, sizes: Iterable[int], num_groups: int
 ) -> bool:
-    """Return True if ``torch.nn.functional.grouped_mm`` can multiply the rows of all experts at once, with row counts
-    that only the device knows. Otherwise every expert has its own product, of a size that the host has to know.
+    """Return True if ``torch.nn.functional.grouped_mm`` can multiply the rows of all experts at once.
 
-    The CUDA kernel takes bfloat16 on Hopper and Blackwell; in all other cases torch copies the sizes to the host at
-    every product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is a loop over the experts.
+    It takes row counts that only the device knows. Otherwise every expert has its own product, of a size that the host
+    has to know. The CUDA kernel takes bfloat16 on Hopper and Blackwell; in all other cases torch copies the sizes to
+    the host at every product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is a loop over the
+    experts.
 
     Args:
         capability: major compute capability of a CUDA device, None if it is not known.
@@ -319,7 +320,7 @@ class _Groups:
         return (x,) * self.ends.shape[0]  # there are no rows
 
     def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
-        """Set the results of experts without rows to 0: the Blackwell kernel leaves them uninitialised (pytorch issue
+        """Zero the results of experts without rows, which Blackwell's kernel does not initialise (pytorch issue
         172439).
         """
         if out.device.type != "cuda" or self.ends is None:
@@ -455,9 +456,7 @@ def _activated(first: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor],
 
 
 class _TypesOfDispatched(torch.autograd.Function):
-    """Stands for `_dispatched` under the type checker. No row travels: a fake group would answer with uninitialised
-    counts.
-    """
+    """Stands for `_dispatched` under the type checker. It sends no row: a fake group returns uninitialised counts."""
 
     @staticmethod
     def forward(

@@ -77,7 +77,7 @@ _DOING_S_PER_RANK = 0.02
 # Parts of the messages of plain RuntimeErrors by which gloo reports that the other side is gone or silent.
 _GLOO_MARKS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
-# gloo's messages begin to guess here.
+# Where gloo's messages begin to guess the cause.
 _GLOO_ADVICE = ". This is typically caused by"
 
 _ADDRESS = "autoplan/address"
@@ -142,8 +142,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float | None = 
 
 
 def watch(timeout_s: float | None = None) -> None:
-    """Watch for failures of other ranks and set the timeout in an existing default process group. Call it on every
-    rank.
+    """Watch for failures of other ranks and set the timeout, in an existing process group. Call it on every rank.
 
     ``init_process_group`` does it. Existing groups keep their timeouts.
 
@@ -469,8 +468,10 @@ def _calling(call: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_later() -> Iterator[None]:
-    """Delay SIGTERM until the code inside is done: torchrun sends it as soon as one rank has ended, and this rank is
-    about to report why. Applies only in the main thread and if SIGTERM has no handler.
+    """Delay SIGTERM until the code inside is done.
+
+    torchrun sends it as soon as one rank has ended, and this rank is about to report why. Applies only in the main
+    thread and if SIGTERM has no handler.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -500,9 +501,7 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
 
 
 def is_broken_collective(exc: BaseException | None) -> bool:
-    """Return True if ``exc`` or a cause of it says that another rank is gone or silent, rather than naming a fault
-    here.
-    """
+    """Return True if ``exc`` or a cause of it says that another rank is gone or silent, not that this rank failed."""
     while exc is not None:
         if isinstance(exc, dist.DistError):
             return True
@@ -581,9 +580,7 @@ def _await_first(state: Ranks, what: str) -> None:
 
 
 def _describe(exc: BaseException) -> str:
-    """Return type and message of an exception; of a RuntimeError with a cause (a pipeline's wrapper), those of the
-    cause.
-    """
+    """Return type and message of an exception; for a RuntimeError with a cause (a pipeline's wrapper), the cause's."""
     while isinstance(exc, RuntimeError) and exc.__cause__ is not None:
         exc = exc.__cause__
     return f"{type(exc).__name__}: {' '.join(str(exc).split())}"

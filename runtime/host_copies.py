@@ -55,8 +55,6 @@ def kept_copies() -> tuple[_Entered, _Entered]:
 
 
 def to_host(x: torch.Tensor) -> list[int]:
-    """Return the integers of `x`, [n]. The host waits for them, except in a recomputed forward, which reuses the first
-    copy.
-    """
+    """Return the integers of `x`, [n]. The host waits for them; a recomputed forward reuses the first forward's."""
     kept = _current.get()
     return x.tolist() if kept is None else kept.copy(x)

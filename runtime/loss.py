@@ -130,14 +130,13 @@ class _Classes:
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
-    """Return the rows that are computed at a time: on the CPU what fits in the cache, elsewhere a bound on temporary
-    memory.
+    """Return the rows to compute at a time: on the CPU what fits in the cache, elsewhere a bound on temporary memory.
 
     There are not too many chunks, for FakeTensorMode, where each operation costs the same whatever its size.
     """
     rows, classes = logits.shape
     size = max(CHUNK[logits.device.type == "cpu"] // max(classes, 1), 1)
-    if 0 < rows <= size:  # one chunk for every such number, if it is a symbol
+    if 0 < rows <= size:  # also if the number of rows is a symbol
         return [slice(None)]
     size = max(size, -(-rows // CHUNKS))
     return [slice(i, i + size) for i in range(0, rows, size)]

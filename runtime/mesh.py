@@ -123,7 +123,7 @@ class AxisMesh:
             whole: dist.ProcessGroup = private.default_group()
             return whole
         made = private.form_groups(partition, name)
-        assert made is not None  # a partition has every rank
+        assert made is not None  # every rank is in a partition
         self._made.append(made)
         return made
 
@@ -151,9 +151,7 @@ class AxisMesh:
         torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Destroy the communicators of this mesh, which is unusable afterwards. Call it on every rank, with nothing
-        running.
-        """
+        """Destroy the communicators of this mesh, which is then unusable. Call it on all ranks while nothing runs."""
         self._meshes.clear()
         for group in reversed(self._made):
             dist.destroy_process_group(group)
@@ -234,12 +232,12 @@ class AxisMesh:
         return tuple(self.group(a) for a in self._sizes if a in live)
 
     def submesh(self, *axes: str, connected: bool = False) -> DeviceMesh:
-        """Return a mesh with one dim per axis, in this order, over the groups that exist.
+        """Return a DeviceMesh with one dim per axis, in this order, over existing groups.
 
-        No slice of a mesh of everything: torch wants the dims of slices in the order of the ranks.
+        The mesh is not a slice of a mesh of all axes: torch requires the dims of slices in the order of the ranks.
 
         Args:
-            connected: one axis of size 1 has a group, too; otherwise it has none.
+            connected: a single axis of size 1 has a group, too; otherwise it has none.
 
         Raises:
             ValueError: an unknown name, or a sub-axis named twice.
@@ -263,9 +261,7 @@ class AxisMesh:
         return self._canonical[axis]
 
     def axis_of_group(self, group: dist.ProcessGroup) -> str | None:
-        """Return the (canonical) axis that ``group`` communicates over, found by name or else by ranks; None if there
-        is none.
-        """
+        """Return the (canonical) axis that ``group`` communicates over, found by name or by ranks; None if none."""
         found = self._by_group_name.get(group.group_name)
         return found if found is not None else self._by_ranks.get(tuple(dist.get_process_group_ranks(group)))
 

@@ -141,7 +141,7 @@ class ParallelModel:
             return None
         scaler = LossScaler()
         last = self.stages.get(len(self.spec.stages) - 1)
-        if last is not None:  # after the hooks of fully_shard, which then see the loss itself
+        if last is not None:  # after the hooks of fully_shard, which then see the unscaled loss
             last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         return scaler
 
@@ -437,8 +437,7 @@ class ParallelModel:
 
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole gradient, each logical element once, on every rank; inf if the step is
-        skipped."""
+        """Return the L2 norm of the gradient, each logical element once, on every rank; inf if the step is skipped."""
         if self.loss_scaler is not None and self.loss_scaler.skipped:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = square_sum((grad for p, grad in self._gradients() if self._replicas.counts_here(p)), self.device)
@@ -480,9 +479,9 @@ class ParallelModel:
             local = local_of(tensor).detach()
             if isinstance(parameter, DTensor):
                 local = of_shards(local, parameter, self.device)
-            full = unshard(local, p, self.mesh, self.device)  # for every copy of a tied one: ranks take part alike
+            full = unshard(local, p, self.mesh, self.device)  # a collective, also for other copies of a tied parameter
             if p.name not in mine:
-                mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of what trains
+                mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of the parameter
         return mine
 
     def _of_all_stages(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

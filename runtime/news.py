@@ -72,8 +72,8 @@ class Knowledge:
                 self._news.append(news)
 
     def first(self, *, exits: bool) -> News | None:
-        """Return the news that explain a broken collective: the earliest with the strongest evidence. `exits`: ends
-        count.
+        """Return the earliest of the news with the strongest evidence, which explain a broken collective. `exits`:
+        count ends.
         """
         with self._lock:
             found = [n for n in self._news if exits or n.kind is not NewsKind.EXITED]

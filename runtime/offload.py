@@ -101,9 +101,7 @@ class HostShards:
         return ((pair.device, pair.host) for pair in self._pairs.values())
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the host's part of a shard (this rank's, a plain tensor), or the parameter itself if it is not
-        offloaded.
-        """
+        """Return the host's part of this rank's shard (a plain tensor), or the parameter itself if not offloaded."""
         pair = self._pairs.get(id(parameter))
         return parameter if pair is None else pair.host
 
@@ -142,7 +140,7 @@ class HostShards:
         """Copy the optimizer's results to the device, except for released parameters."""
         for pair in self._pairs.values():
             if not pair.released:
-                local_of(pair.device).copy_(pair.host, non_blocking=True)  # the stream that computes waits for it
+                local_of(pair.device).copy_(pair.host, non_blocking=True)  # the computing stream waits for it
 
     @torch.no_grad()
     def load(self, parameter: nn.Parameter, local: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ def on_local_shards(
 
     def after(*_: Any) -> None:
         for _whole, mine in pairs:
-            mine.grad = None  # the memory goes when the next step drops the gradients
+            mine.grad = None  # the memory is freed when the next step drops the gradients
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)

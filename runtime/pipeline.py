@@ -1,4 +1,4 @@
-"""Runs the micro-batches of one training step through this rank's pipeline stages."""
+"""The runner that takes the micro-batches of one training step through this rank's pipeline stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -67,9 +67,7 @@ class MixedPrecision:
 
     @property
     def scales_loss(self) -> bool:
-        """True for float16, whose gradients below 2^-24 are lost unless the loss is scaled (other dtypes have float32's
-        exponents).
-        """
+        """True for float16: gradients below 2^-24 are lost without a scaled loss. Others have float32's exponents."""
         return self.compute == torch.float16
 
     def stored(self, spec: ParamSpec, given: torch.dtype) -> torch.dtype:
@@ -155,9 +153,7 @@ class Copies:
         return len(self._copies)
 
     def leaf(self, master: nn.Parameter) -> nn.Parameter:
-        """Return the leaf that receives the gradient of a master: its copy, whose hooks add it to the master's, or
-        itself.
-        """
+        """Return the leaf that receives a master's gradient: its copy, whose hooks pass it on, or the master."""
         found = self._of_master.get(id(master))
         return master if found is None else found.copy
 
@@ -184,7 +180,7 @@ class Copies:
                 c.copy.copy_(c.master if c.source is None else c.source, non_blocking=True)
 
     def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
-        """Take the values of masters, by their ids, from elsewhere (`autoplan.runtime.offload`)."""
+        """Let `refresh` read the values of masters, keyed by id, from elsewhere (`autoplan.runtime.offload`)."""
         for c in self._copies:
             c.source = sources.get(id(c.master))
 

@@ -54,7 +54,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _RecvInfo
 
-# True if torch allocates receive buffers at the receive and lets go of them when they are used.
+# True if torch allocates receive buffers at the receive and frees them when they are used.
 RECEIVES_INTO_FRESH_BUFFERS = hasattr(_RecvInfo, "take_buffer")
 
 
@@ -107,8 +107,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def form_groups(groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
-    """Return the one of these disjoint groups that contains this rank; None if none does. All ranks pass the same
-    groups.
+    """Return the one of these disjoint groups that has this rank; None if none has. All ranks pass the same groups.
 
     If the default group is bound to a device, all groups are split off its communicator at once (`split_group`): one by
     one, every rank would take part in forming every group.
@@ -183,7 +182,7 @@ def break_store(store: Store) -> None:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of collectives in the default process group and in every group made from now on."""
+    """Set the timeout of collectives in the default process group and in every later group."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, name, timeout)
     with warnings.catch_warnings():

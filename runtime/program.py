@@ -126,8 +126,9 @@ class Block(nn.Module):
 
     @property
     def whole_backward(self) -> bool:
-        """True if the two parts of a split backward would each repeat work: recompute, or the one backward that
-        compiled code has for inputs and parameters together.
+        """True if the two parts of a split backward would each repeat work.
+
+        They repeat a recompute, and compiled code, which has one backward for inputs and parameters together.
         """
         return self.compiled or self.recompute != "none"
 

@@ -31,9 +31,7 @@ class Replicas:
             self._shards, self._expert_shards = "shards" if "shards" in mesh.groups else "sdp", "sedp"
 
     def submesh(self) -> DeviceMesh:
-        """Return the ranks that ZeRO shards over; under hybrid ZeRO together with the ranks that have copies of the
-        shards.
-        """
+        """Return the mesh of the ranks that ZeRO shards over; under hybrid ZeRO its first dim is the shards' copies."""
         if self._hybrid:
             return self._mesh.submesh("rdp", self._shards)
         return self._mesh.submesh(self._shards, connected=self._only_experts)

@@ -136,8 +136,7 @@ class _Ring:
         return works
 
     def rotate(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (rank, its packed keys and values), from this rank on backwards, while the next ones are already on
-        their way.
+        """Yield (rank, its packed keys and values), from this rank on backwards, while the next ones are received.
 
         A buffer is overwritten two steps later.
         """
@@ -332,7 +331,7 @@ def attend_backward(
 
 
 def _seen(part: Part, first: int, rows: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """[rows, keys], True where query `first` + row sees the key; None if all see all."""
+    """Return [rows, keys], True where query `first` + row sees the key; None if all see all."""
     if part.kind == "full":
         return None
     query = torch.arange(first, first + rows, device=device)[:, None] + part.offset
@@ -341,7 +340,7 @@ def _seen(part: Part, first: int, rows: int, keys: int, device: torch.device) ->
 
 
 def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[b, h, ...] -> [b, groups, h / groups, ...]."""
+    """Reshape [b, h, ...] -> [b, groups, h / groups, ...]."""
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 
@@ -354,7 +353,7 @@ def _scores(
     wide: torch.dtype,
     same: Documents | None,
 ) -> torch.Tensor:
-    """[b, kv, g, rows, t], the scores of the query rows `rows`; -inf where a query does not see a key."""
+    """Return the scores of the query rows `rows`, [b, kv, g, rows, t]; -inf where a query does not see a key."""
     grouped = _grouped(q[:, :, rows], k.shape[1])
     scores = (grouped @ k.unsqueeze(2).mT).to(wide) * scale
     seen = _seen(part, rows.start, rows.stop - rows.start, k.shape[2], q.device)

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend
 __all__ = ["HALVES", "LARGEST_HEAD", "choose", "choose_for", "flash", "multiple_of_head", "padded", "sdpa"]
 
 HALVES = (torch.float16, torch.bfloat16)
-HEAD_MULTIPLE = 8  # of the head dims that CUDA's kernels take
+HEAD_MULTIPLE = 8  # CUDA's kernels take head dims that are multiples of this
 LARGEST_HEAD = 256
 _LARGEST_ANYWHERE = 192  # larger dims lack a backward on some devices
 _LARGE_SCORES_BYTES = 1 << 30
@@ -120,8 +120,7 @@ def sdpa(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention``, grouped if there are fewer key heads, by a kernel that does not hold the
-    scores.
+    """``F.scaled_dot_product_attention``, grouped if there are fewer key heads, by a kernel that does not hold scores.
 
     Args:
         q: [b, h, s, d]; k: [b, kv, t, d]; v: [b, kv, t, e].

@@ -176,7 +176,7 @@ class _Whole(torch.autograd.Function):
         whole[_grid(shard)] = local
         for axis, placement in enumerate(shard.placements):
             if not isinstance(placement, Replicate):
-                dist.all_reduce(whole, group=mesh.get_group(axis))  # the others have zeros there
+                dist.all_reduce(whole, group=mesh.get_group(axis))  # the other ranks have zeros there
         return whole
 
     @staticmethod
@@ -374,16 +374,14 @@ class Shards:
         self._shown: dict[int, ParameterShard] = {}
 
     def of(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that is shown for `source`; `sharded`: the same on its device, a DTensor if ZeRO shards
-        it.
-        """
+        """Return the parameter shown for `source`; `sharded`: the same on its device, a DTensor if ZeRO shards it."""
         if self.whole:
             return source
         found = self._shown.get(id(source))
         if found is None:
             found = self._shown[id(source)] = self._show(spec, source, sharded)
         found.refresh()
-        return cast(nn.Parameter, found)  # for isinstance it is one
+        return cast(nn.Parameter, found)  # isinstance says so
 
     def _show(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> ParameterShard:
         over = sharded.device_mesh if isinstance(sharded, DTensor) else None
@@ -392,7 +390,7 @@ class Shards:
         axes = [a for a, size in self._mesh.axes.items() if a != "pp" and a not in taken and size > 1]
         if not axes and over is None:
             axes = [next(a for a in self._mesh.axes if a != "pp")]
-        mesh = self._mesh.submesh(*axes, *names)  # this rank's pipeline stage, by the axes in that order
+        mesh = self._mesh.submesh(*axes, *names)  # the ranks of this pipeline stage
         placements = placements_of(spec, self._mesh, axes)
         if isinstance(sharded, DTensor):
             placements += sharded.placements

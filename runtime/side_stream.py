@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 class Waiting:
-    """A storage that waits on the host."""
+    """An offloaded storage: its copy on the host, and on the device once it is fetched."""
 
     __slots__ = ("__weakref__", "arrived", "here", "host")
 
@@ -106,8 +106,9 @@ class SideStream:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def get(self, waiting: Waiting, ahead: Sequence[weakref.ref[Waiting]]) -> torch.Tensor:
-        """Return the storage on the device, ready for work queued from now on; then start copies of `ahead`, in this
-        order, as far as there is room.
+        """Return the storage on the device, ready for work queued from now on.
+
+        Then start copies of `ahead`, in this order, as far as there is room.
         """
         while self._leaving:
             self._let_oldest_go()

@@ -173,9 +173,7 @@ def backward_input(
 
 
 def _let_go(outputs: Sequence[Root], held: Set[int]) -> None:
-    """Free the graph between the outputs and the first branch; outputs that are also inputs (`held`, by id) keep
-    theirs.
-    """
+    """Free the graph between the outputs and the first branch; outputs that are inputs (`held`, by id) keep theirs."""
     for t in outputs:
         if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in held and not t._is_view():
             t.detach_()

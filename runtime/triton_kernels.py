@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _mix(z):
-    """SplitMix64's output function on uint64: `_mix_` of autoplan.runtime.dropout."""
+    """Apply SplitMix64's output function to uint64, as `_mix_` of autoplan.runtime.dropout."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
@@ -77,7 +77,7 @@ def dropout(
     kept: int,
     scale: float,
 ) -> torch.Tensor:
-    """See `autoplan.runtime.fused.dropout`."""
+    """See the schema of `dropout` in autoplan.runtime.fused."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return out

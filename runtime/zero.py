@@ -60,7 +60,7 @@ class ZeroStage(enum.IntEnum):
 
 
 def reduces_beside(device_type: str) -> bool:
-    """Return True if ZeRO 0 reduces gradients beside the last backward on this device type (that takes streams)."""
+    """Return True if ZeRO 0 reduces gradients beside the last backward on this device type, which requires streams."""
     return has_streams(device_type)
 
 
@@ -293,8 +293,8 @@ class _ShardedSplit(_Sharded):
         self._stage.set_reshard_after_backward(is_last)
         self._stage.set_requires_gradient_sync(is_last or self.zero >= ZeroStage.GRADIENTS)
         self._stage.set_requires_all_reduce(is_last)
-        # Private torch API (see private.py): like PipelineStage.perform_reduce_grad, except that one always reshards.
-        # Where nothing is reduced, 16-bit gradients are added to float32 gradients.
+        # Private torch API (see private.py): as PipelineStage.perform_reduce_grad, which would always reshard. Where
+        # nothing is reduced, 16-bit gradients are added to float32 gradients.
         root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
@@ -418,9 +418,7 @@ def _shard(
 def placement_apart(
     mesh: DeviceMesh, apart: Sequence[nn.Parameter], apart_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Any]:
-    """Return a placement function for ``fully_shard`` that shards ``apart`` over ``apart_mesh`` and other parameters
-    over ``mesh``.
-    """
+    """Return a placement function for ``fully_shard``: ``apart`` over ``apart_mesh``, the others over ``mesh``."""
     # Private torch API (see private.py): a mesh per parameter; torch exports only the placement.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 

@@ -189,8 +189,8 @@ class _Linear:
         return [set(self.group[felt[:, j]].tolist()) for j in range(len(self.names))]
 
     def solve(self, weights: Floats, free: NDArray[np.bool_], radius: float) -> tuple[Floats, Floats]:
-        """Return z within bounds and radius (constants that are not free as in the prior), and the objective's
-        curvature."""
+        """Return z within bounds and radius, and the objective's curvature. Constants that are not free keep the
+        prior."""
         z = np.where(free, self.at, self.prior)
         low = np.where(free, np.maximum(self.low, self.at - radius), self.prior)
         high = np.where(free, np.minimum(self.high, self.at + radius), self.prior)
@@ -467,8 +467,7 @@ def interval(steps: Sequence[MeasuredStep], errors: Floats, aimed: float) -> Int
     """Return the central interval of measured / predicted from held-out errors, each group counting once.
 
     A group of few steps (under `FEW_STEPS`) counts by their share of these: a single step is not a tail. The coverage
-    is
-    that of intervals from the other groups (leave-one-out conformal: Vovk, 2015).
+    is that of intervals from the other groups (leave-one-out conformal: Vovk, 2015).
 
     Raises:
         AutoplanError: for a single group or a share outside (0, 1).

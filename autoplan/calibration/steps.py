@@ -60,8 +60,7 @@ class PlannedStep:
         return PlannedStep(request, found.config, found.point.workload)
 
     def step_s(self, constants: Constants) -> float:
-        """Return the seconds of one step at `constants`; layout, stages and recompute stay, the rest is priced
-        again."""
+        """Return the seconds of one step at `constants`. Layout, stages and recompute stay as they are."""
         request = replace(self.request, constants=constants)
         costs, config = request.costs, self.config
         times = op_times(self.workload, costs)

@@ -1,9 +1,11 @@
 """Capture: an nn.Module and an example batch become a ModelGraph (`export.capture`).
 
+`export`: the whole chain, from a module to a graph.
 `frontend`: trace the module by torch.export.
-`ops`, `translate`: turn its ATen operations into IR nodes, by the records of the ops.
-`trace`: the flat graph that this gives.
-`passes`: rewrite the flat graph.
-`layers`: cut it into blocks and calls.
-`export`: the whole chain. `source`: the same from a name, a path or a factory.
+`layers`: cut the flat graph into blocks and calls.
+`ops`: one ATen op as IR ops, by the records of the ops.
+`passes`: rewrite the flat graph before it is cut.
+`source`: start from a config.json or a factory function.
+`trace`: the flat graph as IR nodes.
+`translate`: turn the ATen graph into a trace.
 """

@@ -46,8 +46,7 @@ def capture(
         model: an ordinary module. Its classes stay untouched. Its parameters may be on any device, also fake or meta;
             tensors on an accelerator are captured as if they were on the host.
         example_inputs: name -> tensor. Only shapes and dtypes matter. Dim 0 is the batch. Dim 1 is the sequence if it
-            is
-            as long as that of the first input, else it may be a second sequence (`capture.frontend.lengths`).
+            is as long as that of the first input, else it may be a second sequence (`capture.frontend.lengths`).
         loss_fn: `(model output, batch) -> scalar`; not needed if the model returns a loss (Hugging Face with `labels`).
 
     Returns:

@@ -1,1 +1,7 @@
-"""Codegen: lower a Plan to a ProgramSpec and one readable Python module per pipeline stage."""
+"""Codegen: lower a Plan to a ProgramSpec and one readable Python module per pipeline stage.
+
+`program`: assembles stages, ProgramSpec and ledger.
+`emit`: emits the source text of blocks.
+`check`: type-checks an emitted program.
+`schedules`: the ScheduleSpec of a pipeline schedule.
+"""

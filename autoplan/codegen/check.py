@@ -1,6 +1,7 @@
-"""Type-check an emitted program with spmd_types: every stage is executed once, in one process, on a fake process group
-of its tensor-parallel ranks, with the types of parameters, inputs and carried activations asserted and those of its
-results checked.
+"""Type-check an emitted program with spmd_types.
+
+Every stage is executed once, in one process, on a fake process group of its tensor-parallel ranks. The types of
+parameters, inputs and carried activations are asserted, and the types of results are checked.
 
     python -m autoplan.codegen.check FOLDER [--batch 2] [--sequence 8]
 
@@ -33,7 +34,7 @@ _TYPES = {"R": R, "I": I, "P": P, "S": V}
 
 @contextmanager
 def _fake_group(world: int) -> Iterator[None]:
-    """A process group whose collectives do nothing but give results of the right shape."""
+    """Open a process group whose collectives only give results of the right shape."""
     if dist.is_initialized():
         raise RuntimeError("the type check makes its own process group; run it before or in another process")
     dist.init_process_group("fake", rank=0, world_size=world)
@@ -47,7 +48,7 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
     """Execute every stage under the type checker. A program without tensor-parallel sub-axes has no types to check.
 
     Raises:
-        spmd_types.SpmdTypeError: naming the emitted line, the operand types and what would fix it.
+        spmd_types.SpmdTypeError: a type does not fit; names the emitted line, the operand types and a fix.
         RuntimeError: a default process group exists already.
     """
     tensor = _tensor_axes(spec)
@@ -68,12 +69,12 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
 
 
 def _tensor_axes(spec: ProgramSpec) -> tuple[str, ...]:
-    """The sub-axes of tensor parallelism: on these values have types."""
+    """Return the sub-axes of tensor parallelism, on which values have types."""
     return dict(spec.groups).get("tp", ("tp",))
 
 
 def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor:
-    """Token ids of the shape that the program was captured with."""
+    """Return token ids of the shape that the program was captured with."""
     return torch.zeros([evaluate_terms(size, env) for size in dict(spec.input_shapes)[name]], dtype=torch.int64)
 
 
@@ -83,7 +84,7 @@ def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:
 
 
 def _as_it_is(x: torch.Tensor, types: Mapping[str, Any], mesh: AxisMesh) -> dict[str, Any]:
-    """Without a gradient R and I are the same thing: I where a value that should be R is that."""
+    """Return `types` with I for R where a value without a gradient is I: then both mean the same."""
     import spmd_types
 
     found, out = spmd_types.get_local_type(x), dict(types)
@@ -107,7 +108,7 @@ def _fill(stage: nn.Module, this: StageSpec, mesh: AxisMesh) -> None:
 def _assert_types(
     stage: nn.Module, this: StageSpec, inputs: Mapping[str, torch.Tensor], carried: Sequence[torch.Tensor]
 ) -> None:
-    """Tell the checker the types of all that a stage is given."""
+    """Tell the checker the types of everything that a stage is given."""
     for p in this.params:
         parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
         typed(parameter, R, **{a: _TYPES[t] for a, t in p.used_as})

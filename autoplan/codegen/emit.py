@@ -1,6 +1,6 @@
-"""Emit one readable Python module per stage. What is written is what runs; it opens in a debugger and type-checks.
+"""Emit one readable Python module per stage. The emitted text is what runs; it opens in a debugger and type-checks.
 
-The text of each op is in its record (`autoplan.ops`); the axes that it works over are given by its statement.
+The text of each op is in its record (`autoplan.ops`); its statement gives the axes that it works over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHORT = {**_FLOATS, "int64": "i64", "int32": "i32", "bool": "bool"}
 
 @dataclass(frozen=True)
 class Context:
-    """What the text of a block needs to know."""
+    """The facts that the text of a block depends on."""
 
     factors: Mapping[str, Expr]
     axes: tuple[Axis, ...]
@@ -34,20 +34,20 @@ class Context:
     parts: Mapping[str, int] = field(default_factory=dict)  # symbol -> ranks that each have a part of it
 
     def whole(self, size: Expr) -> Expr:
-        """A size of the model in the sizes of this rank: b and s are parts of the whole micro-batch and sequence."""
+        """Return a size of the model from the sizes of this rank, whose b and s are parts of the whole ones."""
         out = Expr(())
         for symbols, coefficient in size.terms:
             out += Expr(((symbols, coefficient * math.prod(self.parts.get(x, 1) for x in symbols)),))
         return out
 
     def axis(self, indices: Sequence[int]) -> str:
-        """Name of one sub-axis or of a product."""
+        """Return the name of one sub-axis or of a product."""
         names = tuple(self.axes[i].name for i in indices)
         return names[0] if len(names) == 1 else self.groups[names]
 
 
 def describe_value(value: Value, layout: Layout, ctx: Context) -> str:
-    """Comment: dtype, local shape, types. `f32[b, s // 2, 64] tp:S(s)`."""
+    """Return the comment of a value: dtype, local shape, types, as in `f32[b, s // 2, 64] tp:S(s)`."""
     shape = shape_text(local_shape(value, layout, ctx.factors, ctx.axes))
     types = []
     for axis, kind in zip(ctx.axes, layout, strict=True):
@@ -59,7 +59,7 @@ def describe_value(value: Value, layout: Layout, ctx: Context) -> str:
 
 
 def _over(op: Op, ctx: Context, site: int) -> str:
-    """The axes that an op works over, as arguments of its function; of a dropout, the parts of its output."""
+    """Return the axes that an op works over, as arguments of its function; for a dropout, the parts of its output."""
     if op_has(op.node.op, Trait.RANDOM):
         return _dropout_parts(op, ctx, site)
     special = repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
@@ -69,11 +69,11 @@ def _over(op: Op, ctx: Context, site: int) -> str:
     return "".join(f", {name}={axis}" for name, axis in (*given, *((name, repr(axis)) for name, axis in op.over)))
 
 
-_KEYWORDS = frozenset((OpKind.ATTENTION, OpKind.EXPERTS))  # whose functions take the axes by keyword
+_KEYWORDS = frozenset((OpKind.ATTENTION, OpKind.EXPERTS))  # their functions take the axes by keyword
 
 
 def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
-    """Number of this dropout in its block; of each factor its local and whole size, and the axes that split it."""
+    """Return the number of this dropout in its block, and of each factor its local and whole size and its axes."""
     value, layout = op.values[0], op.strategy.outputs[0]
     local = local_factors(value, layout, ctx.factors, ctx.axes)
     entries = []
@@ -91,13 +91,13 @@ def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
 
 
 def _num_partial(op: Op, ctx: Context) -> int:
-    """Over how many ranks the output is a pending sum because of this op."""
+    """Return the number of ranks over which the output is a pending sum because of this op."""
     kinds = zip(ctx.axes, op.strategy.outputs[0], op.strategy.choices, strict=True)
     return math.prod(axis.size for axis, kind, c in kinds if kind.kind_name == "P" and c.factor is not None)
 
 
 def op_text(op: Op, ctx: Context, site: int) -> str:
-    """Right-hand side of an op. RuleError for an op without a text."""
+    """Return the right-hand side of an op. RuleError for an op without a text."""
     record = op_record(op.node.op, op.node.source)
     if record.emit is None:
         raise RuleError(f"op {op.node.op!r} at {op.node.source} cannot be written in a program: its record has no text")
@@ -121,7 +121,7 @@ def op_text(op: Op, ctx: Context, site: int) -> str:
         for axis, kind, choice in zip(ctx.axes, op.strategy.outputs[0], op.strategy.choices, strict=True)
         if kind.kind_name == "P" and choice.factor is not None and choice.special is None
     ]
-    # a local product over a split dim is a pending sum, a local expansion a shard: say so to the type checker
+    # tell the type checker: a local product over a split dim is a pending sum, a local expansion a shard
     if new:
         return f"typed({text}, {', '.join(f'{name}=P' for name in new)})"
     made = [
@@ -144,13 +144,13 @@ _CONVERSIONS = {
 
 
 def convert_text(c: Convert, ctx: Context) -> str:
-    """Right-hand side of a conversion; a factor inside a dim gets a dim of its own for the time of the collective."""
+    """Return the right-hand side of a conversion; during the collective, a factor inside a dim gets its own dim."""
     local = local_factors(c.value, c.layout, ctx.factors, ctx.axes)
     source, target = c.step.source, c.step.target
     opened = _opened_dims(local, [t for t in (source, target) if t.is_shard])
 
     def place(t: AxisType) -> int:
-        """The dim of a shard's factor, counted with those that are opened."""
+        """Return the dim of a shard's factor, counted after opening dims."""
         before = sum(len(local[d]) if d in opened else 1 for d in range(t.dim))
         return before + (t.factor if t.dim in opened else 0)
 
@@ -171,7 +171,7 @@ def convert_text(c: Convert, ctx: Context) -> str:
 
 
 def _opened_dims(local: Sequence[Sequence[Expr]], shards: Sequence[AxisType]) -> list[int]:
-    """Dims that a collective sees factor by factor: what is cut or joined is not their first factor."""
+    """Return the dims that a collective sees factor by factor: it cuts or joins a factor that is not their first."""
     inner = {t.dim for t in shards if any(s != Expr.of(1) for s in local[t.dim][: t.factor])}
     dims = [t.dim for t in shards]
     return sorted(inner | {d for d in dims if dims.count(d) > 1})  # from one factor of a dim to another
@@ -180,11 +180,11 @@ def _opened_dims(local: Sequence[Sequence[Expr]], shards: Sequence[AxisType]) ->
 def block_source(
     lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool, groups: Iterable[str] = ()
 ) -> tuple[list[str], dict[str, bool]]:
-    """Source lines of a block's class, and which of b, s, t, device, rng its forward takes.
+    """Return the source lines of a block's class, and which of b, s, t, device, rng its forward takes.
 
     Args:
-        free: a plain module, not a unit of recompute, since nothing in it depends on a parameter.
-        groups: of the regions that a call of the block computes again; they are functions of their own.
+        free: emit a plain module, not a unit of recompute, since nothing in it depends on a parameter.
+        groups: groups of the regions that a call of the block recomputes; the regions become functions.
     """
     lines, site = [], 0
     for statement in lowered.statements:
@@ -223,12 +223,12 @@ def block_source(
     return lines, needs
 
 
-# before these, variables that nobody needs any more are let go
+# dead variables are released before these
 _HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS)
 
 
 def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
-    """The statements with `apart` as functions, and what lets go of variables that nobody needs any more."""
+    """Return the lines of the statements, with `apart` as functions and `del` of dead variables."""
     variables = variables_of(lowered.statements)
     at = {region.statements[-1]: region for region in apart}
     inside = {i for region in apart for i in region.statements}
@@ -243,7 +243,7 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
         dead += last_use.get(before, [])
         statement = lowered.statements[i]
         if dead and (isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY):
-            body.append(f"del {', '.join(dead)}")  # as a module's own locals would be gone by now
+            body.append(f"del {', '.join(dead)}")  # the locals of a module would be gone here, too
             dead = []
         if i not in at:
             body.append(lines[i])
@@ -253,7 +253,7 @@ def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) 
 
 
 def _region_lines(region: Region, lines: Sequence[str], name: str) -> list[str]:
-    """A function of the statements of a region, and its call."""
+    """Return a function of the statements of a region, and its call."""
     results = ", ".join(region.writes)
     signature = ", ".join(f"{v}: Tensor" for v in region.reads)
     body = [f"def {name}({signature}) -> {_returns(len(region.writes))}:  # may be computed again"]
@@ -277,7 +277,7 @@ def _unused(name: str, names: set[str]) -> str:
 def _last_uses(
     order: Sequence[int], reads: Mapping[int, Sequence[str]], writes: Mapping[int, Sequence[str]], kept: Sequence[str]
 ) -> dict[int, list[str]]:
-    """Statement -> variables made in the block that nobody needs after it."""
+    """Return statement -> variables made in the block that are not needed after it."""
     made: set[str] = set()
     last: dict[str, int] = {}
     for i in order:

@@ -1,4 +1,4 @@
-"""Assemble the program: cut into stages, what travels between them, one source file per stage, ProgramSpec, ledger."""
+"""Assemble the program: stages, values that travel between them, one source file per stage, ProgramSpec, ledger."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ class Layouts:
     """Everything codegen takes from a plan."""
 
     mesh: Mesh
-    axes: tuple[Axis, ...]  # the sub-axes layouts are chosen on
+    axes: tuple[Axis, ...]  # the sub-axes that layouts are chosen on
     selection: Selection
     stages: tuple[tuple[str, ...], ...]  # calls that depend on parameters, per stage
     zero_stage: int
     schedule: str
     recompute: Mapping[str, str]  # call -> none, full, selective, offload, or regions (see autoplan.program.regions)
-    virtual_stages: int = 1  # stages per rank of the pipeline; which ones, the schedule says
-    context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> how its attention sees cut sequences
+    virtual_stages: int = 1  # stages per rank of the pipeline; the schedule places them
+    context: Mapping[str, ContextMethod] = field(default_factory=dict)  # block -> its context-parallel method
     precision: str = "native"
-    offload: tuple[str, ...] = ()  # what state is on the host (autoplan.runtime.offload)
+    offload: tuple[str, ...] = ()  # state kept on the host (autoplan.runtime.offload)
 
 
 @dataclass(frozen=True)
 class Program:
-    """ProgramSpec and the source text of every stage."""
+    """The ProgramSpec and the source text of every stage."""
 
     spec: ProgramSpec
     sources: Mapping[str, str]  # file name -> text
@@ -69,12 +69,12 @@ class Program:
 
 
 def terms(size: Expr) -> Terms:
-    """Plain form of a size for the runtime."""
+    """Return the plain form of a size for the runtime."""
     return tuple((c.numerator, c.denominator, m) for m, c in size.terms)
 
 
 def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
-    """What a block is given and makes, each with its layout."""
+    """Yield the inputs and results of a block, each with its layout."""
     yield from ((value, layout) for _, value, layout in lowered.inputs)
     for statement in lowered.statements:
         if isinstance(statement, Op):
@@ -88,7 +88,7 @@ class _Compiler:
         self.graph, self.layouts = graph, layouts
         self.precision = executed_precision(layouts.precision)
         groups = {members: name for name, members in layouts.mesh.groups.items()}
-        groups[tuple(a.name for a in layouts.axes)] = "tp"  # also where experts cut them further
+        groups[tuple(a.name for a in layouts.axes)] = "tp"  # also if experts cut them further
         self.cut_over = layouts.mesh.size("cp") if layouts.mesh.has("cp") else None  # ranks that sequences are cut over
         self.ctx = Context(graph.factors, layouts.axes, groups, {"b": layouts.mesh.size("dp"), "s": self.cut_over or 1})
         stack = executed(layouts.mesh, layouts.context)
@@ -103,7 +103,7 @@ class _Compiler:
         self.sites = self._sites()
 
     def _sites(self) -> dict[str, int]:
-        """First dropout number of every call: a property of the model, the same in every plan."""
+        """Return the first dropout number of every call: a property of the model, the same in every plan."""
         out, total = {}, 0
         for call in self.graph.calls:
             out[call.name] = total
@@ -111,7 +111,7 @@ class _Compiler:
         return out
 
     def _free_calls(self, stage: int) -> list[Call]:
-        """Parameter-free calls this stage needs (recomputed, not received)."""
+        """Return the parameter-free calls that this stage needs (recomputed, not received)."""
         needed = {v for name in self.layouts.stages[stage] for v in self.calls[name].inputs}
         if self.graph.loss_target is not None:
             needed.add(self.graph.loss_target)
@@ -123,7 +123,7 @@ class _Compiler:
         return out[::-1]
 
     def _carried(self, boundary: int) -> list[str]:
-        """Values that cross from stage `boundary` to the next, in order of production."""
+        """Return the values that cross from stage `boundary` to the next, in order of production."""
         before = [v for s in range(boundary + 1) for name in self.layouts.stages[s] for v in self.calls[name].outputs]
         after = {
             v
@@ -134,7 +134,7 @@ class _Compiler:
         return [v for v in before if v in after]
 
     def layout_of(self, value: str) -> Layout:
-        """Layout of a top-level value."""
+        """Return the layout of a top-level value."""
         for call in self.graph.calls:
             lowered = self.lowered[call.block]
             for name, layout in zip(call.outputs, lowered.output_layouts, strict=True):
@@ -181,7 +181,7 @@ class _Compiler:
         return Program(program, sources)
 
     def _whole(self) -> tuple[Terms, ...]:
-        """Local sizes that only some batches and lengths make whole: factors of b, s and t that are split."""
+        """Return the local sizes that only some batches and lengths make whole numbers: split factors of b, s and t."""
         found: dict[str, Expr] = {}
         for name in dict.fromkeys(call.block for call in self.graph.calls):
             for value, layout in _made(self.lowered[name]):
@@ -255,7 +255,10 @@ class _Compiler:
         )
 
     def _used_by_own(self, spread: Sequence[Spread]) -> tuple[tuple[str, str], ...]:
-        """Types of weights of experts on the atoms of tp: each rank has others, or a copy for its own tokens."""
+        """Return the types of expert weights on the atoms of tp.
+
+        Each rank has other weights (S), or a copy for its own tokens (R).
+        """
         mesh = self.layouts.mesh
         apart = {atom for part in spread for atom in mesh.atoms(part.axis)}
         return tuple((atom, "S" if atom in apart else "R") for atom in mesh.atoms("tp"))
@@ -282,7 +285,7 @@ class _Compiler:
                 size = c.num_elements * self._sent_width(c)
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
         last = len(self.layouts.stages) - 1
-        homes = self._stage_ranks()  # what stays on a rank is not sent
+        homes = self._stage_ranks()  # values that stay on a rank are not sent
         sends = [(v, "forward") for v in self._carried(index)] if homes[index] != homes[min(index + 1, last)] else []
         back = [v for v in self._carried(index - 1) if self.graph.values[v].requires_grad]
         sends += [(v, "backward") for v in back] if homes[index] != homes[max(index - 1, 0)] else []
@@ -292,7 +295,7 @@ class _Compiler:
         return out
 
     def _sent_width(self, c: Collective) -> int:
-        """Bytes of an element. Gradients of a parameter may be summed in another dtype than that of the parameter."""
+        """Return the bytes of a sent element. Gradients of a parameter may be summed in a dtype of their own."""
         wide = self.precision.gradients if c.per == "step" and c.dtype == self.precision.compute else None
         return DTYPE_BYTES[wide or c.dtype]
 
@@ -319,7 +322,7 @@ class _Compiler:
         needs: dict[str, dict[str, bool]] = {}
         for name, calls in blocks.items():
             free_block = set(calls) <= self.free_names
-            parts = {**self.ctx.parts, "s": 1} if free_block else self.ctx.parts  # sequences are cut behind free blocks
+            parts = {**self.ctx.parts, "s": 1} if free_block else self.ctx.parts  # sequences are cut after free blocks
             ctx = replace(self.ctx, parts=parts)
             groups = {g for call in calls for g in region_groups(self.layouts.recompute.get(call, "none"))}
             text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups)
@@ -371,7 +374,7 @@ class _Compiler:
         return lines
 
     def _gathered(self, call: Call, recompute: str) -> str:
-        """What becomes of the parameters that ZeRO 3 gathers for a forward (see `runtime.program.Block`)."""
+        """Return what happens to parameters that ZeRO 3 gathers for a forward (see `runtime.program.Block`)."""
         if self.layouts.zero_stage < 3 or not call.params:
             return "again"
         if not recompute_kind(recompute).recomputes and not backward_reads_params(self.lowered[call.block].block):
@@ -382,7 +385,10 @@ class _Compiler:
     def _context_cuts(
         self, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]
     ) -> list[str]:
-        """What is made of whole sequences, cut to this rank's part; from here on s is the size of that."""
+        """Return the lines that cut values of whole sequences to this rank's part.
+
+        After them s is the size of the part.
+        """
         if self.cut_over is None:
             return []
         whole = {*self.graph.inputs, *(v for call in free for v in call.outputs)}
@@ -420,7 +426,7 @@ class _Compiler:
         return f"{', '.join(identifier(v) for v in call.outputs)} = {target}({', '.join(args)})"
 
     def _count(self, needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
-        """`count`: what the mean of the loss runs over, in this micro-batch."""
+        """Return the lines of `count`: the number of entries of this micro-batch in the mean of the loss."""
         inputs = [n for n in self.graph.inputs if n not in NOT_OF_THE_BATCH]
         lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')

@@ -1,4 +1,4 @@
-"""What the runtime is told of a pipeline schedule."""
+"""The ScheduleSpec that the runtime gets of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoplan.schedules.schedule import SCHEDULES
 
 
 def schedule_spec(name: str) -> ScheduleSpec:
-    """What of the record of a schedule a program needs. PinError for one that is not executed."""
+    """Return the part of a schedule's record that a program needs. PinError for a schedule that is not executed."""
     record = SCHEDULES[name]
     if record.torch_class is None:
         executed = ", ".join(s.name for s in SCHEDULES.values() if s.torch_class is not None)

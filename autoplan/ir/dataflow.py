@@ -1,10 +1,10 @@
-"""What depends on what among statements, nodes or calls: each reads values and writes values.
+"""Data flow among statements, nodes or calls, each of which reads values and writes values.
 
 flow = Dataflow([(("x",), ("y",)), (("y", "w"), ("z",))])
 flow.before, flow.after, flow.leading_to([1]), flow.parts({0, 1})      by position
 
-On lists, not by networkx: an estimate takes 0.9 s, importing networkx 0.2 s more. Networks (`cost_models.hardware.
-fabric_graph`) and schedules that never finish (`schedules.graph`) ask networkx.
+Plain lists instead of networkx: an estimate takes 0.9 s, importing networkx 0.2 s more. Networks
+(`cost_models.hardware.fabric_graph`) and schedules that never finish (`schedules.graph`) use networkx.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Steps = Sequence[tuple[Collection[str], Collection[str]]]
 
 
 class Dataflow:
-    """Who makes and who reads the values of a sequence of steps, each given as (what it reads, what it writes)."""
+    """The makers and the readers of the values of a sequence of steps, each given as (values read, values written)."""
 
     def __init__(self, steps: Steps) -> None:
         self.makes = {v: i for i, (_, writes) in enumerate(steps) for v in writes}
@@ -29,15 +29,15 @@ class Dataflow:
         self.before = [[self.makes[v] for v in reads if v in self.makes] for reads, _ in steps]
 
     def leading_to(self, found: Iterable[int], through: Callable[[int], bool] = lambda _: True) -> set[int]:
-        """Steps that lead to `found`, over those that `through` lets pass; not `found` itself, but what leads to it."""
+        """Return the steps that lead to `found` through steps that `through` accepts; without `found` itself."""
         return _reached(found, self.before, through)
 
     def following(self, found: Iterable[int], through: Callable[[int], bool] = lambda _: True) -> set[int]:
-        """Steps that follow from `found`, likewise."""
+        """Return the steps that follow from `found` through steps that `through` accepts; without `found` itself."""
         return _reached(found, self.after, through)
 
     def parts(self, chosen: Collection[int]) -> list[tuple[int, ...]]:
-        """The connected parts of the chosen steps, each sorted, by their first step."""
+        """Return the connected parts of the chosen steps, each sorted, by their first step."""
         inside, out, seen = set(chosen), [], set[int]()
         both = [[*a, *b] for a, b in zip(self.after, self.before, strict=True)]
         for first in sorted(inside):
@@ -59,7 +59,7 @@ def _reached(found: Iterable[int], way: Sequence[Sequence[int]], through: Callab
 
 
 class Classes(Generic[Key]):
-    """Union-find: keys that are equal to each other. The second of two joined classes gives its representative."""
+    """Union-find: classes of equal keys. The second of two joined classes gives the representative."""
 
     def __init__(self) -> None:
         self._parent: dict[Key, Key] = {}
@@ -68,7 +68,7 @@ class Classes(Generic[Key]):
         return key in self._parent
 
     def find(self, key: Key) -> Key:
-        """The representative of a key; a key that is new is its own."""
+        """Return the representative of a key; a new key is its own."""
         parent = self._parent
         while parent.setdefault(key, key) != key:
             parent[key] = parent[parent[key]]
@@ -76,11 +76,11 @@ class Classes(Generic[Key]):
         return key
 
     def join(self, a: Key, b: Key) -> None:
-        """Make the classes of two keys one, with the representative of `b`."""
+        """Join the classes of two keys, with the representative of `b`."""
         self._parent[self.find(a)] = self.find(b)
 
     def members(self) -> dict[Key, list[Key]]:
-        """Representative -> keys, in the order in which they came."""
+        """Return representative -> keys, in the order in which they were added."""
         out: dict[Key, list[Key]] = {}
         for key in list(self._parent):
             out.setdefault(self.find(key), []).append(key)

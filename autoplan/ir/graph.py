@@ -2,8 +2,8 @@
 
 A ModelGraph is a list of *calls* of *blocks*. A block (embedding, one decoder layer, head and loss) is defined once
 however often it occurs; a call gives it its inputs and the full names of its parameters. Every tensor dim is a product
-of named *factors* (`heads head_dim`, `b s` after a flatten) whose sizes may be symbolic, so a sharding can name what it
-splits.
+of named *factors* (`heads head_dim`, `b s` after a flatten) whose sizes may be symbolic, so that a sharding can name
+the factor that it splits.
 
     graph = ModelGraph(...)      # made by autoplan.capture, factors filled by autoplan.ops.factors
     check(graph)                 # valid in, valid out: raises GraphError
@@ -26,10 +26,10 @@ from autoplan.units import DTYPE_BYTES, dtype_bytes
 
 GRAPH_SCHEMA_VERSION = 2
 
-# Inputs of a captured graph that are not of the batch: the runtime gives them.
-LOSS_DENOMINATOR = "loss_denominator"  # the global number of what the mean of the loss runs over
-LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for what is averaged over them
-OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number in it is the size of the batch, not of a micro-batch
+# inputs of a captured graph that are not part of the batch: the runtime provides them
+LOSS_DENOMINATOR = "loss_denominator"  # the global number of entries in the mean of the loss
+LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for values averaged over them
+OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number of the node is the size of the whole batch
 NOT_OF_THE_BATCH = frozenset((LOSS_DENOMINATOR, LOSS_SHARE))
 
 _Thing = TypeVar("_Thing")
@@ -48,7 +48,7 @@ class Value:
 
     @property
     def num_elements(self) -> Expr:
-        """Global element count."""
+        """Global number of elements."""
         return product(self.shape)
 
     @property
@@ -59,7 +59,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One op. `inputs` name values (None for an absent optional tensor); `attrs` are plain data or Expr."""
+    """One op.
+
+    Attributes:
+        inputs: names of values (None for an absent optional tensor).
+        attrs: plain data or Expr.
+    """
 
     name: str
     op: str
@@ -90,7 +95,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Call:
-    """One occurrence of a block. `inputs`/`outputs` are top-level values, `params`/`buffers` map to full names."""
+    """One occurrence of a block.
+
+    Attributes:
+        inputs, outputs: top-level values.
+        params, buffers: name in the block -> full name.
+    """
 
     name: str
     block: str
@@ -102,7 +112,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter (or buffer) of the user's model. `aliases` are further names of the same tensor (tied weights)."""
+    """A parameter (or buffer) of the user's model.
+
+    Attributes:
+        aliases: further names of the same tensor (tied weights).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +126,7 @@ class Parameter:
 
     @property
     def num_elements(self) -> int:
-        """Element count."""
+        """Number of elements."""
         total = 1
         for size in self.shape:
             total *= size
@@ -121,14 +135,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """The whole model, forward and loss. `output` is the top-level value of the (scalar) loss.
+    """The whole model, forward and loss.
 
-    The loss is a local sum divided by the input `loss_denominator`: the global count of what the mean runs over, known
+    The loss is a local sum divided by the input `loss_denominator`: the global number of entries in its mean, known
     before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
-    `loss_share`, if there is one: the mean over the micro-batches. `loss_count` says what is counted: valid entries of
-    `loss_target` (!= `ignore_index`), samples, or nothing. Of sequences whose length is not within its `bounds` the
-    model would compute something else (its forward asked). What the model does and this graph does not is `left_out`,
-    in words: such a graph is priced, not executed.
+    `loss_share`, if there is one: the mean over the micro-batches.
+
+    Attributes:
+        output: the top-level value of the (scalar) loss.
+        loss_count: entries that the denominator counts: valid ones of `loss_target` (!= `ignore_index`), samples, or
+            none.
+        bounds: least and largest length that this graph holds for; with other lengths the forward computes something
+            else.
+        left_out: parts of the model that this graph lacks, in words. Such a graph is priced, not executed.
     """
 
     name: str
@@ -143,12 +162,12 @@ class ModelGraph:
     loss_target: str | None = None
     ignore_index: int = -100
     factors: Mapping[str, Expr] = field(default_factory=dict)
-    bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t: the least, the largest
+    bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t
     left_out: tuple[str, ...] = ()
 
     @property
     def num_params(self) -> int:
-        """Trainable and frozen parameters, tied ones once."""
+        """Number of trainable and frozen parameters, tied ones counted once."""
         return sum(p.num_elements for p in self.params.values())
 
     @property
@@ -157,14 +176,14 @@ class ModelGraph:
         return any("t" in size.symbols for name in self.inputs for size in self.values[name].shape)
 
     def call_counts(self) -> dict[str, int]:
-        """How often each block occurs."""
+        """Return how often each block occurs."""
         counts: dict[str, int] = {name: 0 for name in self.blocks}
         for call in self.calls:
             counts[call.block] += 1
         return counts
 
     def free_calls(self) -> frozenset[str]:
-        """Calls that need no parameter, directly or through their inputs: every pipeline stage recomputes them."""
+        """Return calls that need no parameter, not even through their inputs: every pipeline stage recomputes them."""
         known, free = set(self.inputs), set()
         for call in self.calls:
             if not call.params and set(call.inputs) <= known:
@@ -173,7 +192,7 @@ class ModelGraph:
         return frozenset(free)
 
     def tied_params(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Parameters used by more than one call: full name -> ((call, name in block), ...)."""
+        """Return the parameters that more than one call uses: full name -> ((call, name in block), ...)."""
         uses: dict[str, list[tuple[str, str]]] = {}
         for call in self.calls:
             for local, full in call.params.items():
@@ -181,7 +200,7 @@ class ModelGraph:
         return {name: tuple(where) for name, where in uses.items() if len(where) > 1}
 
     def factor_sizes(self, env: Mapping[str, int]) -> dict[str, int]:
-        """Numbers for all factors under `env` (b, s, t). Raises GraphError for a size that is not a whole number."""
+        """Return all factors as numbers under `env` (b, s, t). GraphError for a size that is not a whole number."""
         out = {}
         for name, size in self.factors.items():
             value = size.evaluate(env)
@@ -193,12 +212,14 @@ class ModelGraph:
     def with_factors(
         self, factors: Mapping[str, Expr], values: Mapping[str, Value], blocks: Mapping[str, Block]
     ) -> ModelGraph:
-        """The same graph with inferred factors."""
+        """Return the graph with inferred factors."""
         return replace(self, factors=dict(factors), values=dict(values), blocks=dict(blocks))
 
     def in_order(self) -> ModelGraph:
-        """The same graph, its blocks as they are called and all else by name: as read from a file, whatever made it. A
-        solver breaks ties by the order of what it is asked."""
+        """Return the graph with its blocks in the order of calls and everything else sorted by name.
+
+        So a graph does not depend on how it was made: a solver breaks ties by the order of its input.
+        """
         called = dict.fromkeys((*(call.block for call in self.calls), *sorted(self.blocks)))
         blocks = {
             name: replace(b, values=_sorted(b.values), nodes=tuple(replace(n, attrs=_sorted(n.attrs)) for n in b.nodes))
@@ -217,12 +238,12 @@ class ModelGraph:
         )
 
     def to_json(self) -> str:
-        """Text form, stable: equal graphs give equal text."""
+        """Return the text form; equal graphs give equal text."""
         return json.dumps({"schema": GRAPH_SCHEMA_VERSION, "graph": _encode(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> ModelGraph:
-        """Read and check. Raises GraphError on another schema or a broken graph."""
+        """Read and check a graph. GraphError for another schema or a broken graph."""
         data = json.loads(text)
         if data.get("schema") != GRAPH_SCHEMA_VERSION:
             raise GraphError(
@@ -278,7 +299,7 @@ def _encode(obj: Any) -> Any:
         return {"expr": str(obj)}
     if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
         fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
-        return {k: v for k, v in fields.items() if k != "left_out" or v}  # of nearly all graphs there is nothing
+        return {k: v for k, v in fields.items() if k != "left_out" or v}  # nearly always empty
     if isinstance(obj, Mapping):
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):

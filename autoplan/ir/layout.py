@@ -1,6 +1,6 @@
 """Layouts as data: the mesh of atomic sub-axes, the type of a value per sub-axis, and the conversions between types.
 
-Types and their gradients (DESIGN section 4; the terms of the PyPI package spmd_types):
+Types and their gradients (the terms of the PyPI package spmd_types):
 
     R replicate   same value, each rank uses it differently   gradient P
     I invariant   same value, every rank does the same work   gradient I
@@ -21,7 +21,7 @@ from autoplan.errors import LayoutError
 
 
 class Kind(Enum):
-    """Type of a value on one sub-axis."""
+    """The type of a value on one sub-axis."""
 
     R = "R"
     I = "I"  # noqa: E741  the field's name for invariant
@@ -48,7 +48,7 @@ class AxisType:
         return self.kind_name == "S"
 
     def gradient(self) -> AxisType:
-        """Type of the gradient of a value of this type."""
+        """Return the type of the gradient of a value of this type."""
         return {"R": P, "I": I, "P": R}.get(self.kind_name, self)
 
     def __str__(self) -> str:
@@ -61,12 +61,12 @@ P = AxisType("P")
 
 
 def shard(dim: int, factor: int = 0) -> AxisType:
-    """Shard of one factor of one dim."""
+    """Return the shard of one factor of one dim."""
     return AxisType("S", dim, factor)
 
 
 def parse_axis_type(text: str) -> AxisType:
-    """Inverse of str(AxisType)."""
+    """Return the type with this text: the inverse of str(AxisType)."""
     if text in ("R", "I", "P"):
         return AxisType(text)
     if text.startswith("S(") and text.endswith(")"):
@@ -94,11 +94,11 @@ class Mesh:
     groups: Mapping[str, tuple[str, ...]]  # e.g. {"tp": ("tp0", "tp1")}
 
     def has(self, name: str) -> bool:
-        """True if there is an axis or a named product of this name."""
+        """Return True if there is an axis or a named product of this name."""
         return name in self.groups or any(a.name == name for a in self.axes)
 
     def size(self, name: str) -> int:
-        """Size of an axis or of a named product. LayoutError names an unknown axis."""
+        """Return the size of an axis or of a named product. LayoutError names an unknown axis."""
         for axis in self.axes:
             if axis.name == name:
                 return axis.size
@@ -112,25 +112,25 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
-        """Product of all sub-axes."""
+        """Number of devices: the product of all sub-axes."""
         total = 1
         for axis in self.axes:
             total *= axis.size
         return total
 
     def atoms(self, name: str) -> tuple[str, ...]:
-        """The sub-axes of an axis or of a named product."""
+        """Return the sub-axes of an axis or of a named product."""
         return self.groups.get(name, (name,))
 
     def canonical(self, name: str) -> str:
-        """The first axis or group that spans the same ranks: under which the runtime records collectives."""
+        """Return the first axis or group that spans the same ranks, under which the runtime records collectives."""
         sizes = {a.name: a.size for a in self.axes}
         wanted = [a for a in self.atoms(name) if sizes[a] > 1]
         return next(n for n in (*sizes, *self.groups) if [a for a in self.atoms(n) if sizes[a] > 1] == wanted)
 
 
 class ConversionKind(Enum):
-    """What a conversion step does. The value is the runtime function's name."""
+    """The kinds of conversion steps. The value is the runtime function's name."""
 
     ALL_REDUCE = "all_reduce"  # P -> R | I
     REDUCE_SCATTER = "reduce_scatter"  # P -> S
@@ -141,7 +141,7 @@ class ConversionKind(Enum):
     TO_PARTIAL = "to_partial"  # R | I -> P
 
 
-# collective in the forward, collective in the backward (None: nothing is sent). DESIGN section 4.
+# collectives in the forward and in the backward; None: nothing is sent
 COLLECTIVES: dict[tuple[ConversionKind, str], tuple[str | None, str | None]] = {
     (ConversionKind.ALL_REDUCE, "R"): ("all_reduce", "all_reduce"),
     (ConversionKind.ALL_REDUCE, "I"): ("all_reduce", None),
@@ -168,7 +168,7 @@ class ConversionStep:
 
     @property
     def collectives(self) -> tuple[str | None, str | None]:
-        """(forward, backward) collective."""
+        """The (forward, backward) collectives."""
         tag = (
             self.source.kind_name
             if self.kind in (ConversionKind.SLICE, ConversionKind.TO_PARTIAL)
@@ -195,7 +195,7 @@ def _kind(source: AxisType, target: AxisType) -> ConversionKind | None:
 
 
 def _innermost(layout: Sequence[AxisType], axis: int) -> bool:
-    """True if no later sub-axis shards the same factor: only the minor one can be gathered without a permutation."""
+    """Return True if no later sub-axis shards the same factor: only the minor one is gathered without a permutation."""
     return all(layout[later] != layout[axis] for later in range(axis + 1, len(layout)))
 
 
@@ -208,7 +208,7 @@ def _orders(pending: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def conversion(source: Layout, target: Layout) -> tuple[ConversionStep, ...] | None:
-    """Steps from one layout to another, or None where it cannot be done without a permutation or is not a conversion.
+    """Return the steps from one layout to another; None if there are none, or only with a permutation.
 
     Equal neighbouring steps on adjacent sub-axes of one factor become one collective on their product.
     """
@@ -233,7 +233,7 @@ def conversion(source: Layout, target: Layout) -> tuple[ConversionStep, ...] | N
 
 
 def _merge(source: Layout, target: Layout, changed: tuple[int, ...]) -> tuple[ConversionStep, ...] | None:
-    """One step over several adjacent sub-axes when they all do the same."""
+    """Return one step over several adjacent sub-axes if all of them convert alike, else None."""
     if len(changed) < 2 or changed != tuple(range(changed[0], changed[-1] + 1)):
         return None
     if len({source[a] for a in changed}) != 1 or len({target[a] for a in changed}) != 1:

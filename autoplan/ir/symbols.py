@@ -1,8 +1,8 @@
-"""Symbolic sizes: polynomials with rational coefficients over the symbols `b` (batch), `s` (sequence) and, where a
-model has a second sequence with a length of its own (the target of an encoder-decoder), `t`.
+"""Symbolic sizes: polynomials with rational coefficients over `b` (batch), `s` (sequence) and `t` (target sequence).
 
-Capture happens before the search chooses the micro-batch, so a dim is `b`, `s`, `b*s`, `s+1` or a number.
-Only what sizes need is here: +, -, *, exact division, evaluation, and a text form for JSON.
+`t` occurs if a second sequence has a length of its own (the target of an encoder-decoder). Capture happens before the
+search chooses the micro-batch, so a dim is `b`, `s`, `b*s`, `s+1` or a number. The operations are those that sizes
+need: +, -, *, exact division, evaluation, and a text form for JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import reduce
 from typing import Union
 
-SYMBOLS = ("b", "s", "t")  # batch, sequence, target sequence: all that sizes depend on
+SYMBOLS = ("b", "s", "t")  # batch, sequence, target sequence
 
 Monomial = tuple[str, ...]  # sorted symbol names, repeated for powers; () is the constant term
 ExprLike = Union["Expr", int, Fraction]
@@ -28,14 +28,14 @@ class Expr:
 
     @staticmethod
     def of(value: ExprLike) -> Expr:
-        """Wrap a number (an Expr is returned as it is)."""
+        """Return a number as an Expr; an Expr is returned as it is."""
         if isinstance(value, Expr):
             return value
         return Expr._make({(): Fraction(value)})
 
     @staticmethod
     def symbol(name: str) -> Expr:
-        """The symbol `name` itself."""
+        """Return the symbol `name` itself."""
         return Expr((((name,), Fraction(1)),))
 
     @staticmethod
@@ -66,7 +66,10 @@ class Expr:
         return Expr.of(other) - self
 
     def divide(self, other: ExprLike) -> Expr | None:
-        """Exact quotient with integer coefficients, or None. `(b*s).divide(s) == b`; `(s+1).divide(2)` is None."""
+        """Return the exact quotient with integer coefficients, or None.
+
+        `(b*s).divide(s) == b`; `(s+1).divide(2)` is None.
+        """
         divisor = Expr.of(other)
         if not divisor.terms:
             return None
@@ -87,7 +90,7 @@ class Expr:
         return quotient
 
     def scale(self, ratio: Fraction) -> Expr:
-        """Multiply by a rational, e.g. the local part of a sharded size."""
+        """Return the product with a rational, e.g. the local part of a sharded size."""
         return Expr._make({m: c * ratio for m, c in self.terms})
 
     @property
@@ -105,7 +108,7 @@ class Expr:
         return frozenset(name for monomial, _ in self.terms for name in monomial)
 
     def evaluate(self, env: Mapping[str, int]) -> Fraction:
-        """The value under `env`; KeyError names a missing symbol."""
+        """Return the value under `env`; KeyError names a missing symbol."""
         total = Fraction(0)
         for monomial, coefficient in self.terms:
             term = coefficient
@@ -130,7 +133,7 @@ class Expr:
 
     @staticmethod
     def parse(text: str) -> Expr:
-        """Inverse of str(); ValueError names a malformed term."""
+        """Return the Expr with this text: the inverse of str(). ValueError names a malformed term."""
         total, compact = Expr(()), re.sub(r"\s*([+*-])\s*", r"\1", text.strip())
         if not re.fullmatch(r"[+-]?[^+-]+([+-][^+-]+)*", compact):
             raise ValueError(f"malformed size {text!r}: terms are joined by + or -")
@@ -148,5 +151,5 @@ class Expr:
 
 
 def product(values: tuple[Expr, ...] | list[Expr]) -> Expr:
-    """Product of sizes; 1 for none."""
+    """Return the product of sizes; 1 for none."""
     return reduce(lambda a, b: a * b, values, Expr.of(1))

@@ -1,4 +1,4 @@
-"""How the arguments of an ATen op become ops of the IR: what a lowering gets and gives, and those of many ops."""
+"""How the arguments of an ATen op become ops of the IR: the types of lowerings, and lowerings that many ops share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names,
 class IrOp:
     """One IR op: tensors (None for absent), plain attributes.
 
-    `left_out`: a probability of dropout inside of it, which no program can reproduce across plans.
+    Attributes:
+        left_out: probability of a dropout inside of it, which no program can reproduce across plans.
     """
 
     op: str
@@ -26,7 +27,7 @@ class IrOp:
 
 @dataclass(frozen=True)
 class Alias:
-    """The op does nothing: its output is its input."""
+    """An op that does nothing: its output is its input."""
 
     of: str
 
@@ -36,23 +37,23 @@ Lowering = Callable[[Args], IrResult]
 
 
 def plain_value(op: str, *tensors: str) -> Lowering:
-    """Takes these tensors, by default `self`, and no attribute."""
+    """Return a lowering that takes these tensors, by default `self`, and no attribute."""
     names = tensors or ("self",)
     return lambda a: IrOp(op, tuple(a[x] for x in names), {})
 
 
 def given(op: str, *attrs: str) -> Lowering:
-    """Takes `self` and, as attributes, arguments of these names."""
+    """Return a lowering that takes `self` and, as attributes, arguments of these names."""
     return lambda a: IrOp(op, (a["self"],), {name: a[name] for name in attrs})
 
 
 def alias(name: str) -> Lowering:
-    """Does nothing to an argument."""
+    """Return a lowering to nothing: the output is the named argument."""
     return lambda a: Alias(a[name])
 
 
 def binary(op: str) -> Lowering:
-    """Takes a tensor or a scalar as second operand."""
+    """Return a lowering that takes a tensor or a scalar as second operand."""
 
     def build(a: Args) -> IrResult:
         other = a["other"]
@@ -70,5 +71,5 @@ def binary(op: str) -> Lowering:
 
 
 def default(op: str, lowering: Lowering | None = None) -> Mapping[str, Lowering]:
-    """The ATen op of the same name, of one tensor by default."""
+    """Return the lowering of the ATen op of the same name, by default of one tensor."""
     return {f"aten.{op}.default": lowering or plain_value(op)}

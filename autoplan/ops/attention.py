@@ -1,4 +1,4 @@
-"""Attention: scaled dot products, with masks, documents, sliding windows."""
+"""Record of attention: scaled dot products, with masks, documents, sliding windows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
     inputs = [tidy(dims) for dims in rule.inputs]
     roles = list(rule.roles)
-    if node.attrs.get("documents"):  # to which every token belongs
+    if node.attrs.get("documents"):  # the document of every token
         inputs.append((("b",), ("s",)))
         roles.append(Role.OTHER)
     elif len(ins) > 3:  # additive or boolean mask, broadcast against [b, heads, s, t]
@@ -72,16 +72,16 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
-    """q k^T and p v, 2 flops per multiply-add; half under a causal mask."""
+    """Return the flops of q k^T and p v, 2 per multiply-add; half under a causal mask."""
     q, k, v = ins[:3]
     points = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3]) * 2
     return points.scale(Fraction(1, 2)) if node.attrs.get("causal") else points
 
 
 def window_share(node: Node, num_keys: float) -> float:
-    """Of the arithmetic that `flops` gives causal attention, the part that a sliding window leaves.
+    """Return the part of the arithmetic of causal attention (see `flops`) that a sliding window leaves.
 
-    Query i sees keys i - window + 1 to i: of the half s^2 / 2 of all points, s w - w^2 / 2.
+    Query i sees keys i - window + 1 to i: s w - w^2 / 2 points of the causal s^2 / 2.
     """
     window = node.attrs.get("window")
     if window is None or window >= num_keys:
@@ -93,13 +93,13 @@ def window_share(node: Node, num_keys: float) -> float:
 
 
 def _lse(f: OpFacts) -> tuple[int, ...]:
-    """Fused attention: the log-sum-exp of every query (Dao, FlashAttention-2, 2023)."""
+    """Return the bytes of fused attention's log-sum-exp of every query (Dao, FlashAttention-2, 2023)."""
     q = f.inputs[0]
     return (q.num_elements // q.shape[-1] * statistics_bytes(q.dtype),)
 
 
 def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
-    """The mask combined with the causal one by the runtime, or made from bool to float by torch."""
+    """Return the bytes of a mask that the runtime combines with the causal one, or that torch makes a float."""
     q, k, _, mask = f.inputs[:4]
     documents = bool(f.attrs.get("documents"))
     shape = [mask.shape[0], 1, 1, 1] if documents else [1] * (4 - len(mask.shape)) + list(mask.shape)
@@ -112,9 +112,10 @@ def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
 
 
 def _written_out_extra(f: OpFacts) -> tuple[int, ...]:
-    """Attention composed of matrix products, as torch's CPU backend does where head and value dims differ.
+    """Return the bytes of attention composed of matrix products.
 
-    Kept: scaled queries and keys, the softmax, and its copy for the second product.
+    torch's CPU backend composes it if head and value dims differ. Kept: scaled queries and keys, the softmax, and its
+    copy for the second product.
     """
     q, k = f.inputs[:2]
     width = statistics_bytes(q.dtype)
@@ -124,14 +125,17 @@ def _written_out_extra(f: OpFacts) -> tuple[int, ...]:
 
 
 def _learned_mask_extra(f: OpFacts) -> tuple[int, ...]:
-    """The same, where a gradient goes to the mask: besides, which scores the runtime took out of it for causality."""
+    """Return the bytes of composed attention with a learned mask, and of the scores masked for causality."""
     q, k = f.inputs[:2]
     return (*_written_out_extra(f), *((q.shape[2] * k.shape[2],) if f.attrs.get("causal") else ()))
 
 
 def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
-    """Queries in blocks of the window, keys and values in blocks of two, as sequences of their own, and what attention
-    keeps of those (`autoplan.runtime.attention._windowed`)."""
+    """Return the bytes of attention in a window: blocks of queries, keys and values, and what attention keeps of them.
+
+    Queries are cut into blocks of the window, keys and values into blocks of two, as sequences of their own
+    (`autoplan.runtime.attention._windowed`).
+    """
     window = int(f.attrs["window"])
     num_blocks = -(-f.inputs[0].shape[2] // window)
 
@@ -157,14 +161,14 @@ def _workspace(f: OpFacts) -> tuple[int, ...]:
     # FlashAttention-2: the gradient of the queries is summed in float32; grouped heads get their own key and value
     # gradients first
     repeated = (k.num_bytes + v.num_bytes) * (q.shape[1] // k.shape[1]) if q.shape[1] != k.shape[1] else 0
-    # a mask that is learned: its gradient before it is summed over what it is broadcast to
+    # a learned mask: its gradient before it is summed over the broadcast dims
     learned = len(f.inputs) > 3 and f.inputs[3].requires_grad
     scores = q.num_elements // q.shape[-1] * k.shape[2] * DTYPE_BYTES[q.dtype] if learned else 0
     return (0, rows + q.num_elements * 4 + repeated + scores)
 
 
 def _learned_mask_workspace(f: OpFacts) -> tuple[int, int]:
-    """Scores with and without the mask; their gradient before and after the softmax."""
+    """Return the bytes of scores with and without the mask, and of their gradient before and after the softmax."""
     scores = _written_out_extra(f)[2]
     forward, backward = _workspace(f)
     return (forward + 2 * scores, backward + 2 * scores)

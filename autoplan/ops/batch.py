@@ -1,9 +1,9 @@
-"""May the batch be split? Types along the batch, from the same rules as the layouts.
+"""Decide whether the batch or the sequence can be split, from the same rules as the layouts.
 
-Data parallelism and micro-batches compute the loss in parts and add them up, so along the batch every value must be a
-shard (it has the batch), replicated (it has not), or a pending sum, and the loss must end as a pending sum. A mean over
-the batch, a sum that goes through a non-linear op, or a term that is the same in every part would be counted wrongly:
-refused by name.
+Data parallelism and micro-batches compute the loss in parts and add them up. So along the batch every value must be a
+shard (it has the batch), replicated (it does not have it), or a pending sum, and the loss must end as a pending sum. A
+mean over the batch, a sum that goes through a non-linear op, or a term that is the same in every part would be counted
+wrongly; such ops are refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoplan.ops.table import op_has, op_record
 
 
 def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
-    """Where the batch, or the sequence, sits in a value."""
+    """Return the places of the batch, or of the sequence, in a value."""
     return [
         shard(dim, position)
         for dim, names in enumerate(value.dims or ())
@@ -31,7 +31,7 @@ def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[Axis
 def _result(
     node: Node, block: Block, types: Mapping[str, AxisType], factors: Mapping[str, Expr], symbol: str
 ) -> list[AxisType] | None:
-    """Types of a node's outputs, or None if it cannot be computed in parts."""
+    """Return the types of a node's outputs, or None if it cannot be computed in parts."""
     inputs = tuple(types[n] for n in node.tensor_inputs)
     places = [_places(block.values[n], factors, symbol) for n in node.outputs]
     if max(map(len, places)) > 1 or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
@@ -40,7 +40,7 @@ def _result(
     if op.kind is OpKind.COLLECTIVE and symbol in node.attrs["over"]:
         return None if any(places) else _over_all_parts(op, inputs)
     if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
-        return [P]  # of a term of the loss: each part is rounded
+        return [P]  # a term of the loss: each part is rounded
     if symbol == "s" and not _of_a_sequence(node, op, inputs):
         return None
     if symbol == "s" and op.kind is OpKind.ATTENTION:
@@ -54,8 +54,10 @@ def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType
 
 
 def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...]) -> bool:
-    """False for ops that need the whole sequence: dropout, whose mask is a function of the place in it, and attention
-    whose queries, keys and values are not all cut (its runtime, autoplan.runtime.context, sees the keys of all parts).
+    """Return False for ops that need the whole sequence.
+
+    These are dropout, whose mask depends on the place in the sequence, and attention unless queries, keys and values
+    are all cut (its runtime, autoplan.runtime.context, sees the keys of all parts).
     """
     if op.kind is not OpKind.ATTENTION:
         return not (Trait.RANDOM in op.traits and node.attrs["p"])
@@ -70,7 +72,10 @@ def _split(
     inputs: tuple[AxisType, ...],
     places: list[list[AxisType]],
 ) -> list[AxisType] | None:
-    """Output types by the choice of the op that has these input types, or None; a mean of a part is no part of it."""
+    """Return output types by the choice of the op that has these input types.
+
+    None if there is no such choice, or if it averages over a part.
+    """
     if set(inputs) <= {R} and (op_has(node.op, Trait.FILLS) or not any(places)):
         return [p[0] if p else R for p in places]
     for choice in axis_choices(node, block.values, factors, pending_counts=True):
@@ -82,7 +87,7 @@ def _split(
 
 
 def batch_obstacle(graph: ModelGraph) -> str | None:
-    """Why the batch of this model cannot be computed in parts (naming op and source line), or None if it can."""
+    """Return why the batch of this model cannot be computed in parts (naming op and source line), or None if it can."""
     found, loss = _obstacle(graph, "b", frozenset())
     if found is not None:
         return f"{found} cannot be computed sample by sample and added up"
@@ -90,8 +95,10 @@ def batch_obstacle(graph: ModelGraph) -> str | None:
 
 
 def context_obstacle(graph: ModelGraph) -> str | None:
-    """The same of the sequence: what depends on no parameter is made of whole sequences and then cut, attention sees
-    the keys of all parts."""
+    """Return why the sequence of this model cannot be computed in parts, or None if it can.
+
+    Calls that depend on no parameter make whole sequences, which are then cut. Attention sees the keys of all parts.
+    """
     found, loss = _obstacle(graph, "s", graph.free_calls())
     if found is not None:
         return f"{found} cannot be computed for a part of the sequence"
@@ -99,14 +106,18 @@ def context_obstacle(graph: ModelGraph) -> str | None:
 
 
 def _obstacle(graph: ModelGraph, symbol: str, whole: Set[str]) -> tuple[str | None, AxisType]:
-    """The first operation that cannot be computed in parts, and the type of the loss. `whole`: calls that are not."""
+    """Return the first operation that cannot be computed in parts, and the type of the loss.
+
+    Args:
+        whole: calls that are not computed in parts.
+    """
     factors = graph.factors
     top: dict[str, AxisType] = {}
     values = [*graph.inputs, *(v for call in graph.calls if call.name in whole for v in call.outputs)]
     for name in values:
         places = _places(graph.values[name], factors, symbol)
         top[name] = places[0] if places else R
-    known: dict[tuple[str, tuple[AxisType, ...]], list[AxisType]] = {}  # layers are calls of one block, called alike
+    known: dict[tuple[str, tuple[AxisType, ...]], list[AxisType]] = {}  # layers are equal calls of one block
     for call in graph.calls:
         if call.name in whole:
             continue

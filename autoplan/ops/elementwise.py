@@ -1,4 +1,4 @@
-"""Element-wise ops: functions of one tensor, of one and a number, of two, choices by a mask, casts, dropout."""
+"""Records of element-wise ops: of one tensor, of a tensor and a number, of two tensors, masks, casts, dropout."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ def _record(
 
 
 def _unary(name: str, text: str, saved: SavedRule, *traits: Trait, linear: Linear = Linear.NO) -> OpRecord:
-    """A function of one tensor that takes no attribute."""
+    """Return the record of a function of one tensor without attributes."""
     rule = UNARY if linear is Linear.NO else UNARY_LINEAR
     return _record(name, text, saved, *traits, aten=default(name), rule=rule, linear=linear)
 
 
 def _activation(name: str, text: str, saved: SavedRule, *traits: Trait) -> OpRecord:
-    """An activation function that takes no attribute."""
+    """Return the record of an activation function without attributes."""
     return _unary(name, text, saved, FOLLOWS, Trait.ACTIVATION, POINTWISE, *traits)
 
 
 def _operator(
     name: str, symbol: str, rule: str, saved: SavedRule, *traits: Trait, linear: Linear = Linear.NO
 ) -> OpRecord:
-    """An operator between two tensors; ATen has it with a number as well."""
+    """Return the record of an operator between two tensors; ATen has it with a number as well."""
     aten = {f"aten.{name}.{overload}": binary(name) for overload in ("Tensor", "Scalar")}
     return _record(name, f"{{0}} {symbol} {{1}}", saved, *traits, aten=aten, rule=rule, linear=linear)
 
 
 def _scaled(name: str, text: str) -> OpRecord:
-    """A tensor times or by the attribute `scalar`."""
+    """Return the record of a tensor multiplied or divided by the attribute `scalar`."""
     traits = FOLLOWS, POINTWISE, IN_CORE, Trait.SCALES
     return _record(name, text, _NOTHING, *traits, rule=UNARY_LINEAR, linear=Linear.ALL)
 
 
 def _function(name: str, text: str, saved: SavedRule, *aten: str) -> OpRecord:
-    """A function of two tensors; `aten` names what becomes it."""
+    """Return the record of a function of two tensors; `aten` names the ATen ops that become it."""
     return _record(name, text, saved, aten={f"aten.{x}": binary(name) for x in aten}, rule=BINARY)
 
 
@@ -99,7 +99,7 @@ def _masked_fill(a: Args) -> IrResult:
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
-# int64 numbers that one block of the mask needs at a time on the CPU (runtime/dropout.py)
+# int64 numbers that a block of the mask needs at a time on the CPU (runtime/dropout.py)
 _DROPOUT_BLOCK = 1 << 18
 
 
@@ -110,7 +110,10 @@ def _dropout(a: Args) -> IrResult:
 
 
 def _dropout_extra(f: OpFacts) -> tuple[int, ...]:
-    """State and start of the counter-based generator; on a GPU its inputs, which the micro-batch has (dropout.py)."""
+    """Return the bytes of state and start of the counter-based generator, kept on the CPU only.
+
+    On a GPU the micro-batch holds them (runtime/dropout.py).
+    """
     return (8, 8) if f.attrs["p"] and f.device_type == "cpu" else ()
 
 
@@ -151,7 +154,7 @@ RECORDS = (
     _unary("logical_not", "torch.logical_not({0})", _NOTHING),
     # priced by its own name, as a kernel that is not fused with others
     OpRecord("bitwise_not", OpKind.OTHER, UNARY, _NOTHING, "~{0}", default("bitwise_not")),
-    # of a tensor and a number
+    # functions of a tensor and a number
     _record("add_scalar", "{0} + {scalar}", _PASS, FOLLOWS, POINTWISE, Trait.VARIANCE, PASSES_GRADIENT),
     _scaled("mul_scalar", "{0} * {scalar}"),
     _scaled("div_scalar", "{0} / {scalar}"),
@@ -169,7 +172,7 @@ RECORDS = (
     ),
     *(_record(f"{name}_scalar", f"{{0}} {symbol} {{scalar}}", _NOTHING) for name, symbol in _COMPARISONS.items()),
     _record("clamp", "{0}.clamp({min}, {max})", _INPUT_2, POINTWISE, aten={"aten.clamp.default": _clamp}),
-    # of two tensors
+    # functions of two tensors
     _operator("add", "+", "[*a] + [*a] -> [*a]", _PASS, IN_CORE, RESCALES, PASSES_GRADIENT, linear=Linear.ALL),
     _operator("sub", "-", "[*a] + [*a] -> [*a]", _PASS, PASSES_GRADIENT, linear=Linear.ALL),
     _operator(

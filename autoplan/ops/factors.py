@@ -1,9 +1,9 @@
 """Factor inference: every dim of every value as a product of named factors, consistent over the whole model.
 
-Each dim starts as one unknown factor. A rule says which dims share a label; equal labels are unified, and where one
-side is a product (a reshape splits `heads*head_dim`, a flatten joins `b*s`) the other side is refined to match.
-Refinement travels backwards into parameters: the rows of `q_proj.weight` become `kv g d` because its output is later
-viewed as heads.
+Each dim starts as one unknown factor. A rule says which dims share a label; equal labels are unified. If one side is a
+product (a reshape splits `heads*head_dim`, a flatten joins `b*s`), the other side is refined to match. Refinement
+travels backwards into parameters: the rows of `q_proj.weight` become `kv g d` because its output is later viewed as
+heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEST_FIRST = ("kv", "group", "head", "vocab", "hidden", "experts", "expert_out"
 
 
 class _Factors(Classes[int]):
-    """Factors that are equal to each other; a factor may be split into an ordered list of others."""
+    """Classes of equal factors; a factor may be split into an ordered list of others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Inference:
     def __init__(self, graph: ModelGraph) -> None:
         self.graph, self.table = graph, _Factors()
         self.dims: dict[tuple[str, str], list[list[int]]] = {}
-        # as they are defined, whatever the order of the mappings: names of factors depend on it
+        # in order of definition, whatever the order of the mappings: names of factors depend on it
         for name in dict.fromkeys((*graph.inputs, *(out for call in graph.calls for out in call.outputs))):
             self._fresh("", graph.values[name])
         for block in dict.fromkeys(call.block for call in graph.calls):
@@ -174,9 +174,10 @@ class _Inference:
 
 
 def infer_factors(graph: ModelGraph) -> ModelGraph:
-    """The graph with the dims of every value as factors.
+    """Return the graph, checked, with the dims of every value as factors.
 
-    Checked. RuleError / GraphError name the op that does not fit.
+    Raises:
+        RuleError, GraphError: an op does not fit; the message names it.
     """
     result = _Inference(graph).run()
     check(result)
@@ -185,7 +186,7 @@ def infer_factors(graph: ModelGraph) -> ModelGraph:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Where a label sits: tensor `operand` (inputs then outputs), tensor dim, and the places of its factors there."""
+    """One place of a label: tensor `operand` (inputs then outputs), tensor dim, and the places of its factors there."""
 
     operand: int
     dim: int
@@ -194,9 +195,13 @@ class Occurrence:
 
 
 def occurrences(rule: OpRule, values: list[Value], factors: Mapping[str, Expr]) -> dict[str, list[Occurrence]]:
-    """All places of every label.
+    """Return all places of every label.
 
-    `values` are the operands followed by the outputs; GraphError before factor inference.
+    Args:
+        values: the operands followed by the outputs.
+
+    Raises:
+        GraphError: the values have no factors yet.
     """
     out: dict[str, list[Occurrence]] = {}
     for k, (value, labels) in enumerate(zip(values, [*rule.inputs, *rule.outputs], strict=True)):
@@ -212,7 +217,7 @@ def occurrences(rule: OpRule, values: list[Value], factors: Mapping[str, Expr]) 
 
 
 def _span(value: Value, dim: int, start: int, want: Expr, factors: Mapping[str, Expr]) -> int:
-    """How many factors from `start` multiply to `want`."""
+    """Return how many factors from `start` multiply to `want`."""
     have = (value.dims or ())[dim]
     total, count = Expr.of(1), 0
     while total != want:

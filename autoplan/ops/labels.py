@@ -1,4 +1,4 @@
-"""Rules whose labels depend on the arguments of an op: what several families share."""
+"""Rules whose labels depend on the arguments of an op, shared by several families."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ONE = Expr.of(1)
 
 
 class _Side:
-    """One of two dim lists that are refined: the labels of its dims, and what is left of the current one."""
+    """One of two dim lists that are refined: the labels of its dims, and the rest of the current dim."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -23,14 +23,14 @@ class _Side:
         self.advance()
 
     def advance(self) -> None:
-        """Go to the next dim that is not 1; `rest` is None behind the last."""
+        """Go to the next dim that is not 1; `rest` is None after the last."""
         self.at += 1
         while self.at < len(self.shape) and self.shape[self.at].value == 1:
             self.at += 1
         self.rest = self.shape[self.at] if self.at < len(self.shape) else None
 
     def take(self, label: str, size: Expr) -> None:
-        """Give the current dim a label of `size`, which divides what is left of it."""
+        """Give the current dim a label of `size`, which divides its rest."""
         self.labels[self.at].append(label)
         self.rest = None if self.rest is None else self.rest.divide(size)
         if self.rest == _ONE:
@@ -38,9 +38,9 @@ class _Side:
 
 
 def align(left: Shape, right: Shape) -> tuple[list[Labels], list[Labels], dict[str, Expr]] | None:
-    """Common refinement of two dim lists of equal product (a reshape): labels of every dim and their sizes, or None.
+    """Return the common refinement of two dim lists of equal product (a reshape): labels of every dim, and their sizes.
 
-    `(b, s, h)` and `(b*s, h)` refine to labels b | s | h; `(6,)` and `(4, ...)` have no common refinement.
+    `(b, s, h)` and `(b*s, h)` refine to labels b | s | h. None if there is none, as for `(6,)` and `(4, ...)`.
     """
     sizes: dict[str, Expr] = {}
     sides = _Side(left), _Side(right)
@@ -61,17 +61,17 @@ def align(left: Shape, right: Shape) -> tuple[list[Labels], list[Labels], dict[s
 
 
 def dim_labels(shape: Shape, prefix: str = "a") -> list[Labels]:
-    """One label per dim, none for a dim of size 1."""
+    """Return one label per dim, none for a dim of size 1."""
     return [() if size.value == 1 else (f"{prefix}{i}",) for i, size in enumerate(shape)]
 
 
 def linear_rule(inputs: list[Labels], outputs: list[Labels], whole: set[str] | None = None, **kw: Any) -> OpRule:
-    """The rule of an op that is linear in its one input."""
+    """Return the rule of an op that is linear in its one input."""
     return OpRule((tuple(inputs),), (tuple(outputs),), (Role.LINEAR,), frozenset(whole or ()), **kw)
 
 
 def whole_dim(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Dims carry over; the attribute `dim` cannot be split."""
+    """Return the rule of an op that keeps its dims; the dim of attribute `dim` cannot be split."""
     labels = dim_labels(ins[0])
     dim = node.attrs["dim"] % len(labels)
     return OpRule((tuple(labels),), (tuple(labels),), (Role.OTHER,), frozenset(labels[dim]))

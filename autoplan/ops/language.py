@@ -1,4 +1,4 @@
-"""The one-line rule language: which factors of an op can be split, and what the split does to the types.
+"""The one-line rule language: which factors of an op can be split, and which types the split gives.
 
     linear:      [*b,i] * [o,i] -> [*b,o]
     layer_norm:  [*b,n!], [n!], [n!] -> [*b,n!]
@@ -6,9 +6,9 @@
     attention:   [b,kv g,s!,d!], [b,kv,t!,d!], [b,kv,t!,e!] -> [b,kv g,s!,e!]
 
 A bracket lists the dims of one tensor; a dim is one label or several (a product, major to minor); `*b` stands for any
-number of leading dims, broadcast as usual. `!` marks a label that cannot be split. `@name` marks one whose split needs
-its own code. `#` marks an integer operand (no gradient). Operands joined by `*` are multiplied, by `+` added; after `,`
-the op is not linear in them; `~` marks a single operand in which the op is linear. From that line follow the legal
+number of leading dims, broadcast as usual. `!` marks a label that cannot be split. `@name` marks a label whose split
+needs its own code. `#` marks an integer operand (no gradient). Operands joined by `*` are multiplied, by `+` added; the
+op is not linear in operands after `,`; `~` marks a single operand in which the op is linear. The line implies the legal
 splits:
 
 * a label in an operand and in the output splits both; operands without it are R;
@@ -26,11 +26,11 @@ from enum import Enum
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
 
-Labels = tuple[str, ...]  # of one dim
+Labels = tuple[str, ...]  # labels of one dim
 
 
 class Role(Enum):
-    """How an operand enters the op."""
+    """The way in which an operand enters the op."""
 
     MUL = "*"
     ADD = "+"
@@ -48,7 +48,7 @@ class OpRule:
     roles: tuple[Role, ...]
     whole: frozenset[str] = frozenset()
     special: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, Expr] = field(default_factory=dict)  # of labels that share a dim
+    sizes: Mapping[str, Expr] = field(default_factory=dict)  # sizes of labels that share a dim
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class OpRule:
         return tuple(seen)
 
     def contracted(self, label: str) -> bool:
-        """True if the label occurs in an operand but in no output."""
+        """Return True if the label occurs in an operand but in no output."""
         inside = any(label in dim for operand in self.inputs for dim in operand)
         return inside and not any(label in dim for operand in self.outputs for dim in operand)
 
@@ -88,7 +88,7 @@ _LABEL = re.compile(r"(\*?[a-z]\w*)(!?)(?:@([a-z]\w*))?")
 
 
 def _dims(body: str, line: str, whole: set[str], special: dict[str, str]) -> tuple[Labels, ...]:
-    """The dims between two brackets; marks go to `whole` and `special`."""
+    """Return the dims between two brackets; marks go to `whole` and `special`."""
     dims: list[Labels] = []
     for part in body.split(",") if body.strip() else []:
         labels = []
@@ -177,7 +177,7 @@ def bind(
     output_shapes: list[tuple[Expr, ...]],
     sizes: Mapping[str, Expr] | None = None,
 ) -> OpRule:
-    """Bind a parsed rule to the shapes of one node. RuleError when the ranks do not fit."""
+    """Bind a parsed rule to the shapes of one node. RuleError if the ranks do not fit."""
     if len(input_shapes) > len(template.inputs) or len(output_shapes) != len(template.outputs):
         raise RuleError(f"rule {template.line!r} does not fit {len(input_shapes)} inputs, {len(output_shapes)} outputs")
     operands = [*template.inputs[: len(input_shapes)], *template.outputs]

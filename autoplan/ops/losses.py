@@ -1,4 +1,4 @@
-"""Tables and losses: the ops whose vocabulary may be split."""
+"""Records of tables and losses: the ops whose vocabulary may be split."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _embedding_arguments(a: Args) -> IrResult:
 
 
 def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
-    """The local row numbers (runtime/embedding.py)."""
+    """Return the bytes of the local row numbers (runtime/embedding.py)."""
     return (f.inputs[1].num_elements * DTYPE_BYTES["int64"],)
 
 
@@ -68,7 +68,10 @@ def _loss_arguments(a: Args) -> IrResult:
 
 
 def _cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
-    """Of `F.cross_entropy`, on every device. Ours on GPUs keeps the logits, as large, and needs less while it runs."""
+    """Return the bytes that `F.cross_entropy` keeps, on every device.
+
+    The runtime's loss on GPUs keeps the logits instead, which are as large, and needs less while it runs.
+    """
     logits, target = f.inputs
     smoothed = (target.num_elements,) if f.attrs.get("label_smoothing") else ()  # which targets are ignored
     # log-probabilities, and the total weight of the targets
@@ -81,13 +84,16 @@ def _cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
 
 
 def _vocab_cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
-    """Log-sum-exp; on the CPU where the local classes begin. Logits and targets are x0 and x1 (runtime/loss.py)."""
+    """Return the bytes of log-sum-exp, and on the CPU of the first local class number (runtime/loss.py).
+
+    Logits and targets are x0 and x1.
+    """
     logits, target = f.inputs
     begin = (DTYPE_BYTES["int64"],) if f.device_type == "cpu" else ()
     return (target.num_elements * statistics_bytes(logits.dtype), *begin)
 
 
-# logits that the sharded loss computes at a time on the CPU, and how many times at most (runtime/loss.py)
+# logits that the sharded loss computes at a time on the CPU, and the largest number of chunks (runtime/loss.py)
 _LOSS_CHUNK, _LOSS_CHUNKS = 1 << 18, 256
 
 
@@ -99,8 +105,8 @@ def _vocab_cross_entropy_workspace(f: OpFacts) -> tuple[int, ...]:
         return (per_token, 0)
     classes = logits.shape[-1]
     rows = min(tokens, max(_LOSS_CHUNK // classes, -(-tokens // _LOSS_CHUNKS), 1))
-    # class numbers and which are here; then the shifted logits of a chunk, in the backward only where the gradient,
-    # which they become, has another dtype
+    # class numbers and a mask of the local ones; then the shifted logits of a chunk. The backward needs the chunk only
+    # if the gradient, which it becomes, has another dtype
     numbers = tokens * (DTYPE_BYTES["int64"] + 1)
     chunk = rows * classes * wide
     return (numbers + per_token + chunk, numbers + tokens * (2 * wide + 1) + (chunk if logits.dtype in HALF else 0))
@@ -153,6 +159,6 @@ RECORDS = (
         variable="loss_sum",
         index_limits=_classes,
     ),
-    # as captured: `autoplan.capture.layers.assemble` makes a sum of it, and of its mean a division
+    # as captured: `autoplan.capture.layers.assemble` turns it into a sum, and a mean into a sum and a division
     OpRecord("cross_entropy", OpKind.LOSS, aten={"aten.cross_entropy_loss.default": _loss_arguments}),
 )

@@ -1,4 +1,4 @@
-"""Ops that put tensors together or make them, masks of triangles, sums along a dim; and work outside of the graph."""
+"""Ops that join or make tensors, masks of triangles, sums along a dim; and priced work outside of the graph."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _pad(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _repeat_interleave(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Every element of a dim several times: the dim becomes `it x repeats`."""
+    """Return the rule of repeating every element of a dim: the dim becomes `it x repeats`."""
     labels = dim_labels(ins[0])
     if node.attrs["dim"] is None and len(labels) != 1:
         raise RuleError(f"{node.name}: repeat_interleave without a dim flattens; reshape its input first")
@@ -156,7 +156,7 @@ RECORDS = (
         has=(Trait.TAKES_DTYPE,),
     ),
     OpRecord("full", OpKind.FACTORY, _factory, _MADE, _full, _FILLS, has=(Trait.TAKES_DTYPE, Trait.FILLS)),
-    # work that is no op of the graph: `autoplan.cost_models.costs` prices it, `autoplan.profiler` measures it
+    # not ops of the graph: `autoplan.cost_models.costs` prices them, `autoplan.profiler` measures them
     OpRecord("optimizer_adamw", OpKind.UPDATE),
     OpRecord("grad_accumulate", OpKind.UPDATE),
 )

@@ -1,4 +1,4 @@
-"""Norms, softmax, sums and means."""
+"""Records of norms, softmax, sums and means."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _reduce_arguments(op: str) -> Lowering:
 
 
 def _reduce_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Sum or mean over dims: a split reduced dim makes the result P (the mean divides by the global size)."""
+    """Return the rule of a sum or mean over dims: a split reduced dim makes the result P (a mean divides globally)."""
     labels = dim_labels(ins[0])
     dims = node.attrs.get("dims")
     over = {d % len(labels) for d in (dims if dims else range(len(labels)))}
@@ -156,7 +156,7 @@ RECORDS = (
         "sum",
         OpKind.REDUCTION,
         _reduce_rule,
-        keeps(form=Form.NEW, gradient=Gradient.PASS),  # an expanded view of it
+        keeps(form=Form.NEW, gradient=Gradient.PASS),  # an expanded view of the output's gradient
         _reduce_text("sum"),
         {f"aten.sum.{x}": _reduce_arguments("sum") for x in ("dim_IntList", "default")},
         Linear.ALL,

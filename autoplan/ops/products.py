@@ -1,4 +1,4 @@
-"""Products of matrices."""
+"""Records of matrix products."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _linear(a: Args) -> IrResult:
     made = IrOp("linear", (a["input"], a["weight"]), {})
     if a.get("bias") is None:
         return made
-    # bias as its own addition: under row-parallel it is added once, after the reduction (the emitter fuses it back)
+    # the bias is its own addition: under row-parallel it is added once, after the reduction (the emitter fuses it back)
     return [made, IrOp("add", ("$0", a["bias"]), {"bias": True})]
 
 
 def adds_bias(node: Node) -> bool:
-    """True for the addition that a bias of `linear` is captured as."""
+    """Return True for the addition that a bias of `linear` is captured as."""
     return node.op == "add" and bool(node.attrs.get("bias"))
 
 
@@ -34,7 +34,7 @@ def _linear_text(t: OpText) -> str:
 
 
 def _addmm(a: Args) -> IrResult:
-    """beta * self + alpha * product; a factor that both have is taken last, where both have one shape."""
+    """Lower beta * self + alpha * product; a factor that both have is applied last, when both have one shape."""
     alpha, beta, added = a.get("alpha", 1), a.get("beta", 1), a["self"]
     out = [IrOp("matmul", (a["mat1"], a["mat2"]), {})]
     if alpha != (beta or 1):
@@ -66,7 +66,7 @@ def _matmul(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
-    """One multiplication and one addition per element of the output and of the contracted dims."""
+    """Return one multiplication and one addition per element of the output and of the contracted dims."""
     contracted = product(
         [s for s, dim in zip(ins[0].shape, rule.inputs[0], strict=True) if any(rule.contracted(x) for x in dim)]
     )

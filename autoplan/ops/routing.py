@@ -1,4 +1,4 @@
-"""What routers and experts are made of: choices, counts, experts, sums over the ranks that share a micro-batch."""
+"""Ops of routers and experts: choices, counts, experts, sums over the ranks that share a micro-batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _topk_arguments(a: Args) -> IrResult:
 
 
 def _topk_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Values and indices of the largest along a dim."""
+    """Return the rule of the values and indices of the largest along a dim."""
     dim = node.attrs["dim"] % len(ins[0])
     labels = dim_labels(ins[0])
     out = list(labels)
@@ -38,7 +38,7 @@ def _topk_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _extreme_arguments(op: str) -> Lowering:
-    """Along one dim: of all elements there is no place to speak of."""
+    """Return the lowering of an extreme along one dim; over all elements there is no index."""
 
     def build(a: Args) -> IrResult:
         if a.get("dim") is None:
@@ -49,7 +49,7 @@ def _extreme_arguments(op: str) -> Lowering:
 
 
 def _extreme_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """The largest along a dim (and its place), or its place alone."""
+    """Return the rule of the largest along a dim and its index, or of the index alone."""
     dim = node.attrs["dim"] % len(ins[0])
     labels = dim_labels(ins[0])
     out = labels[:dim] + ([()] if node.attrs["keepdim"] else []) + labels[dim + 1 :]
@@ -65,7 +65,7 @@ def _scatter(a: Args) -> IrResult:
 
 
 def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """gather and scatter: the index selects along one dim; along the others everything has the same size."""
+    """Return the rule of gather and scatter: the index selects along one dim; all other dims have equal sizes."""
     dim = node.attrs["dim"] % len(ins[0])
     if any(a != b for i, (a, b) in enumerate(zip(ins[0], ins[1], strict=True)) if i != dim):
         raise RuleError(f"{node.name}: the index must have the input's size in every dim but {dim}")
@@ -111,10 +111,11 @@ _LINE = parse("[t,i!], #[t,k!], [t,k!] * [e@expert_parallel,f,i!] * [e@expert_pa
 
 
 def _experts_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Experts of a mixture: tokens split with whole weights; experts and their inner size into a pending sum.
+    """Return the rule of experts of a mixture.
 
-    Rows of a gated first projection are `gate, up`: as for a fused projection, each is split by itself. The outer size
-    is not split: only the last of the products would shrink.
+    Tokens can be split with whole weights; experts and their inner size can be split into a pending sum. Rows of a
+    gated first projection are `gate, up`: as in a fused projection, each is split by itself. The outer size is not
+    split: only the last of the products would shrink.
     """
     sizes = {"count": Expr.of(2), "f": ins[4][2]}
     rule = bind(_LINE, ins, outs)
@@ -126,16 +127,16 @@ def _experts_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _experts_flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
-    """Every token through top_k experts of three (gate, up, down) or two products."""
+    """Return the flops of every token through top_k experts of three (gate, up, down) or two products."""
     tokens, hidden = ins[0].shape
     products = 3 if node.attrs["gated"] else 2
     return tokens * hidden * (int(node.attrs["intermediate_size"]) * int(node.attrs["top_k"]) * 2 * products)
 
 
 def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
-    """Rows (a token once per expert that takes it), hidden and inner size, bytes of an element.
+    """Return the rows (a token once per expert that takes it), hidden and inner size, and bytes of an element.
 
-    Tokens are taken to be spread evenly over the experts, so that a rank with a part of them has that part of the rows.
+    Tokens are assumed to be spread evenly over the experts, so a rank with a part of them has that part of the rows.
     """
     hidden, index, _, _, down = f.inputs[:5]
     here, total = down.shape[0], int(f.attrs.get("num_experts") or down.shape[0])
@@ -143,17 +144,19 @@ def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
 
 
 def _experts_extra(f: OpFacts) -> tuple[int, ...]:
-    """Besides tokens and routing weights (autoplan.runtime.experts): which token each row is, and the first product.
-    Not counted: 4 bytes per expert, behind which row its rows end, where all experts are one product."""
+    """Return bytes besides tokens and routing weights: the token of each row, and the first product.
+
+    Not counted: 4 bytes per expert for the end of its rows, if all experts are one product (autoplan.runtime.experts).
+    """
     rows, _, inner, width = experts_rows(f)
     first = inner * (2 if f.attrs.get("gated", True) else 1)
     return (rows * DTYPE_BYTES["int64"], rows * first * width)
 
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    # forward: activated gate and its product with up, that and what the experts return, or this and the same weighted;
-    # backward: activated gate, its product with up, gradients of both, of the gate and of the first product, or
-    # gradients that arrive and, of what is between the products, the first two and its gradient
+    # forward: the activated gate and its product with up; or that product and the result of the experts; or this result
+    # and the same weighted. Backward: the activated gate, its product with up, gradients of both, of the gate and of
+    # the first product; or arriving gradients and, of the values between the products, the first two and its gradient
     rows, hidden, inner, width = experts_rows(f)
     return (rows * 2 * max(inner, hidden) * width, rows * max(6 * inner, 4 * inner + hidden) * width)
 
@@ -163,7 +166,7 @@ def _experts_text(t: OpText) -> str:
 
 
 def _num_experts(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {1: int(attrs["num_experts"])}  # of all experts: a rank with a part of them has that part of the rows
+    return {1: int(attrs["num_experts"])}  # all experts: a rank with a part of them has that part of the rows
 
 
 # -- sums over ranks ---------------------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ RECORDS = (
         index_limits=_bins,
         has=(Trait.CHOOSES,),
     ),
-    # as captured: of one that counts `autoplan.capture.passes.hoist` makes a weighted_count, others have no rule
+    # as captured: `autoplan.capture.passes.hoist` turns one that counts into a weighted_count, others have no rule
     OpRecord("scatter_add", OpKind.OTHER, aten=default("scatter_add", _scatter_add)),
     OpRecord(
         "experts",

@@ -1,11 +1,11 @@
-"""What an operation keeps for its backward: how the rules in the records are written and asked.
+"""Rules of the bytes that an operation keeps for its backward: how records write them and how they are asked.
 
 Sources: `tools/autograd/derivatives.yaml` of PyTorch 2.13 for its own operations (decomposed as in eager mode),
-`autoplan/runtime/{attention,dropout,embedding,loss}.py` for ours.
+`autoplan/runtime/{attention,dropout,embedding,loss}.py` for the runtime's.
 
 A rule is written `"x0<1 x1<0 y0<0"`: input 0 is kept if input 1 needs a gradient, input 1 if input 0 does, output 0 if
-input 0 does. What an operation keeps besides its inputs and outputs (statistics, log-sum-exp, a masked copy of the
-indices), and what it needs only while it runs, are functions of its local shapes.
+input 0 does. Functions of the local shapes give further kept bytes (statistics, log-sum-exp, a masked copy of the
+indices), and bytes needed only while the operation runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ HALF = ("bfloat16", "float16")
 
 
 class Form(Enum):
-    """How the outputs relate to the memory of the inputs."""
+    """The relation of the outputs to the memory of the inputs."""
 
     VIEW = "view"  # the same storage (a reshape that torch cannot express as a view copies)
-    DENSE = "dense"  # new, in the order of memory of the operands (element-wise operations)
+    DENSE = "dense"  # new, in the memory order of the operands (element-wise operations)
     NEW = "new"  # new and contiguous
 
 
 class Gradient(Enum):
-    """The gradient that the backward hands to an input that is not broadcast."""
+    """The gradient that the backward passes to an input that is not broadcast."""
 
     NEW = "new"
     PASS = "pass"  # the gradient of the output itself, or a view of it
@@ -47,7 +47,7 @@ class TensorFacts:
 
     @property
     def num_elements(self) -> int:
-        """Element count."""
+        """Number of elements."""
         out = 1
         for size in self.shape:
             out *= size
@@ -61,7 +61,11 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """One operation on one rank. `special`: the sharded form of the strategy (vocab_embedding, ...)."""
+    """One operation on one rank.
+
+    Attributes:
+        special: the sharded form of the strategy (vocab_embedding, ...).
+    """
 
     op: str
     attrs: Mapping[str, Any]
@@ -81,11 +85,12 @@ SizesOf = Callable[[OpFacts], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SavedRule:
-    """What an operation keeps.
+    """The rule of what an operation keeps.
 
-    keeps: (kept tensor, inputs one of which must need a gradient), e.g. ("x0", (1,)).
-    extra: bytes of further tensors, each a storage of its own, kept if any input needs a gradient.
-    workspace: bytes that are needed only while it runs: (forward, backward), results not included.
+    Attributes:
+        keeps: (kept tensor, inputs one of which must need a gradient), e.g. ("x0", (1,)).
+        extra: bytes of further tensors, each a storage of its own, kept if any input needs a gradient.
+        workspace: bytes needed only while it runs: (forward, backward), results not included.
     """
 
     keeps: tuple[tuple[str, tuple[int, ...]], ...]
@@ -102,7 +107,7 @@ def keeps(
     extra: SizesOf | None = None,
     workspace: SizesOf | None = None,
 ) -> SavedRule:
-    """A rule in the short form: `keeps("x0<1 x1<0")`."""
+    """Return a rule from the short form: `keeps("x0<1 x1<0")`."""
     out = []
     for word in what.split():
         found = re.fullmatch(r"([xy]\d)<([\d,]+)", word)
@@ -113,12 +118,12 @@ def keeps(
 
 
 def statistics_bytes(dtype: str) -> int:
-    """Bytes of one mean, variance or log-sum-exp: accumulated in float32 below it."""
+    """Return the bytes of one mean, variance or log-sum-exp, which is float32 for narrower dtypes."""
     return max(4, DTYPE_BYTES[dtype])
 
 
 def units(forward: int, backward: int) -> SizesOf:
-    """Multiples of the first output's bytes."""
+    """Return a function that gives multiples of the first output's bytes."""
 
     def sizes(f: OpFacts) -> tuple[int, ...]:
         unit = f.outputs[0].num_bytes
@@ -128,7 +133,7 @@ def units(forward: int, backward: int) -> SizesOf:
 
 
 def kept(f: OpFacts, rule: SavedRule) -> list[str]:
-    """Which of x0, x1, ..., y0, ... an operation keeps, given who needs a gradient."""
+    """Return which of x0, x1, ..., y0, ... an operation keeps, given which inputs need a gradient."""
     grads = [t.requires_grad for t in f.inputs]
     return [
         name
@@ -138,12 +143,12 @@ def kept(f: OpFacts, rule: SavedRule) -> list[str]:
 
 
 def extra_bytes(f: OpFacts, rule: SavedRule) -> tuple[int, ...]:
-    """Bytes of what is kept besides inputs and outputs, one entry per storage."""
+    """Return the bytes kept besides inputs and outputs, one entry per storage."""
     return rule.extra(f) if rule.extra is not None and f.has_backward else ()
 
 
 def workspace_bytes(f: OpFacts, rule: SavedRule) -> tuple[int, int]:
-    """(forward, backward) bytes needed only while it runs, besides its results."""
+    """Return (forward, backward) bytes needed only while it runs, besides its results."""
     if rule.workspace is None:
         return (0, 0)
     forward, backward = rule.workspace(f)

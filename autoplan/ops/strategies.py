@@ -1,9 +1,8 @@
 """Strategies: every legal way to run one op on the intra-op sub-axes, derived from its rule.
 
 On one sub-axis an op runs replicated (R), invariant (I), split along one factor of one of its labels, or passes a
-pending sum (P). Over several sub-axes a strategy is one choice per sub-axis; mixed choices are kept only where a factor
-is too small for the whole product (few key-value heads), which keeps the space small without losing replicated KV
-heads.
+pending sum (P). Over several sub-axes a strategy is one choice per sub-axis. Mixed choices are kept only if a factor is
+too small for the whole product (few key-value heads), which keeps the space small without losing replicated KV heads.
 """
 
 from __future__ import annotations
@@ -35,7 +34,12 @@ class AxisChoice:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an op: a layout per tensor input and output. `num_shards` divides its work."""
+    """One way to run an op.
+
+    Attributes:
+        inputs, outputs: a layout per tensor.
+        num_shards: divides the work of the op.
+    """
 
     name: str
     inputs: tuple[Layout, ...]
@@ -52,7 +56,11 @@ class Strategy:
 def _split_choice(
     rule: OpRule, label: str, where: Sequence[tuple[int, int, int]], factor: str, num_inputs: int, num_outputs: int
 ) -> AxisChoice | None:
-    """Split one factor of a label; None where the rule does not allow it. `where` lists (operand, dim, position)."""
+    """Return the split of one factor of a label; None if the rule does not allow it.
+
+    Args:
+        where: (operand, dim, position) of the factor in every tensor.
+    """
     types: list[AxisType] = [R] * (num_inputs + num_outputs)
     for operand, dim, position in where:
         if types[operand] is not R:
@@ -78,9 +86,10 @@ def axis_choices(
     rule: OpRule | None = None,
     pending_counts: bool = False,
 ) -> list[AxisChoice]:
-    """Every way to run `node` on one sub-axis, whatever its size.
+    """Return every way to run `node` on one sub-axis, whatever its size.
 
-    `pending_counts`: pending sums of what has no gradient as well.
+    Args:
+        pending_counts: also allow pending sums of values without a gradient.
     """
     rule = rule or rule_for(node, values)
     tensors = [values[n] for n in (*node.tensor_inputs, *node.outputs)]
@@ -88,7 +97,7 @@ def axis_choices(
     grad = [t.requires_grad for t in tensors]
     choices = [AxisChoice("R", (R,) * num_inputs, (R,) * num_outputs)]
     if any(grad):
-        # without a gradient R and I are the same thing; R is the one written
+        # without a gradient R and I mean the same; R is written
         types = tuple(I if g else R for g in grad)
         choices.append(AxisChoice("I", types[:num_inputs], types[num_inputs:]))
     for label, places in occurrences(rule, tensors, factors).items():
@@ -112,7 +121,7 @@ def axis_choices(
 
 
 def _partial_choices(linear: Linear, num_inputs: int, num_outputs: int) -> list[AxisChoice]:
-    """How pending sums pass through an op that is linear in some of its inputs."""
+    """Return how pending sums pass through an op that is linear in some of its inputs."""
     outs = (P,) * num_outputs
     if linear is Linear.ALL:
         return [AxisChoice("P", (P,) * num_inputs, outs)]
@@ -121,7 +130,7 @@ def _partial_choices(linear: Linear, num_inputs: int, num_outputs: int) -> list[
 
 
 def divisible(choice: AxisChoice, num_shards: int, sizes: Mapping[str, int]) -> bool:
-    """True if the split factor has `num_shards` equal parts."""
+    """Return True if the split factor has `num_shards` equal parts."""
     return choice.factor is None or sizes[choice.factor] % num_shards == 0
 
 
@@ -132,9 +141,12 @@ def strategies(
     axes: Sequence[Axis],
     sizes: Mapping[str, int],
 ) -> list[Strategy]:
-    """Every strategy of `node` over `axes`; `sizes` gives the factor sizes as numbers.
+    """Return every strategy of `node` over `axes`.
 
     The batch is never split here: it belongs to the data-parallel sub-axes.
+
+    Args:
+        sizes: factor sizes as numbers.
     """
     if not axes:
         none: Layout = ()
@@ -147,7 +159,7 @@ def strategies(
 
 
 def _legal(combo: Sequence[AxisChoice], axes: Sequence[Axis], sizes: Mapping[str, int]) -> bool:
-    """True if the choices, one per sub-axis, go together and the factors that they split have enough parts."""
+    """Return True if the choices, one per sub-axis, are compatible and their split factors have enough parts."""
     split: dict[AxisChoice, int] = {}
     for axis, choice in zip(axes, combo, strict=True):
         if choice.factor is not None:

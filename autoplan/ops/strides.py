@@ -1,4 +1,4 @@
-"""Which strides a tensor has after an operation, and so whether torch returns a view or a copy. Torch-free, on numbers.
+"""Strides of a tensor after an operation, and so whether torch returns a view or a copy. Torch-free, on numbers.
 
 A view keeps its whole base alive, a copy does not: activation memory depends on it.
 """
@@ -12,7 +12,7 @@ Ints = tuple[int, ...]
 
 
 def contiguous(shape: Sequence[int]) -> Ints:
-    """Row-major strides."""
+    """Return row-major strides."""
     out, step = [0] * len(shape), 1
     for i in range(len(shape) - 1, -1, -1):
         out[i] = step
@@ -21,7 +21,7 @@ def contiguous(shape: Sequence[int]) -> Ints:
 
 
 def is_contiguous(shape: Ints, strides: Ints) -> bool:
-    """As `Tensor.is_contiguous`: the strides of dims of size 1 do not count."""
+    """Return the value of `Tensor.is_contiguous`: strides of dims of size 1 do not count."""
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != step:
@@ -31,9 +31,9 @@ def is_contiguous(shape: Ints, strides: Ints) -> bool:
 
 
 def reshaped(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
-    """Strides of a view of another shape with as many elements, or None where torch has to copy.
+    """Return the strides of a view of another shape with as many elements, or None if torch has to copy.
 
-    `at::detail::computeStride`: dims that lie behind each other in memory are merged, each chunk is split again.
+    `at::detail::computeStride`: dims that are adjacent in memory are merged, and each chunk is split again.
     """
     out = [0] * len(new)
     at = len(new) - 1
@@ -55,17 +55,17 @@ def reshaped(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
 
 
 def broadcast(shape: Ints, strides: Ints, new: Ints) -> Ints:
-    """Strides of `expand(new)`."""
+    """Return the strides of `expand(new)`."""
     skip = len(new) - len(shape)
     inside = (0 if size == 1 != want else stride for size, stride, want in zip(shape, strides, new[skip:], strict=True))
     return (0,) * skip + tuple(inside)
 
 
 def elementwise(operands: Sequence[tuple[Ints, Ints]], out: Ints) -> Ints:
-    """Strides of the result of an element-wise operation on operands (shape, strides).
+    """Return the strides of the result of an element-wise operation on operands (shape, strides).
 
     `TensorIteratorBase::reorder_dimensions`: dims are ordered by the strides of the first operand that tells them
-    apart, the result is dense in that order.
+    apart; the result is dense in that order.
     """
     if all(shape == out and is_contiguous(shape, strides) for shape, strides in operands):
         return contiguous(out)
@@ -99,4 +99,4 @@ def elementwise(operands: Sequence[tuple[Ints, Ints]], out: Ints) -> Ints:
     return tuple(result)
 
 
-ViewStrides = Callable[[Mapping[str, Any], Ints, Ints, Sequence[Ints]], list[Ints | None]]  # None where torch copies
+ViewStrides = Callable[[Mapping[str, Any], Ints, Ints, Sequence[Ints]], list[Ints | None]]  # None if torch copies

@@ -1,4 +1,4 @@
-"""The table of ops: one record per op, merged from the families. An op that is not here is an error, never a guess."""
+"""The table of ops: one record per op, merged from the families. An op without a record is an error, never a guess."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAMILIES = (elementwise, views, products, attention, norms, losses, routing, ma
 
 
 def merged(records: Iterable[OpRecord]) -> dict[str, OpRecord]:
-    """Records by name. RuleError for a name, an ATen op or a special form that two of them give."""
+    """Return records by name. RuleError for a name, an ATen op or a special form that two of them give."""
     out: dict[str, OpRecord] = {}
     taken: dict[str, str] = {}
     for found in records:
@@ -33,28 +33,28 @@ def merged(records: Iterable[OpRecord]) -> dict[str, OpRecord]:
 
 RECORDS: Mapping[str, OpRecord] = merged(r for family in _FAMILIES for r in family.RECORDS)
 ATEN: Mapping[str, Lowering] = {target: lowering for r in RECORDS.values() for target, lowering in r.aten.items()}
-# what a split of a marked label makes of the output; the runtime module of that name does the work
+# type of the output under a split of a marked label; the runtime module of that name does the work
 SPECIAL_OUTPUT: Mapping[str, AxisType] = {name: kind for r in RECORDS.values() for name, kind in r.special.items()}
 
 
 def op_record(op: str, where: str = "") -> OpRecord:
-    """The record of an op or of work that has a price. RuleError names the op, `where` it is and what to write."""
+    """Return the record of an op or of priced work. RuleError names the op, `where` it is and what to write."""
     found = RECORDS.get(op)
     return found if found is not None else _unknown(op, where)
 
 
 def op_kind(op: str) -> OpKind:
-    """What an op is to layouts, prices and memory."""
+    """Return the kind of an op for layouts, prices and memory."""
     return op_record(op).kind
 
 
 def op_has(op: str, trait: Trait) -> bool:
-    """True if the op has a trait."""
+    """Return True if the op has a trait."""
     return trait in op_record(op).traits
 
 
 def nodes_with(graph: ModelGraph, wanted: OpKind) -> list[tuple[Block, Node]]:
-    """All nodes of a kind, with their blocks."""
+    """Return all nodes of a kind, with their blocks."""
     return [(b, n) for b in graph.blocks.values() for n in b.nodes if op_kind(n.op) is wanted]
 
 
@@ -67,7 +67,7 @@ def _unknown(op: str, where: str) -> NoReturn:
 
 
 def rule_for(node: Node, values: Mapping[str, Value]) -> OpRule:
-    """The bound rule of a node. RuleError names the op, the source line, and what to write."""
+    """Return the bound rule of a node. RuleError names the op, the source line, and what to write."""
     build = op_record(node.op, node.source or node.name).build
     if build is None:
         raise RuleError(f"op {node.op!r} at {node.source or node.name} cannot be sharded: its record has no rule")
@@ -80,13 +80,13 @@ def rule_for(node: Node, values: Mapping[str, Value]) -> OpRule:
 
 
 def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:
-    """Forward arithmetic of one node, whole (not sharded), in floating point operations."""
+    """Return the forward arithmetic of one node, whole (not sharded), in floating point operations."""
     out, count = values[node.outputs[0]], op_record(node.op).flops
     return out.num_elements if count is None else count(node, [values[x] for x in node.tensor_inputs], out, rule)
 
 
 def saved_rule(f: OpFacts) -> SavedRule:
-    """What an operation keeps for its backward, in its form. RuleError names what to write."""
+    """Return the rule of what an operation keeps for its backward, for its form. RuleError names what to write."""
     found = op_record(f.op)
     form = None if found.saved_form is None else found.saved_form(f)
     rule = found.saved if form is None else form
@@ -96,8 +96,8 @@ def saved_rule(f: OpFacts) -> SavedRule:
 
 
 def backward_reads_params(block: Block) -> bool:
-    """False if a backward of the block needs none of its parameters, as that of an embedding: only shapes."""
-    stored = set(block.params)  # and what shares their memory
+    """Return False if the backward of a block needs none of its parameters, like that of an embedding, only shapes."""
+    stored = set(block.params)  # and views of them
     for node in block.nodes:
         rule, used = op_record(node.op).saved, [i for i, x in enumerate(node.inputs) if x in stored]
         if used and (rule is None or any(f"x{i}" == name for name, _ in rule.keeps for i in used)):

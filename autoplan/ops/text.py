@@ -1,7 +1,7 @@
-"""Text of an op in the emitted program: what it is made of, and how templates are filled.
+"""Text of an op in the emitted program: its parts, and how templates are filled.
 
-An emitter sees argument texts, attributes and local sizes. What depends on mesh and methods (the axes of a special
-form, of attention over cut sequences, of experts, of sums over the batch) is a text given to it, `OpText.over`.
+An emitter sees argument texts, attributes and local sizes. The parts that depend on mesh and methods (the axes of a
+special form, of attention over cut sequences, of experts, of sums over the batch) are given to it as `OpText.over`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Shape = tuple[Expr, ...]
 
 @dataclass(frozen=True)
 class OpText:
-    """What the text of one op is made of.
+    """The parts of the text of one op.
 
     Attributes:
-        args: texts of its arguments, those that are absent left out.
+        args: texts of its arguments without absent ones.
         inputs: shapes of its inputs in the whole model.
         outputs: shapes of its outputs on one rank.
-        whole: a size of the model, from the sizes of this rank.
-        over: text of the axes that it works over, or of the parts of its output that this rank has; empty where it
-            needs none.
-        bias: text of a bias that is added to it; empty where there is none.
-        num_partial: over how many ranks its output is a pending sum because of it.
+        whole: gives a size of the model from the size on this rank.
+        over: text of the axes that it works over, or of the parts of its output that this rank has; empty if it needs
+            none.
+        bias: text of a fused bias; empty if there is none.
+        num_partial: number of ranks over which the op makes its output a pending sum.
     """
 
     args: tuple[str, ...]
@@ -46,7 +46,7 @@ Emitter = Callable[[OpText], str]
 
 
 def py(size: Expr) -> str:
-    """Python text of a symbolic size; exact integer division."""
+    """Return the Python text of a symbolic size, with exact integer division."""
     denominator = 1
     for _, coefficient in size.terms:
         denominator = max(denominator, coefficient.denominator)
@@ -58,7 +58,7 @@ def py(size: Expr) -> str:
 
 
 def literal(value: Any) -> str:
-    """Python text of an attribute: a number, a symbolic size, a plain value."""
+    """Return the Python text of an attribute: a number, a symbolic size, a plain value."""
     if isinstance(value, Expr):
         return f"({py(value)})" if value.value is None else py(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -67,7 +67,7 @@ def literal(value: Any) -> str:
 
 
 def shape_text(sizes: Sequence[Expr]) -> str:
-    """Comma-separated local sizes."""
+    """Return comma-separated local sizes."""
     return ", ".join(py(s) for s in sizes)
 
 

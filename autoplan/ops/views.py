@@ -1,4 +1,4 @@
-"""Views: the same memory in another shape, or a part of it. Each has its rule, its strides and its text here."""
+"""Records of views: the same memory in another shape, or a part of it; each with its rule, strides and text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _part(
     aten: Mapping[str, Lowering],
     factor_names: Mapping[str, str] | None = None,
 ) -> OpRecord:
-    """A view of a part of a tensor; spmd_types does not know it to be linear."""
+    """Return the record of a view of a part of a tensor; spmd_types does not know it to be linear."""
     args = name, rule, text, strides, aten, Trait.FOLLOWS
     return _view(*args, saved=PART, linear=Linear.NO, factor_names=factor_names)
 
@@ -107,7 +107,7 @@ def _unsqueeze_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[I
 def _squeeze(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     labels = dim_labels(ins[0])
     dim = node.attrs["dim"] % len(labels)
-    if ins[0][dim].value != 1:  # torch leaves it as it is
+    if ins[0][dim].value != 1:  # torch leaves such a dim as it is
         return linear_rule(labels, labels)
     return linear_rule(labels, labels[:dim] + labels[dim + 1 :])
 
@@ -150,7 +150,7 @@ def _slice_arguments(a: Args) -> IrResult:
 
 
 def _slice(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Dims carry over, except the one that changes size and so cannot be split."""
+    """Return the rule of a slice: dims carry over, except the one that changes size, which cannot be split."""
     labels = dim_labels(ins[0])
     dim = node.attrs["dim"] % len(labels)
     out = list(labels)
@@ -185,7 +185,10 @@ def _select_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[Ints
 
 
 def _chunk(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Equal chunks: the dim is `count x rest`; the rest can be split, the count cannot (a fused q, k, v projection)."""
+    """Return the rule of equal chunks: the dim is `count x rest`, and only the rest can be split.
+
+    An example is a fused q, k, v projection.
+    """
     dim = node.attrs["dim"] % len(ins[0])
     labels = dim_labels(ins[0])
     out = list(labels)

@@ -34,11 +34,7 @@ WARNING = "warning: "  # the first word of notes that put the times in doubt
 _FALLEN = 0.05  # of a clock: a larger fall is reported
 SUSTAINED_S = 10.0  # of load without a pause
 _LAST_S = 1.0  # the part of it that counts
-_BURST_S, _PAUSE_S, _BURSTS = (
-    0.03,
-    0.1,
-    9,
-)  # a burst is as long as an operation's measurement; a rest before it
+_BURST_S, _PAUSE_S, _BURSTS = 0.03, 0.1, 9  # a burst is as long as an operation's measurement; a rest before it
 _PIECE_S = 0.25  # of load between two looks at the clock; the gaps in between are a hundredth of it
 _MAX_PIECE = 800  # products: the queue of launches holds about 1,000
 _SIZE, _DTYPE = 8192, torch.bfloat16  # of the product that takes most power in training

@@ -90,8 +90,7 @@ def profile_command(
 
 
 def _on_first(work: Callable[[], None]) -> None:
-    """Run `work` on rank 0 while the others wait. Its AutoplanError is raised on every rank, so that none waits
-    forever."""
+    """Run `work` on rank 0 while the others wait. Its AutoplanError is raised on every rank."""
     box: list[AutoplanError | None] = [None]
     with guard():
         if dist.get_rank() == 0:

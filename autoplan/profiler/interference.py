@@ -2,12 +2,10 @@
 
 Both are made about equally long and started together, as ZeRO starts a gather before the block that hides it. With a
 and c their times alone and t the time of both, `t = a + c - hidden`. `overlap_fraction = hidden / min(a, c)` is the
-share
-of computing that `exposed = c - share * a` takes off (`cost_models.time.blocks`). Products are counted while the
+share of computing that `exposed = c - share * a` takes off (`cost_models.time.blocks`). Products are counted while the
 collective runs: `overlap_compute_slowdown` is how much longer one takes then, and `overlap_collective_slowdown` how
-much
-longer the collective takes. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the same
-cores.
+much longer the collective takes. NCCL runs on streams and multiprocessors of its own; gloo on threads that want the
+same cores.
 
 A device with a queue is kept busy until both are queued (`DeviceTimer.keep_busy`). Without that lead it would wait for
 the host between the start and the collective, and again before the first product, and this wait would count as not

@@ -60,8 +60,7 @@ class Job:
         return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer, self.sharing)
 
     def goes_on(self) -> bool:
-        """Return False once rank 0's time is over. Also brings the ranks together, so that they measure at the same
-        time."""
+        """Return False once rank 0's time is over. Also brings the ranks together, so that they measure together."""
         left = torch.tensor([1 if time.monotonic() < self.deadline else 0], device=self.device)
         dist.broadcast(left, 0)
         self.barrier()
@@ -98,8 +97,7 @@ class Job:
         """Return the seconds of `work` on this rank, by the device's events or else by the host's clock.
 
         A collective: all ranks start together. If the host of some rank was late, all ranks repeat `work` with more
-        lead, so
-        it must be repeatable.
+        lead, so it must be repeatable.
         """
         if self.timer is not None:
             while True:
@@ -114,8 +112,7 @@ class Job:
         return time.perf_counter() - start
 
     def was_late(self, late: bool) -> bool:
-        """Return True if the host of some rank was late (`late`: this one). All get the longest lead, to start
-        together."""
+        """Return True if the host of some rank was late (`late`: this one). All then get the longest lead."""
         if self.timer is None:
             return False
         lead, any_late = self.slowest([float(self.timer.lead), float(late)])

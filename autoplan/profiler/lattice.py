@@ -134,8 +134,10 @@ def _cheap(task: MeasureTask, max_flops: float, max_bytes: float) -> bool:
 
 
 def lattice(dtype: str, max_flops: float, max_bytes: float) -> list[MeasureTask]:
-    """Return tasks on a grid of powers of two up to these limits; coarse ones first, so that a short budget covers
-    all."""
+    """Return tasks on a grid of powers of two up to these limits.
+
+    Coarse ones come first, so that a short budget covers all of the range.
+    """
     widths = (64, 256, 1024, 4096)
     linear = [
         linear_task(m, k, n, dtype) for m, k, n in _grid((64, 256, 1024, 4096), widths, widths) if 1 / 16 <= k / n <= 16

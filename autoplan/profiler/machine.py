@@ -101,8 +101,8 @@ class Machine:
         return [s for s, _ in spoken], list(dict.fromkeys(p for _, p in spoken if p))
 
     def _keep_busy(self) -> None:
-        """Work for a while: on CUDA the work is queued and goes on, on a CPU it is done at once and the clock stays
-        up."""
+        """Work for a while, so that clocks are up. On CUDA the work is queued and goes on; on a CPU it is done at
+        once."""
         kind = self.job.device.type
         a = torch.randn(_BUSY_SIZE[kind], _BUSY_SIZE[kind], device=self.job.device)
         torch.mm(a, a)

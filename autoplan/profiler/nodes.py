@@ -51,8 +51,8 @@ def under_torchrun(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def num_nodes(world_size: int, environment: Mapping[str, str] | None = None) -> int:
-    """Return the number of nodes of a job of `world_size` ranks, by torchrun's variables; 1 if they are of another
-    job."""
+    """Return the number of nodes of a job of `world_size` ranks, by torchrun's variables; 1 if they are another
+    job's."""
     environment = os.environ if environment is None else environment
     if not under_torchrun(environment) or environment["WORLD_SIZE"] != str(world_size):
         return 1

@@ -80,7 +80,7 @@ class MeasureTask:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of the last-level cache: the GPU's L2, or the CPU's largest; 32 MiB if the system does not
+    """Return the bytes of the last-level cache: the GPU's L2, or the CPU's largest; 32 MiB if the system does not
     say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -103,14 +103,12 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class DeviceTimer:
-    """Measures the device's seconds of queued work by a pair of events, with caches as stated, and the host's to queue
-    it.
+    """Measures the device's seconds of queued work by two events, with caches as stated, and the host's to queue it.
 
     The host must be ahead, or its launches are what is timed: the L2 is overwritten repeatedly until that takes longer
     than queueing the work. A sample is late if its first event has passed before all work is queued; then the
-    repetitions
-    double. Events are as `torch.cuda.Event`: `query` says whether the device has passed it, `elapsed_time` is in
-    milliseconds.
+    repetitions double. Events are as `torch.cuda.Event`: `query` says whether the device has passed it, `elapsed_time`
+    is in milliseconds.
 
     Args:
         event: makes an event that records times.
@@ -131,8 +129,7 @@ class DeviceTimer:
         self.late = False  # True if the last sample needs a longer lead
 
     def measure(self, work: Callable[[], Any], warm: Callable[[], object] | None) -> tuple[float, Any]:
-        """Run `work` once, after `warm` has read the tensors that are to be in the cache; return its seconds and
-        result."""
+        """Run `work` once, after `warm` has read tensors into the cache; return its seconds and its result."""
         begin, end = self.event(), self.event()
         self.keep_busy()
         if warm is not None:
@@ -156,10 +153,9 @@ class DeviceTimer:
             self.lead *= 2
 
     def issue(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the host's seconds to queue `work` once, not to do it, and its result. The device is idle before and
-        after.
+        """Return the host's seconds to queue `work` once, not to do it, and its result.
 
-        `work` must not wait for anything nor fill the queue.
+        The device is idle before and after. `work` must not wait for anything nor fill the queue.
         """
         self.synchronize()
         start = self.now()
@@ -228,7 +224,7 @@ class Clock:
 
     @cached_property
     def host_edges(self) -> tuple[float, float, float]:
-        """The same seconds of the host that fills a queue; on CUDA a thread of its own runs the engine and must wake
+        """The same seconds of a host that fills a queue; on CUDA the engine has a thread of its own, which must wake
         up."""
         samples: dict[int, float] = {}
         for count in (1, _MAX_CHAIN):
@@ -482,8 +478,7 @@ def _measure_adamw(task: MeasureTask, clock: Clock, cache: int, limit_s: float) 
 
 
 def _measure_accumulate(task: MeasureTask, clock: Clock, cache: int, limit_s: float) -> MeasuredOp:
-    """Measure what the gradient of one more micro-batch adds: its backward less the first one's, which keeps its
-    gradient."""
+    """Measure what accumulating a gradient adds to a backward, against a first one, whose gradient is just stored."""
     (t,) = task.work.inputs
     length = max(2, min(_MANY, -(-3 * cache // (4 * t.num_bytes))))  # all gradients together exceed the cache
     params = [make_input(t, task, 0, clock.device).requires_grad_() for _ in range(length)]

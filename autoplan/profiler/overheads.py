@@ -147,8 +147,7 @@ def _exchange(tensor: torch.Tensor, peer: int) -> None:
 
 
 def measure_overheads(job: Job, links: Profile, host: bool = False) -> dict[str, float]:
-    """Return seconds by name, as far as the time allows; the same on every rank. A collective over all ranks of the
-    job.
+    """Return seconds by name, as far as the time allows; the same on every rank. A collective over all ranks.
 
     `host`: measure the host's seconds (`Profile.host_overheads`), for a device with a queue.
     """
@@ -353,10 +352,8 @@ def _zero(runs: _Runs) -> dict[str, float]:
     """Return the cost of fully_shard per block beside the collectives and the block itself.
 
     Under ZeRO 1 the first forward of a step gathers and the last backward reduces; a micro-batch in between does
-    neither
-    and shows the hooks alone. Blocks of one small parameter, of several and of a large one give the parts per parameter
-    and
-    per byte.
+    neither and shows the hooks alone. Blocks of one small parameter, of several and of a large one give the parts per
+    parameter and per byte.
     """
     if runs.job.world == 1:
         return {}

@@ -128,11 +128,7 @@ def _short(value: float) -> float:
 
 
 def _measured_bytes_per_s(profile: Profile | None, per_node: int, across: bool) -> float | None:
-    """Return the bytes per second that a rank sends in the largest all-gather that was measured on this side of the
-    node.
-
-    `across`: the side between nodes.
-    """
+    """Return the bytes per second that a rank sends in the largest measured all-gather inside or across nodes."""
     records = [
         r
         for r in (profile.links if profile is not None else ())

@@ -139,8 +139,7 @@ def _measured_before(profile: Profile) -> Profile:
 
 
 def resolve() -> Profile | Literal["measure"] | None:
-    """Return the choice of `AUTOPLAN_PROFILE`: a profile by path or name, None for `assumed`, "measure" if it is not
-    set.
+    """Return the choice of `AUTOPLAN_PROFILE`: a profile by path or name, None for `assumed`, "measure" if not set.
 
     Raises:
         ProfileError: for an unknown name.
@@ -226,8 +225,7 @@ class _Notes:
 
 
 def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: _Notes, what: str) -> list[MeasuredOp]:
-    """Measure as many of the tasks as there is time for, on all ranks at once. A task that fails on one rank is
-    skipped."""
+    """Measure the tasks that there is time for, on all ranks at once. A task that fails on one rank is skipped."""
     cache = cache_bytes(job.device)
     # the least memory that any rank may use, so that all ranks skip the same tasks
     limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
@@ -566,8 +564,7 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> str:
 
 
 def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
-    """Return the `dtypes` to measure: what a model computes in, then that of its parameters if the optimizer has
-    others."""
+    """Return the dtypes to measure: what a model computes in, then its parameters' if the optimizer has others."""
     used = [p.dtype for p in graph.params.values()]
     computed = precision.compute or (max(sorted(set(used)), key=used.count) if used else "float32")
     return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))

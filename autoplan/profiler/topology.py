@@ -6,8 +6,7 @@
 
 Sources: `nvidia-smi --query-gpu`, the matrix of `nvidia-smi topo -m` (its legend names the kinds), and the kernel's
 /sys/class/infiniband, /sys/class/net, /sys/bus/pci and /sys/devices/system/node. A fact that none of them gives is
-None,
-and `notes` says why. The parsers are pure functions of these texts.
+None, and `notes` says why. The parsers are pure functions of these texts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from autoplan.units import MIB
 
 
 class LinkKind(Enum):
-    """The path between two devices, or a device and a network card; nearest first. The words are those of `nvidia-smi
-    topo`."""
+    """The path between two devices, or a device and a network card; nearest first. Words of `nvidia-smi topo`."""
 
     NVSWITCH = "NVSwitch"  # NVLinks into a switch: every pair has the bandwidth of all links of a device
     NVLINK = "NVLink"  # NVLinks from device to device
@@ -178,8 +176,7 @@ _LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$", re.MULTILINE)
 # Columns after the matrix, in this order, as far as present.
 _TAIL = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 # More NVLinks than any device has (H100, B200: 18; NVIDIA's data sheets): a device with more links to its peers in
-# total
-# has the same links to all of them, through a switch.
+# total has the same links to all of them, through a switch.
 _MOST_NVLINKS = 18
 
 

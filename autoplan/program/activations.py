@@ -485,7 +485,7 @@ class _Walk:
         for r in reversed(chosen):
             given = {self.tensors[v].storage for v in r.reads}
             made = {self.tensors[v].storage for i in r.statements for v in self.steps[i].writes} - given
-            if made & kept or any(self.steps[i].saved for i in r.statements):  # else nobody asks for it
+            if made & kept or any(self.steps[i].saved for i in r.statements):  # else it is not needed
                 kept |= given & counted
             dropped |= made
         return kept - dropped

@@ -1,6 +1,6 @@
 """Bytes that hand-written kernels keep for the backward where they differ from those of PyTorch's operations.
 
-`Mode.FUSED` stands for Megatron-LM on Transformer Engine. Besides the element-wise operations (`_Walk.fuse`):
+`Mode.FUSED` stands for Megatron-LM on Transformer Engine. Besides element-wise operations (`activations._Walk.fuse`):
 
 - a product behind a gather of tensor parallelism keeps the shard, which is gathered again in the backward, after the
   product that makes the gradient of the output (Korthikanti et al., 2022, section 4.2.2);
@@ -146,7 +146,7 @@ def _softmax_bytes(f: OpFacts) -> int:
 
 def _loss_extra(f: OpFacts) -> tuple[int, ...]:
     tokens = f.inputs[1].num_elements
-    return (_softmax_bytes(f), tokens * DTYPE_BYTES["int64"], tokens)  # local class numbers, which are valid
+    return (_softmax_bytes(f), tokens * DTYPE_BYTES["int64"], tokens)  # local class numbers, a mask of the valid ones
 
 
 def _loss_workspace(f: OpFacts) -> tuple[int, ...]:

@@ -168,9 +168,9 @@ def _cuts(left: Sequence[Axis], right: Sequence[Axis]) -> list[_Cut] | None:
 
 
 def _names(cuts: Sequence[_Cut]) -> list[str]:
-    """Name the sub-axes: a sub-axis that is a whole axis has its name, the dense one if it is both.
+    """Name the sub-axes after their dense axis, with a number if it has several.
 
-    Exception: a sub-axis within dp alone that is all of `ep`, or the part of `edp` beside it, has the experts' name.
+    Exception: a sub-axis of dp that is all of `ep`, or all of `edp` beside other parts of dp, has the experts' name.
     """
     dense, expert = [a for a, _, _ in cuts], [b for _, b, _ in cuts]
     out, seen = [], dict.fromkeys(dense, 0)

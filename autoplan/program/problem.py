@@ -206,7 +206,7 @@ class _Build:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
         # a frozen table is split too
         frozen = any(name in block.params for name in node.tensor_inputs)
-        # adding up the counts of parts of the tokens sends less than the experts of all tokens
+        # summing the counts of parts of the tokens sends less than gathering the expert indices of all tokens
         counts = op_kind(node.op) is OpKind.COUNT
         if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
             found = [s for s in found if s.name == "R"]  # slicing it is free

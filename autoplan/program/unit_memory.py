@@ -27,7 +27,7 @@ class UnitMemory:
         kept: kept if all of its layers are recomputed.
         choices: kept under every other recompute choice that all of its layers know.
         transient: the most beyond the bytes that it and the units before it keep, without recompute.
-        recompute_transient: the same with full recompute.
+        recompute_transient: the most beyond the bytes that it and the units before it keep, with full recompute.
     """
 
     saved: float

@@ -175,10 +175,10 @@ def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:
 def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
     """Return the model flops of one node by the published count, forward and backward, for one rank's tokens.
 
-    6 N + 12 L H Q S per token (Chowdhery et al., PaLM, 2022, appendix B; Megatron-LM counts alike): matrix products
-    and attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward. N
-    counts the parameters that are multiplied: not tables that are only looked up, and only the experts of one token.
-    Recompute is not counted.
+    6 N + 12 L H Q S per token (Chowdhery et al., PaLM, 2022, appendix B; Megatron-LM counts alike): matrix products and
+    attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward. N counts
+    the parameters that are multiplied: not tables that are only looked up, and only the experts of one token. Recompute
+    is not counted.
     """
     op = op_record(node.op)
     if not op.multiplies:

@@ -1,6 +1,16 @@
 """Reports: plans, estimates and what-ifs as text for people and as versioned JSON. No torch.
 
-`text`, `capacity`, `catalogs`: text and tables. `data`: JSON. `timeline`: a step as Chrome trace events.
-`arguments`, `degrees`, `flags`, `request`: what is typed on the command line. `commands`: command lines to propose.
-`files`, `output`, `waiting`: files, standard output, and the status line.
+`arguments`: read the text arguments of the command line.
+`capacity`: the capacity table as text and JSON.
+`catalogs`: listings of models and hardware.
+`commands`: command lines that a report proposes.
+`data`: reports as JSON.
+`degrees`: the configuration for given degrees.
+`files`: files that commands write.
+`flags`: arguments and options that several commands share.
+`output`: standard output, whose loss is an error.
+`request`: the options of a command as a PlanRequest.
+`text`: reports as text.
+`timeline`: the predicted step as Chrome trace events.
+`waiting`: the status line on stderr.
 """

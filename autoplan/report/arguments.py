@@ -1,5 +1,7 @@
-"""Read the text arguments of the command line: pins, assumptions, degrees, varied values. PinError says what would
-work."""
+"""Read the text arguments of the command line: pins, assumptions, degrees, varied values.
+
+Every PinError says what would work.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Command lines that a report proposes: `autoplan estimate ...` prices the very plan that it follows.
 
 The words of ParallelConfig and RunOptions follow from their records (`choice_words`); `settings` adds the other inputs
-of
-a price. A value is omitted only if it equals the default of the command.
+of a price. A value is omitted only if it equals the default of the command.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ def trace(estimate: Estimate | None) -> dict[str, Any]:
     """Return every action of every rank as an event, and last for each rank the time after the pipeline.
 
     Event names are torch's (chunk, kind, micro-batch: `3F0`), categories are the kinds. Without an estimate or its
-    events
-    the trace is empty.
+    events the trace is empty.
     """
     events: list[dict[str, Any]] = []
     if estimate is None:

@@ -1,8 +1,8 @@
 """The nearest legal choices: candidates ordered by distance, each checked before a refusal names it.
 
 First one choice is changed, those of the broken rule before the others; then two at once; then a choice is left open.
-If none of these is legal, the refusal says so. The caller defines how to check a change (`Attempt`); estimate, plan
-and what-if all check against the same rules (`autoplan.program.legality`).
+If none of these is legal, the refusal says so. The caller defines how to check a change (`Attempt`); estimate, plan and
+what-if all check against the same rules (`autoplan.program.legality`).
 """
 
 from __future__ import annotations

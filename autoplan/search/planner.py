@@ -73,8 +73,8 @@ __all__ = [
     "search_plan",
 ]
 
-# Simulated actions that one candidate may cost before its open bound counts as a gap (deterministic, unlike a limit of
-# time).
+# Simulated actions that one candidate may cost before its open bound counts as a gap. Unlike a time limit, this is
+# deterministic.
 _MAX_ACTIONS = 100_000
 # While nothing is found, a search goes on past its time limit: to this multiple of it, and at least this long. In the
 # second half of that time, candidates with the least memory come first instead of the fastest.
@@ -106,7 +106,7 @@ _SCHEDULES = (
 
 
 class Status(StrEnum):
-    """How a search ended: everything decided, or stopped.
+    """The end of a search: everything decided, or stopped.
 
     CUTS: some candidate has more cuts than are tried, and a bound below the best plan.
     LAYOUTS: only the proof of some layout was stopped.
@@ -121,7 +121,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Certificate:
-    """How good the best plan provably is, at these prices and within these restrictions.
+    """The proof of how good the best plan is, at these prices and within these restrictions.
 
     `considered` = `illegal` + `too_big` + `bounded_out` + `solved` + `open`.
 
@@ -158,7 +158,7 @@ class SearchResult:
 
 
 class _Outcome(Enum):
-    """How a candidate was decided."""
+    """The way in which a candidate was decided."""
 
     ILLEGAL = "illegal"
     TOO_BIG = "too big"

@@ -132,7 +132,7 @@ def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
 
 
 def compare_or_say(task: VerifyTask, sizes: Mapping[str, int]) -> Outcome:
-    """Run `compare`; if the module cannot run on moved values, run it on its exact values. Says why if neither
+    """Run `compare` on moved values; if the module cannot run on them, on its exact values. Says why if neither
     works."""
     try:
         return compare(task, sizes)

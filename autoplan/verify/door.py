@@ -44,8 +44,7 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
 
     Args:
         verify: True: the whole model if that costs some seconds at most, else fewer layers of a Hugging Face config,
-            else
-            nothing. 'required': at any cost. False: nothing.
+            else nothing. 'required': at any cost. False: nothing.
         folder: folder of the remembered outcomes; None: inside the folder of the captured graphs.
 
     Returns:
@@ -53,8 +52,7 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
 
     Raises:
         CaptureError: if the graph is not its module (names the first value that differs), and with 'required' if the
-            two
-            could not be compared.
+            two could not be compared.
     """
     if verify is False:
         return "capture not verified: verify=False"
@@ -82,8 +80,7 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
 
 
 def _remembered(task: VerifyTask, folder: Path | None) -> Path | None:
-    """Return the file of the outcome for this model and graph; None if the model's version does not identify its
-    code."""
+    """Return the file of this outcome; None if the model's version does not identify its code."""
     model = None if task.loss_fn is not None else capture_key(task.model, task.example)
     if model is None:
         return None

@@ -197,8 +197,7 @@ def _counterpart(
     """Return the tensor of the module that should have been the value.
 
     It has the size of the value, comes from the same module, and is nowhere in the graph. A result of the same
-    operation
-    is preferred, else the last one counts.
+    operation is preferred, else the last one counts.
     """
     mine = [v.fingerprint for v in values if v.fingerprint.size == value.fingerprint.size]
     there = [(op, f) for path, op, f in made if path == value.scope and f.size == value.fingerprint.size]

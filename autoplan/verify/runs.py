@@ -72,8 +72,7 @@ def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
     """Return float64 copies on the host, where both are run.
 
     A tensor of equal elements, as in new norms and biases, is moved by up to a tenth unless `moved` is False. Zeros
-    would
-    hide whether the graph uses them, and ones which of two norms they belong to.
+    would hide whether the graph uses them, and ones which of two norms they belong to.
     """
     generator = torch.Generator().manual_seed(0)
 

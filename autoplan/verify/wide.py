@@ -28,8 +28,8 @@ _LIKE = frozenset((torch.full_like, torch.Tensor.new_full, torch.Tensor.new_tens
 
 
 def thinned(p: float) -> float:
-    """Return the factor that stands for dropout with probability `p`. Without dropout, or with another p, it
-    differs."""
+    """Return the factor that stands for dropout with probability `p`; no dropout, or another p, gives another
+    result."""
     return 1.0 - p / 2
 
 
@@ -38,8 +38,7 @@ class Wide(TorchFunctionMode):
 
     Args:
         shown: the dtype that code inside sees of float64 tensors: the model's, whose `finfo` and comparisons it was
-            captured
-            with.
+            captured with.
     """
 
     def __init__(self, shown: torch.dtype) -> None:
@@ -83,8 +82,7 @@ class Wide(TorchFunctionMode):
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """Run torch's backward inside the mode, which torch's own call would leave: layers may recompute their
-        forward."""
+        """Run torch's backward inside the mode, which torch's own call would leave: layers may recompute in it."""
         outs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors or (None,) * len(outs)
         grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outs, given, strict=True))
@@ -119,8 +117,7 @@ def _grouped_mm(
     """Compute the kernel of experts, which has no float64 form, one product per expert.
 
     With b [experts, k, n], rows of `a` from offs[i - 1] to offs[i] are multiplied by b[i]. With two matrices, columns
-    of
-    `a` are multiplied by the same rows of `b`.
+    of `a` are multiplied by the same rows of `b`.
     """
     if offs is None or a.dim() != 2 or b.dim() not in (2, 3) or bias is not None:
         raise NotImplementedError("grouped products of other than rows with matrices, in float64")

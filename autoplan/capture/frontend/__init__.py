@@ -1,8 +1,17 @@
 """Trace the model: everything around torch.export.
 
-`inputs`: model, batch and loss as one module. `lengths`: which inputs are sequences. `sizes`: sizes as symbols.
-`layer_tracer`: layers that are marked in the trace. `inplace`: in-place ops as ops that make new tensors.
-`huggingface`, `masks`, `windows`: Hugging Face models, their masks and their attention.
-`experts`, `recurrences`, `left_out`: experts as one op, loops that are refused, dropout that is left out.
-`config_file`: models of a config.json. `host`: models on an accelerator. `cache`: captured graphs on disk.
+`cache`: captured graphs on disk.
+`config_file`: build the model of a Hugging Face config.json.
+`experts`: the experts of a mixture as one op.
+`host`: a model on an accelerator, captured as if it were on the host.
+`huggingface`: Hugging Face models, with attention as one op.
+`inplace`: in-place ops as ops that make new tensors.
+`inputs`: model, example batch and loss as one module.
+`layer_tracer`: find the repeated layers and delimit them in the trace.
+`left_out`: dropout inside attention, refused or left out.
+`lengths`: which inputs are sequences, and of which length.
+`masks`: the masks of Hugging Face models.
+`recurrences`: refuse layers that go along the sequence step by step.
+`sizes`: export with symbolic sizes.
+`windows`: attention with windows, documents or a bias, as one op each.
 """

@@ -24,15 +24,12 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
 
 _PACKAGES = ("torch", "transformers")
-_NOT_IN_DICT = (
-    "_attn_implementation",
-    "_experts_implementation",
-)  # left out of a config's dict by transformers
+_NOT_IN_DICT = ("_attn_implementation", "_experts_implementation")  # left out of a config's dict by transformers
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def cache_folder() -> Path:
-    """Return `AUTOPLAN_CACHE`, or `autoplan` under the user's cache folder, with `/graphs`."""
+    """Return the folder `graphs` in `AUTOPLAN_CACHE`, or in `autoplan` of the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "graphs"
 

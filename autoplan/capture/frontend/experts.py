@@ -83,8 +83,7 @@ def _(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _call(
     module: nn.Module, spec: ExpertsSpec, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Call the op in place of the module's forward. Raises CaptureError if the shapes are not those of stacked
-    experts."""
+    """Call the op in place of the module's forward. Raises CaptureError unless the shapes fit stacked experts."""
     gate_up, down = getattr(module, spec.gate_up), getattr(module, spec.down)
     name, width = type(module).__name__, hidden.shape[-1]
     if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape:

@@ -23,8 +23,7 @@ def module_on_host(model: nn.Module) -> Iterator[None]:
     """Replace tensors on an accelerator by host tensors; the graph has no devices, and examples are given on the host.
 
     Parameters become stand-ins without values (fake tensors), buffers become copies. Tensors that the model keeps
-    outside
-    its parameters and buffers stay where they are. Everything is restored on exit.
+    outside its parameters and buffers stay where they are. Everything is restored on exit.
     """
     parameters = [p for p in model.parameters() if p.device.type not in _STAYS]
     buffers = [b for b in model.buffers() if b.device.type not in _STAYS]

@@ -189,8 +189,8 @@ def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Capture attention as one op inside the context; everything is restored on exit.
 
     The model keeps the attention implementation of its config, so that it takes its usual branches; the functions
-    behind
-    'eager' and 'sdpa' are replaced (`capture.frontend.masks`). Other implementations (flash attention) count as 'sdpa'.
+    behind 'eager' and 'sdpa' are replaced (`capture.frontend.masks`). Other implementations (flash attention) count as
+    'sdpa'.
 
     Args:
         ledger: which masks are tensors; one ledger per capture, shared by all its traces.

@@ -50,7 +50,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Window:
-    """A slice of an assembly along `dim`. `stop` is a number or the symbolic size; `one`: a single index, without the
+    """A slice of an assembly along `dim`. `stop`: a number or the symbolic size; `one`: a single index, without the
     dim."""
 
     of: Assembly

@@ -94,9 +94,8 @@ class LossModule(nn.Module):
     """Model and loss as one module: takes tensors in the order of `names` and returns the scalar loss.
 
     The model gets the inputs that its forward names. An input that neither the forward names nor `loss_fn` reads goes
-    to
-    the forward's `**kwargs`, if it has them. That is known only after the first call: `gives_more` says whether to call
-    again.
+    to the forward's `**kwargs`, if it has them. That is known only after the first call: `gives_more` says whether to
+    call again.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:

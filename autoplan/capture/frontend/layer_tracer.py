@@ -193,8 +193,7 @@ class _FirstCall:
         return same and all(map(_same, self.rest, rest))
 
     def rebuild(self, tensors: list[torch.Tensor], recorded: Recorded, keep: Mapping[str, int]) -> Any:
-        """Return the layer's result with these tensors. The last ones replace the records of hooks from entry `keep`
-        on."""
+        """Return the layer's result with these tensors; the last ones replace hooks' records from entry `keep` on."""
         rest = iter(tensors)
         out = pytree.tree_unflatten([next(rest) if x is _TENSOR else x for x in self.template], self.out_spec)
         for name in dict.fromkeys(self.aside):

@@ -132,8 +132,7 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
     """Return the document of every token [b, s] (for `autoplan.runtime.attention`), from a mask of the valid tokens.
 
     Valid tokens are document 1. Padding is seen by no token and sees document 1 (-2), as in transformers. Where a
-    causal
-    query would see no valid token, transformers' kernels differ; here such padding sees itself (0).
+    causal query would see no valid token, transformers' kernels differ; here such padding sees itself (0).
     """
     counts = (mask != 0).to(torch.int64)
     if not causal:
@@ -246,8 +245,7 @@ def mask_function(
 
     Args:
         make: makes the mask of 'sdpa', a tensor [b, 1, q, kv] of bool (True takes part). The mask of 'eager' is added
-            to
-            the scores: 0, or the least number of its dtype.
+            to the scores: 0, or the least number of its dtype.
         packed: receives the documents of the positions that the same call was given (`document_starts`), if any.
     """
 

@@ -28,10 +28,7 @@ from autoplan.errors import CaptureError
 _log = logging.getLogger(__name__)
 
 _SHORT, _LONG = 16, 1024  # tokens; scans in chunks have chunks of 64 to 256
-_GROWTH, _LEAST = (
-    2.0,
-    100,
-)  # times the operations, and how many more at least, of a loop
+_GROWTH, _LEAST = 2.0, 100  # a loop: so many times the operations, and at least so many more
 _Kind = tuple[str, ...]  # the classes of all modules of a layer
 
 

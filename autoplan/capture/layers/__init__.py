@@ -1,1 +1,4 @@
-"""Cut a trace into blocks and calls."""
+"""Cut a trace into blocks and calls.
+
+`assemble`: layers, the glue around them, and parameter-free tables.
+"""

@@ -33,15 +33,23 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Loss:
+    """How the loss of a model is counted.
+
+    Attributes:
+        count: the unit of the loss denominator: "tokens", "samples", or "none" for a sum.
+        target: the value with the labels, if the loss is a cross entropy.
+        ignore_index: the label that does not count.
+        main: the value of the counted term; empty if no term is counted.
+    """
+
     count: str
     target: str | None
     ignore_index: int
-    main: str = ""  # the value of the counted term
+    main: str = ""
 
 
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
-    """Return the ModelGraph of a trace (without factors), or None if merged layers turn out not to be self-
-    contained."""
+    """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained."""
     simplify(trace)
     wide_means(trace)
     loss = _normalise_loss(trace)
@@ -189,6 +197,8 @@ def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
 
 
 class _Builder:
+    """Builds blocks and calls from the segments of a trace. `ok` turns False if a layer is not self-contained."""
+
     def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss, pure: set[str]) -> None:
         self.trace, self.segments, self.loss, self.pure = trace, segments, loss, pure
         self.blocks: dict[str, Block] = {}

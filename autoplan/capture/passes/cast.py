@@ -24,9 +24,8 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
     """Replace the parameters of the model's main dtype by stand-ins of `dtype` without values (fake tensors).
 
     The graph then describes the model with parameters of that dtype: norms that compute in float32 cast up and back,
-    and
-    tables follow the dtype of activations. Parameters of other dtypes and all buffers stay as they are, as under FSDP's
-    mixed precision. With None nothing changes.
+    and tables follow the dtype of activations. Parameters of other dtypes and all buffers stay as they are, as under
+    FSDP's mixed precision. With None nothing changes.
     """
     main = main_dtype(model)
     if dtype is None or main is None or main == dtype:

@@ -69,6 +69,8 @@ def _cone(trace: Trace, maker: dict[str, int], value: str) -> list[int]:
 
 @dataclass
 class _Term:
+    """Makes one term of the loss computable in parts of the tokens."""
+
     trace: Trace
     cone: list[int]
     value: str

@@ -1,4 +1,4 @@
-"""Which configurations are legal: one tuple of rules with reasons, which estimate, plan and what-ifs share.
+"""The rules of legal configurations: one tuple of rules with reasons, which estimate, plan and what-ifs share.
 
     broken(config, facts, Scope.PRICED)           the first rule that a configuration breaks, and why; None: legal
     not_executed(config, facts)                   features of a legal configuration that are priced, but not executed
